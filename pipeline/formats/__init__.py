@@ -1,6 +1,9 @@
-"""Number formats of the cache: what the codes of each are. Exact, floating-point and integer codes have the arithmetic of their
-kind, in torch (`oracle.py`) and in ONNX's operators (`graph.py`), and are entries of `table.py`; another one is a folder.
+"""Number formats of the cache.
 
-The two arithmetics prove each other, so that neither calls the other. A format with an arithmetic of its own has one entry each
-in table.py, stages/engines/oracle/formats.py and stages/engines/onnx/formats.py; one of the oracle alone has none in the last.
+Exact, floating-point and integer formats share an arithmetic per kind and are entries of `table.py`. A format with its own
+arithmetic is a folder. Each arithmetic is implemented twice: in torch (`oracle.py`) and in ONNX operators (`graph.py`). The two
+implementations verify each other, so neither calls the other.
+
+A format with its own arithmetic is registered in table.py, stages/engines/oracle/formats.py and stages/engines/onnx/formats.py.
+A format that only the reference engine supports is missing from stages/engines/onnx/formats.py.
 """

@@ -1,4 +1,4 @@
-"""A small writer of ONNX function bodies: every operator returns the name of its result."""
+"""A small builder of ONNX function bodies, whose methods append operators and return the names of the results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ import onnx
 from onnx import helper, numpy_helper
 
 OPSET = 21
-"""Opset of the function bodies and of the built graphs: the first whose QuantizeLinear and Cast cover float8 and float16."""
+"""Opset of function bodies and graphs. In earlier opsets QuantizeLinear and Cast do not support both float8 and float16."""
 
 DOMAIN = "kv"
-"""Domain of the attention and quantize functions; a backend with a kernel overrides them by (domain, name)."""
+"""Domain of the attention and quantize functions. A backend with its own kernel overrides a function by (domain, name)."""
 
 FLOAT_TYPES: dict[str, int] = {
     "float32": onnx.TensorProto.FLOAT,
@@ -20,19 +20,19 @@ FLOAT_TYPES: dict[str, int] = {
     "bfloat16": onnx.TensorProto.BFLOAT16,
 }
 NUMPY_FLOATS: dict[str, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
-"""Of what `cache_arithmetic` returns."""
+"""NumPy types for the results of `cache_arithmetic`."""
 
 
 def cache_arithmetic(activations: str) -> str:
-    """Return the type in which the cache is written and read of a decoder with activations of this type.
+    """Return the type for writing and reading the cache of a decoder with activations of the given type.
 
-    It is theirs, but float32 for bfloat16: a quotient of eight bits would round codes a second time.
+    This is the activations' type, except float32 for bfloat16, whose eight bits would round the quotients a second time.
     """
     return "float32" if activations == "bfloat16" else activations
 
 
 class Body:
-    """The nodes of one function, in execution order. `compute` is the type of its arithmetic."""
+    """The nodes of a function in execution order. `compute` is the type of its arithmetic."""
 
     def __init__(self, activations: str) -> None:
         self.compute = cache_arithmetic(activations)
@@ -42,24 +42,24 @@ class Body:
         self._count = 0
 
     def fresh(self) -> str:
-        """Return a name that is not in use."""
+        """Return an unused name."""
         self._count += 1
         return f"t{self._count}"
 
     def op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
-        """Append one operator with one result and return its name."""
+        """Append an operator with one result and return the result's name."""
         out = out or self.fresh()
         self.nodes.append(helper.make_node(kind, list(inputs), [out], **attributes))
         return out
 
     def ops(self, kind: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
-        """Append one operator with `count` results and return their names."""
+        """Append an operator with `count` results and return their names."""
         outs = [self.fresh() for _ in range(count)]
         self.nodes.append(helper.make_node(kind, list(inputs), outs, **attributes))
         return outs
 
     def const(self, value: npt.ArrayLike, dtype: npt.DTypeLike) -> str:
-        """Return a constant; equal constants are one node."""
+        """Return a constant. Equal constants share a node."""
         array = np.asarray(value, dtype)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
@@ -73,11 +73,11 @@ class Body:
         return self.const(value, NUMPY_FLOATS[self.compute])
 
     def ints(self, value: int | Sequence[int]) -> str:
-        """Return an int64 constant, as shapes and axes are."""
+        """Return an int64 constant, for shapes and axes."""
         return self.const(value, np.int64)
 
     def reshape(self, x: str, *shape: int) -> str:
-        """Append a Reshape: 0 keeps the input's dimension, -1 is inferred."""
+        """Append a Reshape. In `shape`, 0 keeps the input's dimension and -1 is inferred."""
         return self.op("Reshape", x, self.ints(list(shape)))
 
     def to_compute(self, x: str) -> str:
@@ -85,22 +85,22 @@ class Body:
         return self.op("Cast", x, to=FLOAT_TYPES[self.compute])
 
     def from_activations(self, x: str) -> str:
-        """Return an activation of the decoder in the compute dtype: itself, or a Cast of it."""
+        """Return a decoder activation in the compute dtype. Appends a Cast if the types differ."""
         return x if self._activations == self.compute else self.to_compute(x)
 
     def to_activations(self, x: str) -> str:
-        """Return a result in the type of the decoder's activations: itself, or a Cast of it."""
+        """Return a result in the type of the decoder's activations. Appends a Cast if the types differ."""
         return x if self._activations == self.compute else self.op("Cast", x, to=FLOAT_TYPES[self._activations])
 
     def to_float32(self, x: str) -> str:
-        """Append a Cast to float32, for what is too small or too large for float16."""
+        """Append a Cast to float32, for numbers outside the range of float16."""
         return self.op("Cast", x, to=onnx.TensorProto.FLOAT)
 
     def function(self, name: str, layer: int, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.FunctionProto:
         """Return the body as the function kv.<name>_<layer>.
 
-        Every layer has a function of its own, with its own node names, because TensorRT names its layers after nodes and
-        refuses a second Quantize or Dequantize layer of the same name.
+        Every layer has its own function with its own node names, because TensorRT names its layers after nodes and refuses two
+        Quantize or Dequantize layers with equal names.
         """
         name = layer_function(name, layer)
         for number, node in enumerate(self.nodes):
@@ -110,5 +110,5 @@ class Body:
 
 
 def layer_function(name: str, layer: int) -> str:
-    """Return the name of one layer's function."""
+    """Return the name of a layer's function."""
     return f"{name}_{layer}"

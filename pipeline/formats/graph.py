@@ -1,7 +1,7 @@
-"""What the formats' arithmetics in ONNX's operators share. They write codes in one function and read them in another.
+"""Common arithmetic of the formats in ONNX operators. One function writes codes, and another function reads them.
 
-Shapes: B sequences, H KV heads, S new tokens, P pages, T = P * 64 positions, D head_dim, W code elements of a token, g scales
-of a token, n code streams.
+Shapes: B sequences, H KV heads, S new tokens, P pages, T = P * 64 positions, D head_dim, W code elements per token, g scales
+per token, n code streams.
 """
 
 from abc import ABC, abstractmethod
@@ -15,30 +15,30 @@ from pipeline.formats.body import Body
 from pipeline.formats.spec import FLOAT16, MAX_FLOAT16, MIN_SCALE, PACKED, Element, Spec
 
 Gather = Callable[[str, int], str]
-"""Gathers the pages of a pool (N, H, 64, width): (B, H, T, width)."""
+"""Function (pool, width) that gathers pages of the pool (N, H, 64, width) and returns (B, H, T, width)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a policy says of a format, and the names of what it has in the graph."""
+    """Options of a format in a policy, and the names of its inputs in the graph."""
 
     head_dim: int
     groups: int
-    """Scales of one token of one head; 0 where they are static."""
+    """Scales per token and head; 0 for static scales."""
     symmetric: bool
     static: bool
     """Whether all scales are fixed at build time."""
     scale: str
-    """Name of the static scale, where there is one."""
+    """Name of the static scale, if it exists."""
     zero: str
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One of the n numbers of every stored element, in the compute dtype: x of shape (B, H, T, D / n).
+    """The j-th of n packed numbers of all stored elements, in the compute dtype: x of shape (B, H, T, D / n).
 
-    Its code is gain * x + offset. Where the stream is nested, x still contains the higher numbers of the element, so that
-    2 ** bits times the next stream's x is subtracted from that.
+    The code is gain * x + offset. If the stream is nested, x still includes the higher numbers of the element, and the code
+    is gain * x + offset minus 2 ** bits times the next stream's x.
     """
 
     x: str
@@ -48,29 +48,29 @@ class Stream:
 
 
 class Graph(ABC):
-    """A format's nodes."""
+    """Base of the formats' arithmetics in ONNX operators."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 
     @abstractmethod
     def write(self, body: Body, x: str, options: Options) -> list[str]:
-        """Append the nodes that quantize new tokens x (B, H, S, D): codes (B, H, S, W), scales and zeros (B, H, S, g)."""
+        """Append nodes that quantize new tokens x (B, H, S, D); return codes (B, H, S, W), scales and zeros (B, H, S, g)."""
 
     @abstractmethod
     def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:
-        """Widen the pages' codes, not scaled; all streams together are the channels in order.
+        """Convert the pages' codes to unscaled numbers. The streams, concatenated, are the channels in order.
 
         nested: Whether streams may be nested, which saves a pass over the codes.
         """
 
     def scales(self, body: Body, pool: str, gather: Gather, options: Options) -> str:  # noqa: ARG002  (a subclass)
-        """Gather stored scales or zeros of the pages, as the numbers that they are."""
+        """Gather the values of the pages' stored scales or zeros."""
         return gather(pool, options.groups)
 
 
 class Exact(Graph):
-    """Floating-point numbers that are not scaled."""
+    """Floating-point numbers without a scale."""
 
     def write(self, body: Body, x: str, options: Options) -> list[str]:  # noqa: ARG002  (none)
         return [body.op("Cast", x, to=onnx_type(self.spec.storage))]
@@ -80,11 +80,11 @@ class Exact(Graph):
 
 
 class Scaled(Graph):
-    """Codes in units of a scale, static or stored as a float16."""
+    """Codes with a scale, which is static or stored as float16."""
 
     @abstractmethod
     def encode(self, body: Body, steps: str, options: Options) -> str:
-        """Round numbers in units of their scale, from their zero, to the nearest code, ties to even, saturating; pack."""
+        """Round and pack numbers that are scaled and shifted by their zero: nearest code, ties to even, saturating."""
 
     def write(self, body: Body, x: str, options: Options) -> list[str]:
         if options.static:
@@ -102,7 +102,7 @@ class Scaled(Graph):
             zero = body.to_compute(zeros[0])
             factor = body.op("Div", body.op("Sub", high, zero), body.real(self.spec.levels))
             x = body.op("Sub", x, zero)
-        # The codes belong to the rounded scale, which is read back, not to the exact one.
+        # The codes are computed from the rounded scale, because decoding uses the rounded scale.
         factor = body.op("Clip", factor, body.real(MIN_SCALE), body.real(MAX_FLOAT16))
         scale = body.op("Cast", factor, to=onnx_type(FLOAT16))
         stored = [body.op("Div", x, body.to_compute(scale)), scale, *zeros]
@@ -112,19 +112,19 @@ class Scaled(Graph):
 
 
 class Float(Scaled):
-    """Floating-point numbers of a byte."""
+    """8-bit floating-point numbers."""
 
     def encode(self, body: Body, steps: str, options: Options) -> str:  # noqa: ARG002  (of Scaled)
         clipped = body.op("Clip", steps, body.real(-self.spec.limit), body.real(self.spec.limit))
         return body.op("QuantizeLinear", clipped, body.real(1.0), output_dtype=onnx_type(self.spec.storage))
 
     def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:  # noqa: ARG002
-        # Gather is not defined on float8, so the bound part of the pool is widened before it.
+        # Gather does not support float8, so the bound part of the pool is widened first.
         return [Stream(gather(body.op("DequantizeLinear", pool, body.real(1.0)), options.head_dim))]
 
 
 class Integer(Scaled):
-    """Whole numbers, packed: symmetric around 0, or 0 to `levels` from a zero."""
+    """Packed integers, symmetric around 0 or from 0 to `levels` with a zero point."""
 
     def encode(self, body: Body, steps: str, options: Options) -> str:
         limit, levels = self.spec.limit, float(self.spec.levels)
@@ -133,24 +133,24 @@ class Integer(Scaled):
         return self.pack(body, codes, options)
 
     def pack(self, body: Body, codes: str, options: Options) -> str:
-        """Pack codes (B, H, S, D), in the compute dtype, as they are stored."""
+        """Pack codes (B, H, S, D) in the compute dtype into stored bytes."""
         offsets = self.offsets(symmetric=options.symmetric)
         weights = 2.0 ** (self.spec.bits * np.arange(len(offsets)))
         if len(weights) > 1:
-            # Whole numbers below 256, so that the product is exact; one node instead of a chain of them.
+            # All numbers are integers below 256, so the product is exact. A MatMul is one node instead of a chain of nodes.
             width = options.head_dim // len(weights)
             codes = body.op("MatMul", codes, body.real(np.kron(weights[:, None], np.eye(width))))
         offset = float(weights @ offsets)
         return body.op("Cast", body.op("Sub", codes, body.real(offset)) if offset else codes, to=onnx_type(PACKED))
 
     def offsets(self, *, symmetric: bool) -> list[float]:
-        """Return, for each number of a byte, from the lowest bits up, its code minus the number that is stored."""
+        """Return code minus stored number for every number in a byte, from the lowest bits up."""
         half = 2.0 ** (self.spec.bits - 1)
         lowest = 0.0 if symmetric else half
         return [lowest - half] * (self.spec.packed - 1) + [lowest]
 
     def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:
-        # Split by floor and fraction of byte / 2 ** (8 - bits), which is exact in float16 too.
+        # Split into the floor and the fraction of byte / 2 ** (8 - bits), which are exact even in float16.
         offsets, bits = self.offsets(symmetric=options.symmetric), self.spec.bits
         step = 2.0**bits
         x = body.op("DequantizeLinear", gather(pool, options.head_dim // len(offsets)), body.real(2.0 ** (bits - 8)))
@@ -167,13 +167,13 @@ KINDS: dict[str, type[Graph]] = {"exact": Exact, "float": Float, "integer": Inte
 
 
 def onnx_type(element: Element) -> int:
-    """Return ONNX's number of an element type."""
+    """Return the ONNX enum value of an element type."""
     kind: int = onnx.TensorProto.DataType.Value(element.onnx)
     return kind
 
 
 def _zero(body: Body, low: str) -> str:
-    """Round `low` down to a float16, at most about two units in the last place below, so that no code is below 0."""
+    """Round `low` down to float16, by at most about two units in the last place, so that no code is below 0."""
     nearest = body.to_compute(body.op("Cast", low, to=onnx_type(FLOAT16)))
     unit = body.op("Add", body.op("Mul", body.op("Abs", nearest), body.real(2.0**-10)), body.real(2.0**-24))
     below = body.op("Where", body.op("Greater", nearest, low), body.op("Sub", nearest, unit), nearest)

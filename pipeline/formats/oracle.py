@@ -1,6 +1,6 @@
-"""What the formats' arithmetics in torch share: scales, zeros, groups, and the packing of integers. All of it is float32.
+"""Common arithmetic of the formats in torch, in float32: scales, zeros, groups, and the packing of integers.
 
-Shapes: H KV heads, T tokens, D head_dim, W storage elements of a token, g scales of a token.
+Shapes: H KV heads, T tokens, D head_dim, W storage elements per token, g scales per token.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from pipeline.formats.spec import MAX_FLOAT16, MIN_SCALE, Spec
 
 @dataclass(frozen=True)
 class Static:
-    """Scales of one side of one layer that are fixed at build time, and the zeros of an asymmetric format."""
+    """Static scales of one side of one layer, and the zeros of an asymmetric format."""
 
     scale: Tensor
     """(1 | H, 1, 1 | D) float32."""
@@ -25,7 +25,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Stored:
-    """Codes as they lie in memory, and the scales and zeros that lie beside them."""
+    """Codes in their memory layout, with their stored scales and zeros."""
 
     codes: Tensor
     """(..., H, T, W) in the storage type."""
@@ -35,18 +35,18 @@ class Stored:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those of the three that there are."""
+        """The codes, scales and zeros that are not None."""
         return [tensor for tensor in (self.codes, self.scale, self.zero) if tensor is not None]
 
 
 def each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) -> Stored:
-    """Return `function` of the codes, of the scales and of the zeros of `stored`, which are of one format."""
+    """Apply `function` separately to the codes, the scales and the zeros of `stored`, which must have the same format."""
     parts = [function(list(tensors)) for tensors in zip(*(one.tensors for one in stored), strict=True)]
     return Stored(*parts, *[None] * (3 - len(parts)))
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate codes or scales (H, T, ...) of consecutive tokens. 8-bit floats go as bytes."""
+    """Concatenate codes or scales (H, T, ...) of consecutive tokens; 8-bit floats are handled as bytes."""
     dtype = parts[0].dtype
     raw = [part.view(torch.uint8) for part in parts] if dtype.itemsize == 1 else list(parts)
     return torch.cat(raw, dim=1).view(dtype)
@@ -54,32 +54,32 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Options:
-    """What a policy says of a format."""
+    """Options of a format in a policy."""
 
     groups: int
-    """Scales of one token of one head; 0 where they are static."""
+    """Scales per token and head; 0 for static scales."""
     symmetric: bool
     towards_zero: bool = False
-    """Codes are the nearest that are not larger, as a cast that truncates makes them, instead of the nearest."""
+    """Whether codes are truncated towards zero, as by a truncating cast, instead of rounded to the nearest."""
 
 
 class Arithmetic(ABC):
-    """A format's numbers to codes and back."""
+    """Base of the conversions from a format's numbers to codes and back."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 
     @abstractmethod
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
-        """Return finite x (..., H, T, D) as it is stored."""
+        """Return the stored form of finite numbers x (..., H, T, D)."""
 
     @abstractmethod
     def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:
-        """Return the numbers that the codes stand for, (..., H, T, D) float32."""
+        """Return the dequantized numbers, (..., H, T, D) float32."""
 
 
 class Exact(Arithmetic):
-    """Floating-point numbers that are not scaled."""
+    """Floating-point numbers without a scale."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (none)
         return Stored(x.to(getattr(torch, self.spec.storage.torch)), None, None)
@@ -89,15 +89,15 @@ class Exact(Arithmetic):
 
 
 class Scaled(Arithmetic):
-    """Codes in units of a scale, static or stored as a float16."""
+    """Codes with a scale, which is static or stored as float16."""
 
     @abstractmethod
     def encode(self, steps: Tensor, options: Options) -> Tensor:
-        """Return numbers (..., D) in units of their scale, from their zero, as codes: the nearest, ties to even, saturating."""
+        """Return codes of numbers (..., D) that are scaled and shifted by their zero: nearest, ties to even, saturating."""
 
     @abstractmethod
     def decode(self, codes: Tensor, options: Options) -> Tensor:
-        """Return the numbers that `encode` made codes of, (..., D) float32."""
+        """Return the unscaled numbers of codes, the inverse of `encode`: (..., D) float32."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
         if static is not None:
@@ -105,7 +105,7 @@ class Scaled(Arithmetic):
         grouped = groups_of(x, options.groups)
         zero = None
         if options.symmetric:
-            # The codes belong to the rounded scale, which is read back, not to the exact one.
+            # The codes are computed from the rounded scale, because decoding uses the rounded scale.
             scale = stored_scale(divided(grouped.abs().amax(-1, keepdim=True), self.spec.limit))
         else:
             low, high = grouped.aminmax(dim=-1, keepdim=True)
@@ -125,10 +125,10 @@ class Scaled(Arithmetic):
 
 
 class Float(Scaled):
-    """Floating-point numbers of a byte."""
+    """8-bit floating-point numbers."""
 
     def encode(self, steps: Tensor, options: Options) -> Tensor:
-        # Older torch turns what overflows float8 into NaN.
+        # Older torch converts numbers that overflow float8 to NaN.
         codes = steps.clamp(-self.spec.limit, self.spec.limit).to(getattr(torch, self.spec.storage.torch))
         if options.towards_zero:  # the next smaller magnitude is the next smaller byte, of either sign
             codes = (codes.view(torch.uint8) - (codes.float().abs() > steps.abs()).to(torch.uint8)).view(codes.dtype)
@@ -139,7 +139,7 @@ class Float(Scaled):
 
 
 class Integer(Scaled):
-    """Whole numbers, packed: symmetric around 0, or 0 to `levels` from a zero."""
+    """Packed integers, symmetric around 0 or from 0 to `levels` with a zero point."""
 
     def encode(self, steps: Tensor, options: Options) -> Tensor:
         whole = steps.trunc() if options.towards_zero else steps.round()
@@ -157,18 +157,18 @@ KINDS: dict[str, type[Arithmetic]] = {"exact": Exact, "float": Float, "integer":
 
 
 def groups_of(x: Tensor, groups: int) -> Tensor:
-    """(..., D) -> (..., groups, D / groups)."""
+    """Reshape (..., D) to (..., groups, D / groups)."""
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """Return x / number, rounded once on every device: on a GPU torch multiplies by the reciprocal of a Python number."""
+    """Return x / number, rounded once on every device. For a Python number, torch on a GPU multiplies by the reciprocal."""
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 @cache
 def constant(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return the numbers of a table as float32."""
+    """Return a table of numbers as a cached float32 tensor."""
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
@@ -178,22 +178,22 @@ def affine(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def stored_scale(scale: Tensor) -> Tensor:
-    """Round scales to float16, saturating: a rotation sums channels, so that a scale may exceed float16's range."""
+    """Round scales to float16 with saturation. A rotation sums channels, so a scale may exceed float16's range."""
     return scale.clamp(MIN_SCALE, MAX_FLOAT16).half()
 
 
 def half_below(low: Tensor) -> Tensor:
-    """Round `low` down to a float16, the zero of its codes; it is at most about two units in the last place below."""
+    """Round `low` down to float16, by at most about two units in the last place, for use as a zero point."""
     zero = low.half()
     below = zero.float() - zero.float().abs() * 2.0**-10 - 2.0**-24
     return torch.where(zero.float() > low, below, zero.float()).clamp(min=-MAX_FLOAT16).half()
 
 
 def pack(signed: Tensor, bits: int) -> Tensor:
-    """Whole numbers (..., D) -> int8 (..., D * bits / 8).
+    """Pack integers (..., D) into int8 (..., D * bits / 8).
 
-    Part j of the 8 / bits equal parts of the channels sits in bits j * bits and up; all but the top part are offset by
-    half their range, so that the byte's own sign is the top part's.
+    The channels are split into 8 / bits equal parts. Part j is stored from bit j * bits upwards. All parts but the last are
+    offset by half their range, so that the sign of the byte is the sign of the last part.
     """
     parts = signed.chunk(8 // bits, dim=-1)
     byte = parts[-1] * (1 << 8 - bits)
@@ -203,7 +203,7 @@ def pack(signed: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack`, as float32."""
+    """Undo `pack`; return float32."""
     mask, half = (1 << bits) - 1, 1 << bits - 1
     low = [((packed >> bits * j) & mask) - half for j in range(8 // bits - 1)]
     return torch.cat([*low, packed >> 8 - bits], dim=-1).float()

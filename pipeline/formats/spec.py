@@ -1,4 +1,4 @@
-"""What a number format is, without its arithmetic. Light: every command imports it.
+"""The description of a number format, without its arithmetic. Every command imports this module, so it must stay light.
 
 A scale is a dequantization factor: x ~ code * scale + zero.
 """
@@ -10,11 +10,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Element:
-    """The type of an array's elements, by its name in each library."""
+    """An element type of arrays, with its names in ONNX, NumPy and torch."""
 
     onnx: str
     numpy: str
-    """Of the same bytes; numpy knows bfloat16 by ml_dtypes."""
+    """Name of a NumPy type of the same size; NumPy knows bfloat16 through ml_dtypes."""
     torch: str
     bytes: int
 
@@ -25,26 +25,26 @@ BFLOAT16 = Element("BFLOAT16", "bfloat16", "bfloat16", 2)
 E4M3 = Element("FLOAT8E4M3FN", "uint8", "float8_e4m3fn", 1)
 E5M2 = Element("FLOAT8E5M2", "uint8", "float8_e5m2", 1)
 PACKED = Element("INT8", "int8", "int8", 1)
-"""n = 8 / bits codes in a byte: number j of byte i, from the lowest bits up, is the code of channel j * D / n + i. The topmost
-number of integer codes is signed; the others are stored plus half their range, 2 ** (bits - 1). The type is int8 because
-TensorRT takes no uint8."""
+"""Bytes with n = 8 / bits packed codes. Code j of byte i, counted from the lowest bits, belongs to channel j * D / n + i. The
+topmost code of an integer format is signed; the others are stored with an offset of half their range, 2 ** (bits - 1). The type
+is int8 because TensorRT does not support uint8."""
 
 GROUP_SIZES = (16, 32, 64, 128)
 
 MIN_SCALE = 2.0**-14
-"""Floor of a stored float16 scale: the smallest normal one, so that an all-zero group divides by something and the rounding of
-the scale itself stays below half a step."""
+"""Minimum of a stored float16 scale: the smallest normal float16. It keeps an all-zero group from dividing by zero, and the
+rounding error of the scale below half a step."""
 
 MAX_FLOAT16 = 65504.0
-"""Engines refuse keys and values beyond it like NaN, and saturate scales and zeros there."""
+"""Largest float16. Engines refuse larger keys and values like NaN, and saturate larger scales and zero points."""
 
 
 @dataclass(frozen=True)
 class Spec:
     """A number format.
 
-    `exact` types are not scaled; `float` types round to nearest even and saturate; `integer` types are packed 8 / bits to a
-    byte, and may have a zero beside the scale.
+    `exact` formats have no scale. `float` formats round to nearest even and saturate. `integer` formats pack 8 / bits codes
+    into a byte, and may have a zero point in addition to the scale.
     """
 
     name: str
@@ -55,49 +55,48 @@ class Spec:
     """Largest magnitude of a symmetric code; symmetric scale = amax / limit."""
 
     scale_storage: Element = FLOAT16
-    """Of stored scales."""
+    """Type of stored scales."""
     zero_storage: Element | None = FLOAT16
-    """Of the zeros beside asymmetric codes' stored scales; None where a stored scale holds its zero in bits."""
+    """Type of stored zero points of asymmetric codes; None if bits of the scale hold the zero point."""
     block: int | None = None
-    """Channels of a block, whose stored scale is in units of a static scale of the layer; None without blocks."""
+    """Channels per block, whose stored scale is in units of the layer's static scale; None for formats without blocks."""
     block_limit: float = 1.0
-    """Scale of the block that holds the largest magnitude of calibration, in units of the layer's scale."""
+    """Scale of the block with the largest magnitude of calibration, in units of the layer's scale."""
 
     arithmetic: str = "kvgate"
-    """Whose rounding it is."""
+    """Library whose rounding is reproduced."""
     refines: tuple[str, bool, str] = ("", True, "none")
-    """Of an arithmetic that another library has for the codes of a dtype: that dtype, whether its codes are symmetric, and the
-    rotation that goes with it."""
+    """For another library's arithmetic: the dtype whose codes it uses, whether they are symmetric, and the rotation."""
     dynamic_group: int | None = None
-    """The one group_size of a type that another library defines; such a type is symmetric, and its scales are dynamic."""
+    """The only group_size of another library's type; such a type is symmetric and has dynamic scales."""
     oracle_only: bool = False
-    """Whether the oracle alone computes it."""
+    """Whether only the reference engine supports the format."""
     neighbour: str | None = None
-    """The format of as many bits that an engine may take it for."""
+    """Format of equal size that an engine could confuse with this one."""
 
     native: tuple[int | None, int | None] = (None, None)
-    """Numbers in stages/engines/onnx/native/codes.h, of symmetric and of asymmetric codes; None where its kernel has none."""
+    """Numbers in stages/engines/onnx/native/codes.h for symmetric and asymmetric codes; None if the kernel lacks them."""
     modelopt_bits: int | tuple[int, int] | None = None
-    """ModelOpt's num_bits where its own arithmetic is this one: bits, or bits of exponent and mantissa."""
+    """ModelOpt's num_bits for this arithmetic: bits, or (exponent bits, mantissa bits); None if ModelOpt differs."""
     modelopt_name: str | None = None
-    """ModelOpt's algorithm of a cache with calibrated scales a layer."""
+    """ModelOpt's algorithm name for a cache with one calibrated scale per layer."""
     modelopt_export: bool = True
-    """Whether the exports of that name are right."""
+    """Whether ModelOpt's exports under that name are correct."""
     vllm: Mapping[str, str] = field(default_factory=dict)
-    """Granularity -> the type of vLLM's cache that means the same arithmetic."""
+    """Granularity -> vLLM's cache type with identical arithmetic."""
     llamacpp: str | None = None
-    """The type of llama.cpp's cache."""
+    """llama.cpp's cache type."""
     vllm_beside: Mapping[str, str] = field(default_factory=dict)
-    """Of values: the format of the keys beside them -> the type of vLLM's cache that has both."""
+    """For a format of values: format of the keys -> vLLM's cache type with this combination."""
     sglang: str | None = None
-    """The type of SGLang's cache that means the same arithmetic at scale 1.0."""
+    """SGLang's cache type with identical arithmetic at scale 1.0."""
 
     @property
     def levels(self) -> int:
-        """Codes of an asymmetric integer format are 0 to levels; asymmetric scale = (max - min) / levels."""
+        """Largest code of an asymmetric integer format, whose codes start at 0; asymmetric scale = (max - min) / levels."""
         return (1 << self.bits) - 1
 
     @property
     def packed(self) -> int:
-        """Codes in a byte of storage; 1 where a code has bytes of its own."""
+        """Codes per byte of storage; 1 if a code takes whole bytes."""
         return max(1, 8 // self.bits)

@@ -1,5 +1,4 @@
-"""Every number format by the name that a configuration gives it. Formats with the arithmetic of their kind are written here,
-the others in their folders."""
+"""All number formats by their names in a configuration. Formats with their own arithmetic are defined in their folders."""
 
 from pipeline.formats.ggml.spec import TYPES as GGML
 from pipeline.formats.nvfp4.spec import NVFP4
@@ -8,9 +7,9 @@ from pipeline.formats.vllm_token_head.spec import VLLM_TOKEN_HEAD, VLLM_TOKEN_HE
 from pipeline.formats.vllm_turboquant.spec import VLLM_TURBOQUANT
 
 FP16 = Spec("fp16", "exact", 16, FLOAT16, native=(0, None), llamacpp="f16")
-"""The type of the baseline's cache."""
+"""Format of the baseline's cache."""
 BF16 = Spec("bf16", "exact", 16, BFLOAT16, native=(1, None))
-"""float32's range, 8 bits of precision."""
+"""The range of float32 with 8 bits of precision."""
 FP8_E4M3 = Spec(
     "fp8_e4m3",
     "float",
@@ -24,7 +23,7 @@ FP8_E4M3 = Spec(
     vllm={"per_tensor": "fp8_e4m3", "per_head": "fp8_e4m3"},
     sglang="fp8_e4m3",
 )
-"""4 bits of exponent and 3 of mantissa, without infinities."""
+"""4 exponent bits, 3 mantissa bits, no infinities."""
 FP8_E5M2 = Spec(
     "fp8_e5m2",
     "float",
@@ -36,15 +35,15 @@ FP8_E5M2 = Spec(
     vllm={"per_tensor": "fp8_e5m2"},
     sglang="fp8_e5m2",
 )
-"""5 bits of exponent and 2 of mantissa. ModelOpt refuses it."""
+"""5 exponent bits, 2 mantissa bits. ModelOpt does not support it."""
 INT8 = Spec("int8", "integer", 8, PACKED, 127.0, native=(4, 5), modelopt_bits=8, modelopt_name="INT8")
-"""-127 to 127, or 0 to 255 from a zero."""
+"""-127 to 127, or 0 to 255 with a zero point."""
 INT4 = Spec("int4", "integer", 4, PACKED, 7.0, native=(6, 7), modelopt_bits=4)
-"""-7 to 7, or 0 to 15 from a zero; two to a byte."""
+"""-7 to 7, or 0 to 15 with a zero point; two codes per byte."""
 
 CODES: dict[str, Spec] = {spec.name: spec for spec in (FP16, BF16, FP8_E4M3, FP8_E5M2, INT8, INT4, NVFP4, *GGML)}
-"""By kv.*.dtype."""
+"""kv.*.dtype -> format."""
 
 REFINED = (VLLM_TURBOQUANT, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_INT8, VLLM_TOKEN_HEAD_FP8)
 ARITHMETICS: dict[tuple[str, str], Spec] = {(spec.arithmetic, spec.refines[0]): spec for spec in REFINED}
-"""By kv.*.arithmetic and kv.*.dtype: formats that refine a dtype."""
+"""(kv.*.arithmetic, kv.*.dtype) -> format with another library's arithmetic."""

@@ -1,1 +1,1 @@
-"""llama.cpp's blocks of 32 channels, each with a scale of its own: the types of its cache, in ggml's rounding and bytes."""
+"""llama.cpp's cache types: blocks of 32 channels with a scale per block, in ggml's rounding and byte layout."""

@@ -1,7 +1,7 @@
-"""The arithmetic in torch, number by number as llama.cpp has it on x86-64 (ggml/src/ggml-quants.c, ggml-cpu/arch/x86/quants.c).
+"""llama.cpp's types in torch, reproducing every number of x86-64 (ggml/src/ggml-quants.c, ggml-cpu/arch/x86/quants.c).
 
-A block's codes lie as in ggml: byte i of q4_0 holds channel i in its lower four bits and channel 16 + i in its upper ones.
-tests/real_llamacpp compares with ggml's own code, byte by byte.
+A block has ggml's layout: byte i of q4_0 holds channel i in its lower four bits and channel 16 + i in its upper four bits.
+tests/real_llamacpp compares the bytes with ggml's own code.
 """
 
 import torch
@@ -11,11 +11,11 @@ from pipeline.formats.ggml.spec import BLOCK, TYPES
 from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, divided, groups_of
 
 MIDDLE = 8
-"""The code of 0 in q4_0."""
+"""Code of the number 0 in q4_0."""
 
 
 class Blocks(Arithmetic):
-    """Codes in units of their block's scale."""
+    """Codes in blocks with a scale per block."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
         blocks, half = groups_of(x, options.groups), 0.0 if options.towards_zero else 0.5
@@ -24,7 +24,7 @@ class Blocks(Arithmetic):
             return Stored(codes.to(torch.int8).flatten(-2), scale.half().squeeze(-1), None)
         scale = divided(blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)), -MIDDLE)
         inverse = torch.where(scale != 0, 1 / scale, 0.0)
-        # The product is not rounded before the sum: compilers make one instruction of both.
+        # The product is not rounded before the addition, because compilers emit a fused multiply-add.
         steps = (blocks.double() * inverse.double() + (MIDDLE + half)).float()
         low, high = steps.trunc().clamp(max=self.spec.levels).to(torch.uint8).chunk(2, dim=-1)
         return Stored((low | high << 4).view(torch.int8).flatten(-2), scale.half().squeeze(-1), None)
@@ -39,14 +39,14 @@ class Blocks(Arithmetic):
 
 
 def eight_bits(x: Tensor, half: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Return codes -127 to 127 of blocks x (..., 32), and their scales (..., 1) before they are rounded to float16."""
+    """Return codes -127 to 127 of blocks x (..., 32), and their scales (..., 1), not yet rounded to float16."""
     largest = x.abs().amax(-1, keepdim=True)
     steps = x * torch.where(largest > 0, 127 / largest, 0.0)
     return (steps.round() if half else steps.trunc()), divided(largest, 127)
 
 
 def asked(x: Tensor) -> Tensor:
-    """Return queries x (..., D) as their product with keys of either type takes them: in blocks of 8 bits."""
+    """Return queries x (..., D) after rounding to 8-bit blocks, as llama.cpp rounds them to multiply with q8_0 or q4_0 keys."""
     codes, scale = eight_bits(groups_of(x, x.shape[-1] // BLOCK))
     return (codes * scale.half().float()).flatten(-2)
 

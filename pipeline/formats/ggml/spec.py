@@ -1,12 +1,12 @@
-"""llama.cpp's types q8_0 and q4_0: whole numbers in units of the scale of their block.
+"""Descriptions of llama.cpp's types q8_0 and q4_0: integers with a scale per block.
 
-q4_0 makes the largest magnitude of a block -8, so that its scales have a sign.
+q4_0 maps the largest magnitude of a block to -8, so its scales are signed.
 """
 
 from pipeline.formats.spec import PACKED, Spec
 
 BLOCK = 32
-"""Channels of a block."""
+"""Channels per block."""
 
 
 def _spec(name: str, bits: int, limit: float) -> Spec:

@@ -1,1 +1,1 @@
-"""NVFP4: E2M1 codes, an E4M3 scale for each 16 channels, in units of a float32 scale of the layer."""
+"""NVFP4: E2M1 codes with an E4M3 scale per 16 channels, in units of the layer's float32 scale."""

@@ -1,4 +1,4 @@
-"""The arithmetic in ONNX's operators, in float32: the layer's scale is too small for float16."""
+"""NVFP4 in ONNX operators, computed in float32 because the layer's scale is too small for float16."""
 
 import numpy as np
 import onnx
@@ -10,11 +10,11 @@ from pipeline.formats.nvfp4.spec import LARGEST_SCALE, MAGNITUDES, NVFP4, SMALLE
 _E2M1 = np.concatenate([MAGNITUDES, np.negative(MAGNITUDES)])
 _BYTES = np.arange(-128, 128) % 256
 E2M1_OF_BYTES = (_E2M1[_BYTES % 16], _E2M1[_BYTES // 16])
-"""What the lower and the upper four bits of a byte stand for, by the signed byte plus 128."""
+"""Values of the lower and the upper four bits of a byte, indexed by the signed byte plus 128."""
 
 
 class Blocks(Graph):
-    """E2M1 codes in blocks of channels, whose E4M3 scale is in units of the layer's. A block's largest magnitude becomes 6."""
+    """E2M1 codes in blocks of channels. The E4M3 block scale is in units of the layer scale; a block's maximum becomes 6."""
 
     def write(self, body: Body, x: str, options: Options) -> list[str]:
         blocks = body.reshape(body.to_float32(x), 0, 0, 0, options.groups, -1)
@@ -39,13 +39,13 @@ class Blocks(Graph):
         return [Stream(body.op("Gather", body.real(table), byte, axis=0)) for table in E2M1_OF_BYTES]
 
     def scales(self, body: Body, pool: str, gather: Gather, options: Options) -> str:
-        # The layer's scale is too small for float16, but not its products with those of blocks.
+        # The layer's scale is too small for float16, but its products with the block scales are not.
         wide = body.op("DequantizeLinear", pool, body.const(1.0, np.float32))
         return body.op("Mul", gather(wide, options.groups), options.scale)
 
 
 def _e2m1(body: Body, steps: str) -> str:
-    """The nearest codes 0 to 15 of float32 numbers in units of their scale, ties to even codes."""
+    """Return the nearest codes 0 to 15 of scaled float32 numbers, ties to even codes."""
 
     def real(value: float) -> str:
         return body.const(value, np.float32)
@@ -57,7 +57,7 @@ def _e2m1(body: Body, steps: str) -> str:
         return body.op("Where", small, real(values[0]), body.op("Where", medium, real(values[1]), real(values[2])))
 
     whole = body.op("Round", body.op("Div", magnitude, by_size(0.5, 1.0, 2.0)))
-    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
     codes = body.op("Add", whole, by_size(0.0, 2.0, 4.0))
     return body.op("Where", body.op("Less", steps, real(0.0)), body.op("Add", codes, real(8.0)), codes)
 

@@ -1,4 +1,4 @@
-"""The arithmetic in torch."""
+"""NVFP4 in torch."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, constan
 
 
 class Blocks(Arithmetic):
-    """E2M1 codes in blocks of channels, whose E4M3 scale is in units of the layer's. A block's largest magnitude becomes 6."""
+    """E2M1 codes in blocks of channels. The E4M3 block scale is in units of the layer scale; a block's maximum becomes 6."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
         assert static is not None, "NVFP4 has a scale of the layer"
@@ -27,16 +27,16 @@ class Blocks(Arithmetic):
 
 
 def _encode(steps: Tensor, *, towards_zero: bool) -> Tensor:
-    """Codes 0 to 15 of numbers in units of their scale: the nearest, ties to even codes, saturating."""
+    """Return the nearest codes 0 to 15 of scaled numbers, ties to even codes, saturating."""
     magnitude = steps.abs().clamp(max=6.0)
     unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     whole = magnitude / unit
-    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
     return (whole.trunc() if towards_zero else whole.round()) + 2 * (unit.log2().round() + 1) + 8 * (steps < 0)
 
 
 def _decode(codes: Tensor) -> Tensor:
-    # A NaN is no index: a GPU would end the process for it.
+    # A NaN index would crash the process on a GPU.
     magnitude = constant(MAGNITUDES, codes.device)[(codes % 8).nan_to_num().long()]
     return torch.where(codes >= 8, -magnitude, magnitude)
 

@@ -1,1 +1,1 @@
-"""vLLM's int4_per_token_head, int8_per_token_head and fp8_per_token_head, in its rotation and rounding."""
+"""vLLM's int4_per_token_head, int8_per_token_head and fp8_per_token_head, with vLLM's rotation and rounding."""

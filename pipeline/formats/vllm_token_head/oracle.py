@@ -1,8 +1,8 @@
-"""The arithmetic in torch, number by number as vLLM 0.32.0 has it (vllm/v1/attention/ops: int4_per_token_head.py, and
-triton_reshape_and_cache_flash.py for INT8 and FP8).
+"""vLLM's token-and-head formats in torch, reproducing every number of vLLM 0.32.0 (vllm/v1/attention/ops:
+int4_per_token_head.py, and triton_reshape_and_cache_flash.py for INT8 and FP8).
 
-vLLM puts neighbouring channels into a byte, where kvgate puts channels i and D / 2 + i. On a GPU vLLM rounds rotated vectors
-to the 16 bits of the model. tests/real_vllm holds this to vLLM's code.
+vLLM packs adjacent channels into a byte; kvgate packs channels i and D / 2 + i. On a GPU vLLM rounds rotated vectors to the
+model's 16-bit type. tests/real_vllm compares this module with vLLM's code.
 """
 
 from functools import cache
@@ -16,11 +16,11 @@ from pipeline.formats.vllm_token_head.spec import SMALLEST_SCALE, VLLM_TOKEN_HEA
 CPU = torch.device("cpu")
 
 SEED = 0x9E3779B9
-"""Of the signs that vectors are multiplied with before they are rotated."""
+"""Seed of the random signs that vectors are multiplied by before the rotation."""
 
 
 class TokenHead(Arithmetic):
-    """INT4 from minimum to maximum of a rotated token and head. The rotation is part of it."""
+    """INT4 codes between the minimum and the maximum of a token and head, including the rotation."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
         codes, scale = token_head(x, towards_zero=options.towards_zero)
@@ -32,7 +32,7 @@ class TokenHead(Arithmetic):
 
 
 class Absmax(Scaled):
-    """Codes in units of the float32 scale of a token and head; whole ones are rounded half away from zero."""
+    """Codes with a float32 scale per token and head. Integer codes are rounded half away from zero."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
         scale = divided(x.abs().amax(-1, keepdim=True), self.spec.limit).clamp(min=SMALLEST_SCALE)
@@ -51,9 +51,9 @@ class AbsmaxFloat(Absmax, Float):
 
 
 def token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotate x (..., D), and return codes 0 to 15 (..., D) float32 and scales (..., 1) float32 with their zeros in them.
+    """Rotate x (..., D); return codes 0 to 15 (..., D) float32 and scales (..., 1) float32, which include the zero points.
 
-    A zero is a whole number of codes, 0 to 15: numbers that all have one sign keep no more than the codes that are left.
+    A zero point is a whole number of codes from 0 to 15. If all numbers have the same sign, only part of the codes is used.
     """
     levels = VLLM_TOKEN_HEAD.levels
     x = _sums(x * signs(x.shape[-1], x.device))
@@ -67,7 +67,7 @@ def token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor
 
 
 def token_head_values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers (..., D) that codes 0 to 15 (..., D) and scales (..., 1) of `token_head` stand for, rotated back."""
+    """Undo `token_head`: return the numbers (..., D) of codes 0 to 15 (..., D) and scales (..., 1), rotated back."""
     bits = scale.view(torch.int32)
     x = (codes - (bits & 15).float()) * (bits & -16).view(torch.float32)
     return _sums(x) * signs(x.shape[-1], x.device) / _block(x.shape[-1])
@@ -75,20 +75,22 @@ def token_head_values(codes: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def signs(size: int, device: torch.device = CPU) -> Tensor:
-    """Return the -1 and 1 (size,) that vLLM draws, the same for every layer, head and token; of a block of a head, again and
-    again, where head_dim is no power of two."""
+    """Return vLLM's random signs (size,), -1 or 1, which all layers, heads and tokens share.
+
+    If head_dim is not a power of two, the signs of one block repeat for every block of the head.
+    """
     block = _block(size)
     drawn = torch.bernoulli(torch.full((block,), 0.5), generator=torch.Generator().manual_seed(SEED))
     return (2.0 * drawn - 1.0).repeat(size // block).to(device)
 
 
 def _block(size: int) -> int:
-    """The largest power of two that divides `size`: each block of as many channels is rotated by itself."""
+    """Return the block size of the rotation: the largest power of two that divides `size`."""
     return size & -size
 
 
 def _sums(x: Tensor) -> Tensor:
-    """x (..., D) times the Hadamard matrix of -1 and 1, in the order in which vLLM adds on a CPU: neighbours first."""
+    """Multiply x (..., D) by the Hadamard matrix of -1 and 1, in vLLM's order of additions on a CPU: adjacent numbers first."""
     half = 1
     while half < _block(x.shape[-1]):
         first, second = x.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
@@ -98,7 +100,7 @@ def _sums(x: Tensor) -> Tensor:
 
 
 def _half_away(x: Tensor) -> Tensor:
-    """The nearest whole number, halves away from zero."""
+    """Round to the nearest integer, halves away from zero."""
     return torch.where(x >= 0, x + 0.5, x - 0.5).trunc()
 
 

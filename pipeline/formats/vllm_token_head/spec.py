@@ -1,6 +1,7 @@
-"""What a code is: an INT8 or an E4M3 in units of a float32 scale, or 0 to 15 from a zero that is a whole number of codes.
+"""Descriptions of vLLM's token-and-head formats: INT8 or E4M3 codes with a float32 scale, or INT4 codes with a zero point.
 
-Such zeros are the four lowest bits of the scales, which ONNX's operators do not read: there is no graph.py.
+The zero point is a whole number of codes in the four lowest bits of the scale. ONNX operators cannot read these bits, so this
+folder has no graph.py.
 """
 
 from pipeline.formats.spec import E4M3, FLOAT32, PACKED, Spec

@@ -1,1 +1,1 @@
-"""Values of vLLM's turboquant_k8v4, in its rounding."""
+"""The values of vLLM's turboquant_k8v4, with vLLM's rounding."""

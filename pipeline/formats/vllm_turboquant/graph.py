@@ -1,4 +1,4 @@
-"""The arithmetic in ONNX's operators, in float32: codes are of the unrounded scale and zero."""
+"""turboquant_k8v4 in ONNX operators, in float32: codes are computed from the unrounded scale and zero point."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from pipeline.formats.vllm_turboquant.spec import SMALLEST_SCALE, VLLM_TURBOQUAN
 
 
 class Turboquant(Integer):
-    """INT4 from minimum to maximum of a token and head."""
+    """INT4 codes between the minimum and the maximum of a token and head."""
 
     def write(self, body: Body, x: str, options: Options) -> list[str]:
         def real(value: float) -> str:

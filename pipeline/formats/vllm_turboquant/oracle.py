@@ -1,7 +1,7 @@
-"""The arithmetic in torch, number by number as vLLM 0.32.0 has it (vllm/v1/attention/ops/triton_turboquant_store.py).
+"""turboquant_k8v4 in torch, reproducing every number of vLLM 0.32.0 (vllm/v1/attention/ops/triton_turboquant_store.py).
 
-vLLM puts neighbouring channels into a byte, kvgate channels i and D / 2 + i: the codes are the same, in other places.
-On a GPU vLLM's divisions are a unit or two in the last place off. tests/real_vllm compares with vLLM's code.
+vLLM packs adjacent channels into a byte, kvgate channels i and D / 2 + i; the codes are identical. On a GPU vLLM's divisions
+deviate by a unit or two in the last place. tests/real_vllm compares this module with vLLM's code.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from pipeline.formats.vllm_turboquant.spec import SMALLEST_SCALE, VLLM_TURBOQUAN
 
 
 class Turboquant(Integer):
-    """Codes from minimum to maximum of a token and head, of the unrounded scale and minimum, half a step up."""
+    """INT4 codes from the unrounded scale and minimum of a token and head, rounded half up."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
         low, high = x.aminmax(dim=-1, keepdim=True)

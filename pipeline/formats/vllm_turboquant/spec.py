@@ -1,4 +1,4 @@
-"""Values of vLLM's turboquant_k8v4: codes 0 to 15 of the unrounded range and minimum, rounded half up.
+"""Description of the values of vLLM's turboquant_k8v4: codes 0 to 15 from the unrounded range and minimum, rounded half up.
 
 kvgate's own int4 computes its codes from the stored (rounded) scale and zero.
 """
@@ -6,7 +6,7 @@ kvgate's own int4 computes its codes from the stored (rounded) scale and zero.
 from pipeline.formats.spec import PACKED, Spec
 
 SMALLEST_SCALE = 1e-8
-"""Floor of the scale that values are divided by; it is stored as a float16, which may be 0."""
+"""Minimum of the scale that divides the values. The scale is stored as float16, which may round it to 0."""
 
 VLLM_TURBOQUANT = Spec(
     "vllm_turboquant",
