@@ -1,4 +1,4 @@
-"""Answers that a policy lost or gained, with FP16's answer and the prompt."""
+"""Answers that changed between FP16 and a policy, with the prompt."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from stages.report.exhibit import Exhibit
 from stages.report.text import Excerpt, Segment, differences
 
 MOST_ANSWERS = 200
-"""Maximum answers of all policies together."""
+"""Maximum number of shown answers, over all policies."""
 PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
 RANK: tuple[Status, ...] = ("PASS", "INCONCLUSIVE", "FAIL")
 
@@ -21,7 +21,7 @@ Kind = Literal["lost", "gained"]
 
 @dataclass(frozen=True)
 class Flip:
-    """An answer that only one of the two engines got right."""
+    """An answer that is right with FP16 and wrong with the policy ("lost"), or the reverse ("gained")."""
 
     policy: int
     """Index of the policy."""
@@ -29,15 +29,16 @@ class Flip:
     before: list[Segment]
     """FP16's answer."""
     after: list[Segment]
+    """The policy's answer."""
 
 
 @dataclass
 class Card:
-    """A sample with the answers that changed."""
+    """A sample and its changed answers."""
 
     row: SampleRow
     prompt: list[tuple[str, Excerpt]]
-    """(role, text) of each message; empty if the prompt is unknown."""
+    """(role, text) per message; empty if the prompt is unknown."""
     reference: Excerpt
     flips: list[Flip] = field(default_factory=list)
 
@@ -46,14 +47,14 @@ class Card:
 class Answers:
     cards: list[Card]
     left_out: Counter[int]
-    """Index of a policy -> its answers beyond MOST_ANSWERS."""
+    """Index of a policy -> number of its changed answers that are not shown, because of MOST_ANSWERS."""
     prompts_missing: bool
 
 
 def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> Answers:
-    """Return the answers that changed, taking turns between policies, workloads and kinds.
+    """Return at most `most` changed answers, taken alternately from policies, workloads and kinds.
 
-    Answers of policies that passed come first: they are the cost of serving such a policy.
+    Answers of passed policies come first, because they show the cost of serving such a policy.
     """
     groups: dict[tuple[int, str, Kind], deque[SampleRow]] = {}
     for index, exhibit in enumerate(exhibits):
@@ -84,7 +85,7 @@ def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> An
 
 
 def _flip(row: SampleRow, policy: int, kind: Kind) -> Flip:
-    # Excerpts mask secrets. Cut into words first, a secret would escape the search.
+    # Mask secrets (Excerpt.of) before splitting into words, because a split secret would not be found.
     texts = (row.baseline_generation or "", row.candidate_generation or "")
     return Flip(policy, kind, *differences(*(Excerpt.of(text, ANSWER_CHARACTERS).whole for text in texts)))
 

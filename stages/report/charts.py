@@ -1,6 +1,6 @@
-"""The charts of report.html: recovery, quality against bytes, and KL by length, drawn as SVG.
+"""The SVG charts of report.html: recovery, quality against bytes, and KL by context length.
 
-Vega-Lite draws each chart when the page is written. Colours are the page's variables, so that a chart follows the theme.
+Vega-Lite draws the charts when the page is written. Colours are the page's CSS variables, so that charts follow the theme.
 """
 
 import math
@@ -17,9 +17,9 @@ from stages.report.exhibit import Exhibit
 from stages.report.text import quantity, shown
 
 BASELINE = "fp16 baseline"
-"""First words of the names of FP16 engines. A policy may be called fp16 itself."""
+"""Prefix of the names of FP16 baselines. It differs from "fp16", because a policy may have that name."""
 FLOOR = 1e-6
-"""Smallest value that a logarithmic axis shows."""
+"""Smallest value on a logarithmic axis."""
 KL_GATE = "max_mean_kl"
 LIMIT, FAINT = "var(--fail)", "var(--faint)"
 VERDICTS = {
@@ -28,14 +28,14 @@ VERDICTS = {
     "FAIL": (LIMIT, "cross"),
     "baseline": (FAINT, "diamond"),
 }
-"""Colour and shape of a point."""
+"""Verdict -> (colour, shape) of a point."""
 SERIES = ("#3a86d4", "#d9772b", "#2a9d8f", "#c0569b", "#a08a1c", "#7d70ec", "#d1495b", "#5c9e3c")
-"""Colours with a contrast of at least 3 to 1 on both of the page's backgrounds."""
+"""Line colours with a contrast of at least 3 to 1 on the light and the dark background."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
 _TEXT = {"labelColor": FAINT, "titleColor": FAINT, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": 500}
 LOOK = {
     "background": "transparent",
-    "padding": 12,  # browsers have wider fonts
+    "padding": 12,  # room for browsers with wider fonts
     "view": {"stroke": None},
     "axis": {**_TEXT, "titlePadding": 8, "gridColor": "var(--line)", "domainColor": "var(--line)", "tickColor": "var(--line)"},
     "legend": {**_TEXT, "orient": "top", "columns": 4, "labelLimit": 200},
@@ -49,7 +49,7 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, and the numbers that it shows as a table."""
+    """A chart and a table of its numbers."""
 
     title: str
     note: str
@@ -60,7 +60,7 @@ class Chart:
 
 
 def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
-    """Return the charts that have numbers, by name."""
+    """Return chart name -> chart, without charts that have no data."""
     recovery, quality, context = recovery_numbers(exhibits), quality_numbers(exhibits), context_numbers(exhibits)
     charts = {}
     if recovery:
@@ -104,12 +104,12 @@ def _chart(title: str, note: str, spec: Spec, data: Sequence[Datum], columns: di
 
 
 def svg(spec: Spec, **options: Any) -> str:
-    """Return a specification drawn as SVG. Vega escapes the texts."""
+    """Render a Vega-Lite specification as SVG. Vega escapes the texts."""
     return str(vl_convert.vegalite_to_svg({"config": LOOK, **_cleaned(spec)}, **options))
 
 
 def _cleaned(value: Any) -> Any:
-    """Return a specification with its texts as the page shows them."""
+    """Return a specification with secrets and invisible characters removed from its texts."""
     if isinstance(value, dict):
         return {name: _cleaned(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -126,23 +126,23 @@ def _cell(value: object) -> str:
 
 
 def _drawn(value: float | None) -> float | None:
-    """Return a number with three digits that fits on a logarithmic axis."""
+    """Return a value for a logarithmic axis: at least FLOOR, with three significant digits; None if missing or not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{max(value, FLOOR):.3g}")
 
 
 def readable(exhibits: Sequence[Exhibit]) -> list[tuple[Exhibit, EvaluationReport]]:
-    """Return the candidates whose report can be read, with the reports."""
+    """Return (candidate, report) for candidates with a readable report."""
     return [(exhibit, exhibit.report) for exhibit in exhibits if exhibit.report is not None]
 
 
 def baseline_names(exhibits: Sequence[Exhibit]) -> dict[str, str]:
-    """Return the display name of each baseline by digest. One of several is named after its first policy."""
+    """Return digest -> display name of the baselines. If there are several, each is named after its first policy."""
     first = {exhibit.candidate.baseline.digest: exhibit.candidate.name for exhibit in reversed(exhibits)}
     return {digest: BASELINE if len(first) == 1 else f"{BASELINE} of {name}" for digest, name in reversed(first.items())}
 
 
 def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return each policy's recovery, of all questions first and then by kind of work."""
+    """Return each policy's recovery: first for all questions, then by kind of work."""
     return [
         {"policy": exhibit.candidate.name, "verdict": check.status, "place": check.where}
         | {"value": check.value, "bound": check.bound, "limit": check.threshold}
@@ -153,7 +153,7 @@ def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
 
 
 def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return each policy's mean KL and bytes per token, then each FP16 engine at its A/A floor."""
+    """Return each policy's mean KL and bytes per token, then each FP16 baseline with its A/A floor."""
     data: list[Datum] = []
     baselines: dict[str, EvaluationReport] = {}
     for exhibit, report in sorted(readable(exhibits), key=lambda pair: len(pair[0].rows)):
@@ -176,7 +176,7 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
 
 
 def mark_front(data: Sequence[Datum]) -> None:
-    """Set `front` on each point: whether no other point is better in bytes or distance and at least as good in the other."""
+    """Set `front` on each point: true if no different point is at least as good in bytes and in distance (the Pareto front)."""
     places = [(row["kib"], row["distance"]) for row in data if row["distance"] is not None]
     for row in data:
         mine = row["kib"], row["distance"]
@@ -205,7 +205,7 @@ def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
 
 
 def _number(field: str, title: str | None = None, **more: Any) -> Spec:
-    """Return the encoding of a number."""
+    """Return the Vega-Lite encoding of a numeric field."""
     return {"field": field, "type": "quantitative", "title": title, **more}
 
 
@@ -220,7 +220,7 @@ def _verdict(channel: str) -> Spec:
 
 
 def _level(axis: Spec, value: float, label: str, colour: str, *, left: bool = False) -> Spec:
-    """Return a labelled horizontal line."""
+    """Return the layer of a labelled horizontal line."""
     x, align = (4, "left") if left else ("width", "right")
     text = {"type": "text", "align": align, "dy": -7, "color": colour}
     return {
@@ -234,7 +234,7 @@ def _level(axis: Spec, value: float, label: str, colour: str, *, left: bool = Fa
 
 
 def recovery_spec(data: list[Datum]) -> Spec:
-    """Return a panel for each policy, with a row for each kind of work."""
+    """Return a chart with a panel per policy and a row per kind of work."""
     x = _number("value", "recovery", scale={"zero": False, "nice": True}, axis={"format": ".0%", "tickCount": 4})
     places, policies = (list(dict.fromkeys(row[field] for row in data)) for field in ("place", "policy"))
     panel = {
@@ -259,7 +259,7 @@ def recovery_spec(data: list[Datum]) -> Spec:
 
 
 def quality_spec(data: list[Datum], measure: str, floor: str, unit: str = ".1e") -> Spec:
-    """Return a point for each policy: its distance from FP16 over the bytes of its cache per token."""
+    """Return a chart with a point per policy: its distance from FP16 over its cache's bytes per token."""
     x = _number("kib", "cache [KiB/token]", scale={"zero": False, "nice": True, "padding": 24}, axis={"tickCount": 8})
     y = _logarithmic("distance", measure)
     limits = sorted({row["limit"] for row in data} - {None})
@@ -292,7 +292,7 @@ def quality_spec(data: list[Datum], measure: str, floor: str, unit: str = ".1e")
 
 
 def context_spec(data: list[Datum], quality: Sequence[Datum]) -> Spec:
-    """Return a line for each policy: its mean KL over the length of the context."""
+    """Return a chart with a line per policy: its mean KL over the context length."""
     policies = list(dict.fromkeys(row["policy"] for row in data))
     colours = [SERIES[i % len(SERIES)] for i, _ in enumerate(policies)]
     dashes = [DASHES[(i // 2 + i // len(SERIES)) % len(DASHES)] for i, _ in enumerate(policies)]

@@ -1,4 +1,4 @@
-"""The page's verdicts: an overview of the engines, and a matrix of every check."""
+"""The content of the page, including an overview of the engines and a matrix of all checks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from stages.report.exhibit import Exhibit, Occasion
 from stages.report.text import number, quantity
 
 MOST_POLICIES = 16
-"""Maximum policies that are shown in full. The others have a row of the overview."""
+"""Maximum number of policies that are shown in full. Other policies appear only in the overview."""
 WORST: tuple[LineStatus, ...] = ("PASS", "WARNING", "INCONCLUSIVE", "FAIL")
-"""From the best to the worst."""
+"""Statuses from best to worst."""
 BOUND = "bound"
 OVERVIEW = (
     ("recovery", "quality/recovery", "1", ".1%"),
@@ -29,38 +29,38 @@ OVERVIEW = (
     ("samples", "quality/samples", "", ".0f"),
     ("decode tokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ",.0f"),
 )
-"""Heading, the candidate's metric, the baseline's metric (or its value by definition), format (empty: of any size).
-BOUND is the bound of the check on recovery."""
+"""Columns: heading, the candidate's metric, the baseline's metric (or its fixed value), number format (empty: `quantity`).
+BOUND stands for the bound of the recovery check."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the overview: what an engine costs and what it loses."""
+    """A row of the overview: an engine's verdict and metrics."""
 
     name: str
     verdict: str | None
-    """None for a baseline."""
+    """The verdict; None for a baseline."""
     champion: bool
     note: str
-    """Why it serves, or does not."""
+    """Why the candidate does or does not serve."""
     cells: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A row of the matrix: the worst check of each policy, then its checks by place."""
+    """A row of the matrix: a gate's worst check per policy, and all its checks by place."""
 
     line: Line
     worst: tuple[Check | None, ...]
-    """None if a policy was not judged by this gate."""
+    """The worst check per policy; None if the gate did not judge the policy."""
     counts: tuple[str, ...]
-    """How many checks of each policy pass."""
+    """Number of passed checks per policy, for example "3 of 4"."""
     places: list[tuple[str, str | None, tuple[Check | None, ...]]]
-    """Where, the workload if it is one's, and the check of each policy there."""
+    """(place, the workload that the place belongs to or None, check per policy)."""
 
 
 def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]:
-    """Return what the page shows, by the template's names."""
+    """Return the variables of the page's template."""
     first = sorted(exhibits, key=lambda e: (e.candidate.name != occasion.champion, e.candidate.verdict != "PASS"))
     full = [exhibit for exhibit in exhibits if exhibit in first[:MOST_POLICIES]]
     workloads = list(dict.fromkeys(row.workload for exhibit in full for row in exhibit.rows))
@@ -111,7 +111,7 @@ def _figure(candidate: Candidate, metric: str, form: str) -> str:
 
 
 def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Gate]:
-    """Yield the rows of the matrix, gates and places in the order of the verdicts."""
+    """Yield the rows of the matrix. Gates and places keep the order of the verdicts."""
     tables = [{(check.gate, check.where): check for check in exhibit.candidate.checks} for exhibit in exhibits]
     places: dict[str, dict[str, None]] = {}
     for key, where in (place for table in tables for place in table):
@@ -127,12 +127,12 @@ def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Ga
 
 
 def _workload(where: str, workloads: Sequence[str]) -> str | None:
-    """Return the workload that a place belongs to: `copy`, `copy [0, 256)` or `copy, drafts by lookup`."""
+    """Return the workload of a place such as `copy`, `copy [0, 256)` or `copy, drafts by lookup`; otherwise None."""
     return next((name for name in workloads if where == name or where.startswith((f"{name} [", f"{name}, "))), None)
 
 
 def _identity(exhibit: Exhibit) -> dict[str, str]:
-    """Return which engine a verdict is about: digests, libraries, the machine, and the registered version."""
+    """Return the identity of a judged engine: digests, libraries, the machine, and the registered version."""
     candidate = exhibit.candidate
     cited = {name: getattr(candidate, name).digest for name in ("engine", "baseline", "report", "identity")}
     found = {**exhibit.binds, **cited}

@@ -1,4 +1,4 @@
-"""What a page is made from."""
+"""The input of a page."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -12,34 +12,34 @@ from pipeline.verdict.report import EvaluationReport, SampleRow
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A judged candidate with its evidence, as far as that can be read."""
+    """A judged candidate and its readable evidence."""
 
     candidate: Candidate
     problem: str | None = None
-    """Why the evidence below is missing; None where it is there."""
+    """Why the fields below are missing; None if they are present."""
     report: EvaluationReport | None = None
     rows: Sequence[SampleRow] = ()
     """The report's samples."""
     samples: Sequence[Sample] = ()
-    """What was asked, for the prompts; a sample that is missing here is shown without one."""
+    """Samples with their prompts. Answers to samples that are missing here are shown without a prompt."""
     own: Set[str] = frozenset()
-    """Ids of those that are the user's own, whose prompts stay where they are."""
+    """Ids of the user's own samples, whose prompts must not leave this machine."""
     binds: Mapping[str, str] = field(default_factory=dict)
-    """What its identity binds: digests, versions and the machine, by name."""
+    """Digests, versions and the machine that the candidate's identity.json binds, by name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of its engine, what it was asked and its gates, nested by name."""
+    """Settings of the engine, the workloads and the gates, nested by name."""
     evidence: Path | None = None
-    """Directory that `stage=verify bundle=` replays."""
+    """Directory for `stage=verify bundle=`."""
 
     @property
     def without_own(self) -> "Exhibit":
-        """The same without the prompts of the user's own samples."""
+        """A copy without the prompts of the user's own samples."""
         return replace(self, samples=[sample for sample in self.samples if sample.id not in self.own], own=frozenset())
 
 
 @dataclass(frozen=True)
 class Occasion:
-    """The command that writes a page."""
+    """The command that writes a page, and its result."""
 
     model: str
     """The checkpoint's short name."""
@@ -47,14 +47,14 @@ class Occasion:
     sweep: str
     """Id of the sweep that the candidates belong to."""
     version: str
-    """Of kvgate."""
+    """Version of kvgate."""
     command: str | None = None
-    """That judged the candidates, whole; None where kvgate was called from Python."""
+    """The full command line that judged the candidates; None if kvgate was called from Python."""
     unfinished: str | None = None
-    """How much of the sweep is missing; None where it ended."""
+    """The missing part of the sweep; None if the sweep is complete."""
     champion: str | None = None
-    """Name of the candidate that serves now; None where the command promoted none."""
+    """Name of the candidate that serves now; None if the command promoted no candidate."""
     message: str = ""
-    """What a promotion says of the champion."""
+    """The promotion's message about the champion."""
     passed_over: Mapping[str, str] = field(default_factory=dict)
-    """Candidate's name -> why it does not serve."""
+    """Candidate name -> why the candidate does not serve."""

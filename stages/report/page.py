@@ -1,4 +1,4 @@
-"""The page as one HTML file that contains its style and script, and loads nothing."""
+"""Renders the page as one HTML file with embedded style and script, which loads no other file."""
 
 import hashlib
 from base64 import b64encode
@@ -36,7 +36,7 @@ def render(exhibits: Sequence[Exhibit], occasion: Occasion) -> str:
     environment.filters["quantity"] = quantity
     return environment.get_template("page.jinja").render(
         **make_page(exhibits, occasion),
-        # The charts have `style` attributes, which can load nothing under this policy.
+        # The charts need `style` attributes. Under this policy they cannot load anything.
         policy_of_content=f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
         "style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'",
         style=Markup(style),
@@ -45,7 +45,7 @@ def render(exhibits: Sequence[Exhibit], occasion: Occasion) -> str:
 
 
 def _clean(value: object) -> object:
-    """Return a value without secrets and invisible characters if it is a text of unknown origin."""
+    """Remove secrets and invisible characters from a value if it is a text of unknown origin."""
     return shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

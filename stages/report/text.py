@@ -1,6 +1,6 @@
-"""Text on a page: names, prompts and answers come from outside, and numbers are rounded for readers.
+"""Text on a page: untrusted names, prompts and answers, and rounded numbers.
 
-Everything that is shown is without secrets and has no character that a browser would act on or hide. Jinja escapes it.
+Secrets are masked, and characters that a browser would interpret or hide are replaced. Jinja escapes HTML.
 """
 
 import math
@@ -14,19 +14,19 @@ from typing import Literal
 from pipeline.core.redaction import redact_text
 
 Segment = tuple[Literal["same", "only"], str]
-"""A part of an answer, and whether the other answer has it, too."""
+"""A part of an answer, marked "same" if the other answer contains it, too, and otherwise "only"."""
 
 DIFF_WORDS = 2_000
-"""Words of an answer up to which differences are looked for: the search is quadratic."""
+"""Maximum words of an answer for a comparison word by word, which takes quadratic time."""
 
 KEPT = "\n\t"
 ACTED_ON = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-"""Unicode categories of controls, of marks that turn or hide text, of halves of characters, and of line separators."""
+"""Unicode categories of control characters, marks that reorder or hide text, surrogates, and line separators."""
 
 
 @lru_cache(maxsize=8192)
 def shown(text: str) -> str:
-    """Return `text` without secrets, with `\\u{202e}` and the like in place of characters that cannot be seen."""
+    """Return `text` with masked secrets; invisible characters are replaced by escapes such as `\\u{202e}`."""
     return "".join(
         f"\\u{{{ord(c):04x}}}" if unicodedata.category(c) in ACTED_ON and c not in KEPT else c for c in redact_text(text)
     )
@@ -34,16 +34,16 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A text as it is shown, without its middle where it is long."""
+    """A text for the page; a long text loses its middle."""
 
     head: str
     tail: str
     left_out: int
-    """Characters between the two."""
+    """Characters left out between head and tail."""
 
     @classmethod
     def of(cls, text: str, limit: int) -> "Excerpt":
-        """Return the text, or its beginning and its end where it is longer than `limit`."""
+        """Return the excerpt of a text: the whole text, or its beginning and end if it exceeds `limit` characters."""
         text = shown(text)
         if len(text) <= limit:
             return cls(text, "", 0)
@@ -55,7 +55,7 @@ class Excerpt:
 
 
 def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:
-    """Return both texts in segments, word by word; spaces count as words."""
+    """Compare two texts word by word and return both as segments; spaces count as words."""
     words: list[list[str]] = [findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after)]
     if any(len(some) > DIFF_WORDS for some in words):
         return [("only", before)], [("only", after)]
@@ -69,14 +69,14 @@ def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:
 
 
 def number(value: float | None, form: str = ".3g") -> str:
-    """Return a number for readers; a dash for one that is missing or not finite."""
+    """Format a number for readers; a missing or non-finite number becomes a dash."""
     if value is None or not math.isfinite(value):
         return "–"
     return format(value, form).replace("-", "−")
 
 
 def quantity(value: float | None) -> str:
-    """Return a number of any size with three digits that count."""
+    """Format a number of any magnitude with three significant digits."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:

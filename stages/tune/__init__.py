@@ -1,1 +1,2 @@
-"""Finds policies whose formats differ by layer and side: what each place costs, an integer program, and joint measurements."""
+"""Searches for policies with different formats per layer and side: measures sensitivities, solves an integer program,
+measures the proposals."""

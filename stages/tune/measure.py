@@ -1,8 +1,8 @@
-"""Mean KL of policies from the FP16 cache, on the decode path of the one-pass oracle. Measurements outlive an interruption.
+"""Measures policies' mean KL from the FP16 cache with the reference engine's one-pass decode. An interrupted run can resume.
 
-The texts are the samples of an evaluation in another split, in three parts that share no document. Of questions the answers are
-scored, as an evaluation does it, so that a mean KL means the same here and at the gates; of prose and of a user's own texts,
-everything but the first tokens.
+The texts are an evaluation's workloads in another split, in three parts that share no document. For questions only the answers
+are scored, as in an evaluation, so that a mean KL has the same meaning here and in the gates. For prose and the user's own
+texts, all tokens except the first ones are scored.
 """
 
 import json
@@ -28,19 +28,19 @@ from stages.quantize.calibration import texts_from_file
 from stages.workloads import generate
 
 PREFILLED = 16
-"""First tokens of a text without an answer, which are not scored."""
+"""Number of first tokens that are not scored in texts without an answer."""
 
 PARTS = ("search", "check", "held out")
-"""What each place costs alone is measured on the first; what is proposed from that, on the second, because it may owe something
-to chance in the first; and what is found, on the third."""
+"""Names of the three parts of the texts: for measuring each place alone, for checking proposals, and for the final measurement.
+Separate parts are needed because a proposal may fit the first part by chance."""
 
 LEAST = 2
-"""Texts of a part."""
+"""Minimum texts per part."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text in tokens; those from `first` on are scored, at least one."""
+    """A tokenized text. Tokens from index `first` on are scored, at least one."""
 
     tokens: tuple[int, ...]
     first: int
@@ -49,26 +49,29 @@ class Text:
 
 @dataclass(frozen=True)
 class TextSet:
-    """Texts that policies are measured on."""
+    """Texts for measuring policies."""
 
     name: str
     texts: tuple[Text, ...]
 
     @property
     def documents(self) -> list[str]:
-        """The document of each text."""
+        """The texts' document ids."""
         return [text.document for text in self.texts]
 
     @property
     def scored(self) -> int:
-        """Tokens that are scored."""
+        """Number of scored tokens."""
         return sum(len(text.tokens) - text.first for text in self.texts)
 
 
 def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet, TextSet]:
-    """Return the texts of PARTS: half of the documents, a quarter, and a quarter."""
+    """Return the texts of PARTS, which get half, a quarter and a quarter of the documents.
+
+    Raises UserError if a part has fewer than LEAST texts.
+    """
     tokenizer = BundleTokenizer(checkpoint)
-    # The calibration draws with the seed itself.
+    # The next seed, because the calibration uses the seed itself.
     texts = _generated(tokenizer, config, seed + 1) if jsonl is None else _given(tokenizer, config, jsonl)
     scored = [text for text in texts if text.first < len(text.tokens)]
     documents = list(dict.fromkeys(text.document for text in scored))
@@ -88,12 +91,12 @@ def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -
 def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:
     count = max(config.texts // len(config.workloads), 4 * LEAST)
     found = []
-    # Documents alternate between workloads, so that each part has some of each.
+    # Documents alternate between workloads, so that every part contains all workloads.
     groups = zip(*(generate(name, count, seed, split="calibration") for name in config.workloads), strict=True)
     for number, samples in enumerate(groups):
         for item in encode(samples, tokenizer, config.max_length):
             tokens = (*item.prompt, *item.reference)[: config.max_length]
-            # As in an evaluation: a prompt's last token is decoded.
+            # A prompt's last token is decoded, as in an evaluation.
             found.append(Text(tokens, len(item.prompt) - 1 if item.judged else PREFILLED, f"{number}"))
     return found
 
@@ -105,14 +108,14 @@ def _given(tokenizer: BundleTokenizer, config: TuneConfig, jsonl: Path) -> list[
 
 
 MEASURED = "measured.jsonl"
-"""In the artifact while it is made: a line for each policy on each set of texts."""
+"""File in the unfinished artifact with one line per policy and set of texts."""
 
 ROWS = 256
-"""Rows of logits that are compared at a time."""
+"""Rows of logits per comparison."""
 
 
 class Bench:
-    """A model and the sets of texts that policies are measured on, each policy once."""
+    """Measures policies of one model. Results are saved, so that each policy is measured once per set of texts."""
 
     def __init__(self, model: Any, scales: Callable[[KVPolicy], KVScales], folder: Path) -> None:
         self.model, self._scales = model, scales
@@ -123,7 +126,10 @@ class Bench:
         self.sound = OracleEngine.from_model(model, FP16_POLICY)
 
     def kl(self, policy: KVPolicy, texts: TextSet, above: int = 0) -> Array:
-        """Return the mean KL of each text's scored tokens, (texts,); NaN where a logit is not finite."""
+        """Return the mean KL of the scored tokens per text, (texts,); NaN if a logit is not finite.
+
+        `above`: if the policy keeps all layers below this index at 16 bits, their outputs are computed once and reused.
+        """
         key = _key(policy, texts)
         if key not in self._known:
             inputs = self._layer_inputs(texts, above) if above else [None] * len(texts.texts)
@@ -131,11 +137,12 @@ class Bench:
             pairs = zip(texts.texts, self._baseline(texts), inputs, strict=True)
             self._known[key] = [_mean_kl(engine, text, heads, known) for text, heads, known in pairs]
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("\n" + json.dumps({"key": key, "kl": self._known[key]}))  # the line before may be half a line
+                # The line break comes first, because an interrupted run may have left half a line.
+                file.write("\n" + json.dumps({"key": key, "kl": self._known[key]}))
         return np.array(self._known[key])
 
     def _layer_inputs(self, texts: TextSet, layer: int) -> list[LayerInput | None]:
-        """What reaches a layer of each text while all caches before it are at 16 bits."""
+        """Return the texts' inputs of a layer, computed with 16-bit caches in all earlier layers."""
         if self._inputs is None or self._inputs[0] != (texts.name, layer):
             earlier = self._inputs[1] if self._inputs is not None else [None] * len(texts.texts)
             pairs = zip(texts.texts, earlier, strict=True)
@@ -143,7 +150,7 @@ class Bench:
         return self._inputs[1]
 
     def close(self) -> None:
-        """Remove the kept measurements: the report holds what the artifact is for."""
+        """Remove the saved measurements: the finished artifact contains the report instead."""
         self._path.unlink(missing_ok=True)
 
     def _baseline(self, texts: TextSet) -> list[list[Head]]:
@@ -157,7 +164,7 @@ def _key(policy: KVPolicy, texts: TextSet) -> str:
 
 
 def _lines(path: Path) -> Sequence[tuple[str, list[float]]]:
-    """What interrupted runs left; the last line of each may be half written."""
+    """Return (key, KL per text) from interrupted runs, skipping lines that were not completely written."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
@@ -171,7 +178,7 @@ def _lines(path: Path) -> Sequence[tuple[str, list[float]]]:
 def _heads(engine: OracleEngine, text: Text) -> list[Head]:
     found: list[Head] = []
     for rows in _distributions(engine.forced(text.tokens, text.first)):
-        # Only the distance counts here, not what the text goes on with: any token serves as the reference.
+        # Only distances are used here, so the reference token is arbitrary.
         found += [head_of(rows, row, 0) for row in range(len(rows.finite))]
     return found
 
@@ -185,6 +192,6 @@ def _mean_kl(engine: OracleEngine, text: Text, heads: list[Head], known: LayerIn
 
 
 def _distributions(logits: Logits) -> Iterator[Distributions]:
-    """Give the distributions after each scored token, a few rows at a time: a comparison makes several copies of them."""
+    """Yield the distributions of the scored tokens, ROWS at a time, because a comparison makes several copies."""
     for start in range(0, len(logits), ROWS):
         yield Distributions(logits[start : start + ROWS])

@@ -1,8 +1,8 @@
-"""`stage=tune`: what each place costs, the policies of fewest bytes within budgets, and what all their formats cost at once.
+"""`stage=tune`: measures each place's KL alone, finds the smallest policies within KL budgets, and measures these policies.
 
-The sum of what places cost alone predicts what they cost together, but for their interactions. So every policy that the integer
-program proposes is measured as it is, and the program is asked again with the budget that the measurement suggests. HiGHS,
-which SciPy carries, solves the program.
+A place is one layer's keys or values. The sum of the places' separate KL predicts a policy's KL except for interactions.
+Therefore every policy that the integer program proposes is measured, and the program runs again with a budget corrected by the
+measurement. SciPy's HiGHS solves the program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,34 +41,36 @@ from stages.engines.oracle.model import shape_for
 from stages.tune.measure import Bench, TextSet, parts
 
 ATTEMPTS = 4
-"""Proposals that are measured for one budget."""
+"""Maximum proposals that are measured per budget."""
 
 MARGINS = (0.9, 0.5)
-"""What share of a uniform policy's KL a policy that is to beat it may have where it is checked: elsewhere it may have more."""
+"""Budgets as a share of a uniform policy's KL: below 1, because a proposal's KL may be higher on held-out texts."""
 
 POINTS = 5
-"""Budgets between the KL of the uniform policies, for the Pareto front."""
+"""Number of budgets between the KL of the best and the worst uniform policy, for the Pareto front."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one place costs in one format."""
+    """The cost of one place in one format."""
 
     bytes: int
-    """Bytes of one token."""
+    """Bytes per token."""
     kl: float
-    """Mean KL of this place alone, in nats per token; infinite or NaN where it cannot be taken."""
+    """Mean KL with only this place quantized, in nats per token; infinite or NaN excludes the option."""
 
 
 def fewest_bytes(places: Sequence[Sequence[Option]], budget: float) -> tuple[int, ...] | None:
-    """Return the number of every place's option, so that the bytes are fewest and the sum of KL stays within `budget`; None
-    where no choice does."""
+    """Choose one option per place with the fewest total bytes and a sum of KL within `budget`.
+
+    Return the index of the option per place, or None if no choice stays within the budget.
+    """
     owner = np.array([number for number, options in enumerate(places) for _ in options])
     flat = [option for options in places for option in options]
     kl = np.array([option.kl / budget for option in flat])
     allowed = kl <= 1  # false for NaN
     kl = np.where(allowed, kl, 0.0)
-    # Bytes are whole numbers, and the sum of KL within the budget is worth half a byte: it decides between equals alone.
+    # Bytes are whole numbers, and the whole KL budget costs half a byte, so KL decides only between equal sizes.
     cost = np.array([option.bytes for option in flat]) + 0.5 * kl
     one_each = csr_array((np.ones(len(flat)), (owner, np.arange(len(flat)))), shape=(len(places), len(flat)))
     solution = milp(
@@ -92,25 +94,25 @@ class Tuner:
     bench: Bench
     shape: KVShape
     uniform: Sequence[KVPolicy]
-    """In the order of the configuration."""
+    """Uniform policies in the order of the configuration."""
     config: TuneConfig
     search: TextSet
-    """Texts on which each place is measured alone."""
+    """Texts for measuring each place alone."""
     check: TextSet
-    """Texts on which proposals are measured."""
+    """Texts for measuring proposals."""
     held_out: TextSet
-    """Texts on which what is found is measured."""
+    """Texts for the final measurement."""
     progress: Progress
     alone: dict[tuple[Place, int], float] = field(default_factory=dict)
-    """Mean KL of a place in the format of a uniform policy, by its number, everything else at 16 bits."""
+    """(place, index of a uniform policy) -> mean KL with this place in the policy's format and all other places at 16 bits."""
 
     @cached_property
     def places(self) -> list[Place]:
-        """The keys and the values of each layer."""
+        """Keys and values of all layers."""
         return [(layer, side) for layer in range(self.shape.layers) for side in SIDES]
 
     def measure_places(self) -> None:
-        """Measure every place alone in the format of every uniform policy; formats that policies share are measured once."""
+        """Measure every place alone in every uniform policy's format. A format that policies share is measured once."""
         cells = [(place, number) for place in self.places for number in range(len(self.uniform))]
         for done, (place, number) in enumerate(cells):
             self.progress("sensitivity [cells]", done, len(cells))
@@ -120,7 +122,7 @@ class Tuner:
         self.progress("sensitivity [cells]", len(cells), len(cells))
 
     def propose(self, target: float) -> KVPolicy | None:
-        """Return the policy of fewest bytes whose KL is within `target` on the texts for checks; None without one."""
+        """Return the smallest proposed policy with a KL of at most `target` on the check texts, or None."""
         budget, best, seen = target, None, set()
         for _ in range(ATTEMPTS):
             chosen = fewest_bytes(self._options(), budget)
@@ -134,12 +136,15 @@ class Tuner:
             if not (np.isfinite(joint) and joint > 0 and total > 0):
                 budget /= 2
                 continue
-            # What the sum may be so that the joint KL is the target, if both keep their ratio.
+            # The sum of KL for which the joint KL would equal the target at the measured ratio.
             budget = total * target / joint
         return best
 
     def targets(self) -> list[float]:
-        """Return the budgets: the configured one, what beats each uniform policy, and points between these; ascending."""
+        """Return the KL budgets in ascending order.
+
+        They are the configured budget, MARGINS of the uniform policies' KL, and POINTS between the smallest and largest KL.
+        """
         uniform = sorted(kl for kl in (self._kl(policy, self.check) for policy in self.uniform) if np.isfinite(kl) and kl > 0)
         if not uniform:
             return [self.config.max_kl]
@@ -147,7 +152,7 @@ class Tuner:
         return sorted({self.config.max_kl, *(share * kl for share in MARGINS for kl in uniform), *between.tolist()})
 
     def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned"]) -> MeasuredPolicy:
-        """Measure a policy on the texts for checks and on those held out."""
+        """Measure a policy on the check texts and on the held-out texts."""
         checked, held_out = self.bench.kl(policy, self.check), self.bench.kl(policy, self.held_out)
         sums = resampled_sums(np.stack([held_out, np.ones_like(held_out)], axis=1), self.held_out.documents)
         return MeasuredPolicy(
@@ -161,7 +166,7 @@ class Tuner:
         )
 
     def sensitivities(self) -> list[Sensitivity]:
-        """Return what was measured of each place."""
+        """Return the KL of all places, measured alone, by uniform policy."""
         names = [policy.name for policy in self.uniform]
         return [
             Sensitivity(layer=place[0], side=place[1], kl={name: finite(self.alone[place, n]) for n, name in enumerate(names)})
@@ -178,7 +183,7 @@ class Tuner:
         return self.shape.kv_heads * _format(policy, place).token_bytes(self.shape.head_dim)
 
     def _sum_of(self, policy: KVPolicy) -> float:
-        """Return the sum of what a policy's places cost alone."""
+        """Return the sum of the KL of a policy's places, measured alone."""
 
         def number(place: Place) -> int:
             return next(n for n, other in enumerate(self.uniform) if _format(other, place) == _format(policy, place))
@@ -216,7 +221,7 @@ def tune(
     threads: int,
     progress: Progress,
 ) -> None:
-    """Search the policies of fewest bytes within budgets of KL and write the record, `tune.json`."""
+    """Search for the smallest policies within KL budgets, and write the result to `tune.json`."""
     torch.set_num_threads(threads)
     model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
     search, check, held_out = parts(checkpoint, config, jsonl, seed)
@@ -226,7 +231,8 @@ def tune(
     tuner.measure_places()
     proposed: dict[str, KVPolicy] = {}
     targets = tuner.targets()
-    for done, target in enumerate(targets):  # ascending: of two with the same bytes, and so name, the first has less KL
+    # Targets ascend: if two proposals have the same bytes, and so the same name, the first one has less KL and is kept.
+    for done, target in enumerate(targets):
         progress("search [budgets]", done, len(targets))
         policy = tuner.propose(target)
         if policy is not None:

@@ -1,7 +1,7 @@
-"""Generates seeded text for evaluation and calibration, with the standard library alone.
+"""Generates seeded text for evaluation and calibration, using only the standard library.
 
 Other stages call `generate`. The name of the split is part of every sample's seed, so that an evaluation never repeats
-the samples of calibration, or of the tiny model's training, whatever the integer seeds are.
+samples of the calibration or of the tiny model's training, for any integer seed.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
 
 
 def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> list[Sample]:
-    """Generate samples of one workload. A larger `count` extends the same sequence.
+    """Generate `count` samples of a workload. A larger `count` extends the same sequence.
 
     Returns:
         The samples, with ids from `retrieval-0000` on.
 
     Raises:
-        ValueError: There is no such workload.
-        UserError: The documentation has fewer pages than that.
+        ValueError: The workload does not exist.
+        UserError: The documentation has fewer than `count` pages.
 
     Example:
         >>> [sample.id for sample in generate("copy", 2, seed=0)]
@@ -45,5 +45,5 @@ def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> l
 
 @lru_cache(maxsize=4096)
 def _sample(slot: Slot) -> Sample:
-    """Return a sample, which a command asks for several times: to encode, to replay and to show it."""
+    """Return a sample. Cached, because a command needs the same sample to encode, replay and show it."""
     return WORKLOADS[slot.workload](slot)

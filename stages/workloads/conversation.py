@@ -1,4 +1,4 @@
-"""What workloads share: which sample it is, messages with known answers of the assistant, answers in JSON, lists of words."""
+"""Types and functions that workloads share: sample slots with their random generators, messages, JSON answers, word lists."""
 
 import json
 import random
@@ -12,7 +12,7 @@ Message = tuple[str, str]
 
 @dataclass(frozen=True)
 class Slot:
-    """Which sample of which sequence is generated."""
+    """Identity of a generated sample: split, workload, seed, and index in the sequence."""
 
     split: Split
     workload: str
@@ -24,15 +24,15 @@ class Slot:
         return f"{self.workload}-{self.index:04d}"
 
     def rng(self, name: str = "") -> random.Random:
-        """Return the generator of this sample, or of what all samples of this index share under `name`.
+        """Return this sample's random generator, or with `name` a generator that all workloads share for this index.
 
-        Its seed is a text, which keeps splits, workloads and samples apart.
+        The seed is a text that contains split, workload (or `name`), seed and index, so that no two generators are equal.
         """
         return random.Random(f"{self.split}:{name or self.workload}:{self.seed}:{self.index}")
 
 
 def compact_json(value: object) -> str:
-    """Return JSON without spaces, which is how every reference answer is written."""
+    """Return JSON without spaces, the format of all reference answers."""
     return json.dumps(value, separators=(",", ":"))
 
 

@@ -1,7 +1,7 @@
-"""Python's own documentation, which every CPython carries: real prose that needs no download.
+"""Python's own documentation, which is part of every CPython: real prose without a download.
 
-The topics of `help()` overlap, so a paragraph counts once, where it occurs first. Paragraphs in a row make a page, and every
-third page belongs to a split, so that splits share no paragraph. The text differs between Python versions; a report's
+The topics of `help()` overlap, so only the first occurrence of a paragraph is used. Consecutive paragraphs form a page. Each
+split gets every third page, so that splits share no paragraph. The text differs between Python versions; a report's
 `workloads_digest` covers the text itself.
 """
 
@@ -16,14 +16,14 @@ from pipeline.core.records import Sample
 from stages.workloads.conversation import Slot, Split
 
 PAGE_CHARACTERS = 1400
-"""A page has at least so many characters, about 330 tokens of a model with a vocabulary of 50,000."""
+"""Minimum characters per page: about 330 tokens of a model with a vocabulary of 50,000."""
 SPLITS: tuple[Split, ...] = ("evaluation", "calibration", "train")
 SHORTEST_PARAGRAPH = 100
 _TYPESET = str.maketrans({"’": "'", "“": '"', "”": '"', "…": "...", "—": "-", "–": "-"})
 
 
 def _prose(block: str) -> str | None:
-    """Return a block as one line if it is a paragraph of prose, None for headings, grammar, lists and code."""
+    """Return a block as one line if it is a paragraph of prose; None for headings, grammar, lists and code."""
     lines = block.split("\n")
     indents = {len(line) - len(line.lstrip()) for line in lines}
     text = " ".join(block.split()).translate(_TYPESET)
@@ -45,12 +45,15 @@ def _pages() -> tuple[tuple[str, ...], ...]:
 
 
 def pages(split: Split) -> tuple[tuple[str, ...], ...]:
-    """Return the paragraphs of every page of a split, in the order of the topics' names."""
+    """Return the pages of a split as lists of paragraphs, in the order of the topics' names."""
     return _pages()[SPLITS.index(split) :: len(SPLITS)]
 
 
 def excerpt(slot: Slot) -> Sample:
-    """Return the first half of a page, which the rest of it continues. Indices of one seed are different pages."""
+    """Return a sample whose prompt is the first half of a page and whose reference is the second half.
+
+    For a given seed, different indices use different pages.
+    """
     order = list(pages(slot.split))
     if slot.index >= len(order):
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

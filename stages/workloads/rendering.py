@@ -1,7 +1,7 @@
-"""Runs chat templates where they can be stopped: in a child process.
+"""Runs chat templates in a child process with limits on time, memory and output.
 
-A template is a program of the model's author. No signal interrupts a long call in C, such as a power of two integers, so that
-only the kernel can end it.
+A template is a program by the model's author. No Python signal handler interrupts a long call in C, such as a power of two
+integers, so only the kernel can stop it.
 """
 
 import ctypes
@@ -21,18 +21,22 @@ from typing import NoReturn
 from pipeline.core.errors import UserError
 
 RENDER_SECONDS = 5.0
-"""Of one conversation; templates of models take milliseconds."""
+"""Time limit per conversation in seconds; real templates take milliseconds."""
 RENDER_BYTES = 1 << 30
-"""Of memory, while conversations are rendered."""
+"""Maximum additional memory in bytes while conversations are rendered."""
 RENDER_CHARACTERS = 16 << 20
+"""Maximum characters of a rendered conversation."""
 ANSWER_BYTES = 16 * RENDER_CHARACTERS
-"""Of JSON, which has up to 12 for a character."""
+"""Maximum bytes of the child's JSON message, which needs up to 12 bytes per character."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a child gets when its parent dies."""
 
 
 def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
-    """Return what each function returns, all of them called in one child process, one after the other."""
+    """Call all functions in a single child process, in order, and return their results.
+
+    Raises UserError if a function raises it, or exceeds a limit.
+    """
     reads, writes = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
@@ -48,7 +52,7 @@ def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
 
 
 def _answer(reads: Connection, child: int) -> str:
-    """Return the child's next text. The child ends where the whole text takes more than RENDER_SECONDS."""
+    """Return the child's next text. Kill the child if the text takes more than RENDER_SECONDS."""
     began, limit = time.monotonic(), Timer(RENDER_SECONDS, os.kill, (child, signal.SIGKILL))
     limit.start()
     try:
@@ -65,10 +69,10 @@ def _answer(reads: Connection, child: int) -> str:
 
 
 def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
-    """Send a message of JSON for each text; the first that is refused is the last."""
+    """Send a JSON message for each text; stop after the first refused text. Runs in the child and never returns."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C ends both
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops the child
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -83,7 +87,7 @@ def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
             if "refused" in answer:
                 break
     finally:
-        os._exit(0)  # nothing of the parent's runs twice
+        os._exit(0)  # skips the parent's exit handlers
 
 
 def _bounded(text: Callable[[], str]) -> str:

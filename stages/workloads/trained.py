@@ -1,18 +1,18 @@
 """The five workloads that the tiny model was trained on: prose, retrieval, tool calls, copies and dialogues.
 
-**Prose**: small generated stories in which names, places and things recur.
-**Retrieval**: many similar records, and a question about one field of one of them. Records are written flat, one field per line
+**Prose**: short generated stories with recurring names, places and things.
+**Retrieval**: many similar records, and a question about one field of a record. Records are written flat, one field per line
 (`KT4821.total=93.10`), and the answer is `{"KT4821.total":"93.10"}`. Distractors are hard: ids share prefixes and digit pairs,
-and values come from small pools, so that names, dates and amounts repeat between records. A key occurs once in the records.
-**Tool calls**: the system turn declares tools, the user asks in words, the answer is one JSON call. The verb phrase of the
-request tells which tool is meant. The arguments stand in the request as `city=Olten`, in any order; the call has them in the
-order of the tool's declaration.
-**Copies**: the user gives a piece of code-like or list-like text, and the answer is the same text.
-**Dialogues**: the user states facts, updates some of them in later turns, then asks for some. A fact is stated as
-`gate.code=4821` and updated as `gate.code->7310`, once at most, so that the answer is unambiguous.
+and values come from small pools, so that names, dates and amounts repeat between records. Each key occurs once in the records.
+**Tool calls**: the system turn declares tools, the user makes a request, and the answer is one JSON call. The request's verb
+phrase determines the tool. The request contains the arguments in any order, for example `city=Olten`; the call lists them in
+the order of the tool's declaration.
+**Copies**: the user gives code-like or list-like text, and the answer is the same text.
+**Dialogues**: the user states facts, updates some facts in later turns, then asks for some. A fact is stated as
+`gate.code=4821` and updated as `gate.code->7310` at most once, so that the answer is unambiguous.
 
-The lists of words are small on purpose. Values repeat between records, so that a model that attends to almost the right place
-answers wrong instead of being right by luck.
+The word lists are small on purpose. Values repeat between records, so that a model that attends to a wrong but similar place
+gives a wrong answer instead of a right answer by luck.
 """
 
 import random
@@ -42,12 +42,12 @@ ID_PREFIXES = words("KT QX BR ZM LN WD HF VG JP TS")
 
 
 def digit_pair(rng: random.Random) -> str:
-    """Draw two digits, which are one token of the tiny tokenizer."""
+    """Draw two digits, a single token of the tiny tokenizer."""
     return f"{rng.randrange(100):02d}"
 
 
 def record_id(rng: random.Random) -> str:
-    """Draw a prefix and four digits, such as `KT4821`."""
+    """Draw a record id of a prefix and four digits, such as `KT4821`."""
     return rng.choice(ID_PREFIXES) + digit_pair(rng) + digit_pair(rng)
 
 
@@ -72,7 +72,7 @@ PLACES = words("market harbour station library bakery garden bridge museum")
 
 
 def story(rng: random.Random) -> str:
-    """Generate six to ten sentences about two people, 80 to 150 tokens of the tiny tokenizer."""
+    """Generate a story of six to ten sentences about two people: 80 to 150 tokens of the tiny tokenizer."""
     first, friend = rng.sample(FIRST_NAMES, 2)
     last, (home, away) = rng.choice(LAST_NAMES), rng.sample(CITIES, 2)
     (item, other_item), (place, other_place) = rng.sample(ITEMS, 2), rng.sample(PLACES, 2)
@@ -100,7 +100,7 @@ def story(rng: random.Random) -> str:
 
 
 def opening_and_continuation(slot: Slot) -> Sample:
-    """Generate a prompt and its continuation, two stories each, which are 130 to 300 tokens."""
+    """Generate a prompt and its continuation of two stories (130 to 300 tokens) each."""
     rng = slot.rng()
     first, second, third, fourth = (story(rng) for _ in range(4))
     return Sample(slot.id, slot.workload, f"{third}\n\n{fourth}", prompt=f"{first}\n\n{second}\n\n", check="none")
@@ -115,30 +115,30 @@ FIELDS: dict[str, Callable[[random.Random], str]] = {
     "status": lambda rng: rng.choice(STATUSES),
 }
 MAX_LINES = 126
-"""About 1,000 tokens of the tiny tokenizer."""
+"""Maximum lines of all records together: about 1,000 tokens of the tiny tokenizer."""
 SIZES = ((6, 10), (11, 16), (17, 22))
-"""Fewest and most records of small, medium and large samples."""
+"""Minimum and maximum records of small, medium and large samples."""
 
 Record = dict[str, str]
-"""Field -> value."""
+"""Field name -> value."""
 
 
 def similar_ids(rng: random.Random, count: int) -> list[str]:
-    """Generate `count` different ids out of at most three prefixes, half of their digit pairs from a small pool."""
+    """Generate `count` different ids with at most three prefixes; half of their digit pairs come from a small pool."""
     prefixes = rng.sample(ID_PREFIXES, rng.choice((1, 2, 3)))
     pool = [digit_pair(rng) for _ in range(max(2, count // 3))]
 
     def pair() -> str:
         return rng.choice(pool) if rng.random() < 0.5 else digit_pair(rng)
 
-    ids: dict[str, None] = {}  # a dict keeps the order of insertion
+    ids: dict[str, None] = {}  # a dict keeps insertion order
     while len(ids) < count:
         ids[rng.choice(prefixes) + pair() + pair()] = None
     return list(ids)
 
 
 def similar_records(rng: random.Random, count: int, num_fields: int) -> dict[str, Record]:
-    """Generate `count` records by id with the same `num_fields` fields; values repeat between records."""
+    """Generate `count` records (id -> record) with the same `num_fields` fields; values repeat between records."""
     fields = rng.sample(list(FIELDS), num_fields)
     pools = {field: [FIELDS[field](rng) for _ in range(max(3, 2 * count // 3))] for field in fields}
     return {record_id: {field: rng.choice(pools[field]) for field in fields} for record_id in similar_ids(rng, count)}
@@ -150,10 +150,10 @@ def question(key: str) -> str:
 
 
 def retrieval(slot: Slot) -> Sample:
-    """Generate a question over 6 to 22 records, 200 to 1,000 tokens of the tiny tokenizer.
+    """Generate a question about 6 to 22 records: 200 to 1,000 tokens of the tiny tokenizer.
 
-    Nine consecutive indices pair each of the SIZES with the early, middle and late third of the lines. The depth of a sample
-    is the relative position of the answer's line in the user's turn.
+    Nine consecutive indices combine all SIZES with answers in the early, middle and late third of the lines. The depth of a
+    sample is the relative position of the answer's line in the user's turn.
     """
     rng = slot.rng()
     count = rng.randint(*SIZES[slot.index // 3 % 3])
@@ -178,7 +178,7 @@ TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "refund": (("bill", "guest", "total"), "Return the money"),
     "call_guest": (("guest", "date"), "Call a guest"),
 }
-"""Tool -> (names of its arguments, the phrase that asks for it)."""
+"""Tool -> (argument names, verb phrase of a request)."""
 ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
     "city": lambda rng: rng.choice(CITIES),
     "date": short_date,
@@ -191,7 +191,7 @@ ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
 
 
 def tool_call(slot: Slot) -> Sample:
-    """Generate a declaration of three to six tools, a request for one of them, and its call."""
+    """Generate a declaration of three to six tools, a request for one tool, and its call."""
     rng = slot.rng()
     names = rng.sample(list(TOOLS), rng.randint(3, 6))
     declaration = "\n".join(compact_json({"name": name, "arguments": TOOLS[name][0]}) for name in names)
@@ -238,7 +238,7 @@ def word_list(rng: random.Random, length: int) -> str:
 
 
 def text_to_copy(slot: Slot) -> Sample:
-    """Ask for a copy of 16 to 64 symbols or words."""
+    """Generate a request to copy 16 to 64 symbols or words."""
     rng = slot.rng()
     length = rng.randint(16, 64)
     text = rng.choice((code_like, word_list))(rng, length)
@@ -259,7 +259,10 @@ UPDATED_SHARE = 0.4
 
 
 def facts_dialogue(slot: Slot) -> Sample:
-    """Generate 4 to 12 facts and updates of some over several turns, then one to three questions; and the last one's answer."""
+    """Generate a dialogue: 4 to 12 facts over several turns, updates of some facts, then one to three questions.
+
+    The reference is the answer to the last question.
+    """
     rng = slot.rng()
     num_facts = rng.randint(4, 12)
     num_questions = rng.randint(1, 3)
@@ -272,7 +275,7 @@ def facts_dialogue(slot: Slot) -> Sample:
     statements = [f"{key}={facts[key]}" for key in keys]
     for key in rng.sample(keys, round(UPDATED_SHARE * num_facts)):
         facts[key] = rng.choice([new for new in (value(key) for _ in range(8)) if new != facts[key]])
-        # The update stands anywhere after the statement that it replaces.
+        # Insert the update at a random place after the statement that it replaces.
         stated_at = next(i for i, statement in enumerate(statements) if statement.startswith(f"{key}="))
         statements.insert(rng.randint(stated_at + 1, len(statements)), f"{key}->{facts[key]}")
     messages: list[Message] = []
