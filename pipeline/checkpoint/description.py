@@ -84,7 +84,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's config.json; if text_config describes the decoder, return text_config.
+    """Return the content of a checkpoint's config.json; if the decoder is nested in text_config, the content of text_config.
 
     Raises:
         UserError: The message names `model.path`, the problem and the fix.

@@ -174,7 +174,7 @@ class Config(StrictModel):
     workdir: PathText
     """Directory of all artifacts."""
     log: Literal["human", "json", "quiet"]
-    """Output format of the command; artifacts do not depend on it."""
+    """Format of the output; quiet prints only results and errors. Artifacts do not depend on it."""
     verbose: bool
     """Whether details are printed; artifacts do not depend on it."""
     bundle: PathText | None

@@ -44,7 +44,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{key}.name={value['name']}: no such option{suggest(str(value['name']), choices)}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing; give it a value")
-        elif problem["type"] == "value_error":  # our own validators begin with the key's name
+        elif problem["type"] == "value_error":  # messages of kvgate's validators begin with the key
             lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
         elif problem["type"] == "literal_error":
             choices = ["".join(found) for found in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
@@ -103,7 +103,7 @@ def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
     if parent == "backend" and name in siblings:
         owners = ", ".join(option for option, model in backend_configs().items() if name in model.model_fields)
         return f"{key}: the backend here has no such key; choose one that has: backend={owners}"
-    if name in siblings:  # Hydra sets no key below null
+    if name in siblings:  # Hydra cannot set a key below null
         below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
         whole = ", ".join(field.replace("=", ": ", 1) for field in below)
         return redact_text(f"{parent}: is null here; write '{parent}={{{whole}}}' instead")

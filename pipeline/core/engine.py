@@ -58,7 +58,7 @@ class Engine(ABC):
     threads: int | None = None
     """CPU threads that the engine was configured to use."""
     attention: str | None = None
-    """Name of the decode attention kernel, if the engine can choose between several."""
+    """Description of the decode attention, if the engine can choose between several implementations."""
     reads_itself: bool = False
     """Whether attention reads all keys and values from the quantized cache, even in prompts and for the token itself."""
     logit_step: float = 0.0
@@ -87,7 +87,7 @@ class Engine(ABC):
         return self.prefill(prompts)[0]
 
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        """Append one token to each of distinct sequences.
+        """Append one token to every given sequence.
 
         Return logits (len(sequences), vocab_size), computed from the quantized cache. Raises UserError if a token is outside
         the vocabulary or does not fit into the engine; ValueError unless the sequences are distinct and each gets one token.
@@ -136,7 +136,7 @@ class Engine(ABC):
         on_end: Callable[[int], None],
     ) -> None:
         """Generate every continuation to its end, at most `max_sequences` at once."""
-        import numpy as np  # here: the command line starts without it
+        import numpy as np  # imported here, so that the command line starts without NumPy
 
         waiting, live = deque(continuations), list[Continuation]()
         try:
@@ -262,7 +262,7 @@ class Engine(ABC):
     def press(
         self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
     ) -> list[list[Pressed]]:
-        """Serve rounds (`plays`) of requests, each request (tokens, first) as in `forced`; a round's requests start at once.
+        """Serve rounds (`plays`) of requests, (tokens, first) as in `forced`. The requests of a round are sent at once.
 
         A request's result includes the logits of its last `rows` tokens. With `pages`, all rounds share a pool of that
         number of pages of PAGE_TOKENS tokens, which keeps prompt prefixes: requests wait, are preempted by older requests, and

@@ -60,7 +60,7 @@ class Sample:
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
     results: tuple[tuple[int, int], ...] = ()
-    """Character ranges (start, end) of the reference that decide whether it is right; empty: the whole reference."""
+    """Character ranges (start, end) of the results within the reference; empty: the whole reference is the result."""
 
     @property
     def cluster(self) -> str:

@@ -34,7 +34,7 @@ def _is_a_path(text: str) -> str:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise PydanticCustomError("no_path", "is too long for a path; give a shorter one") from None
-    except RuntimeError:  # ~name of a user who is not here
+    except RuntimeError:  # ~name of an unknown user
         raise PydanticCustomError("no_path", "begins with a user who is not known here; give the whole path") from None
     return text
 
@@ -47,7 +47,7 @@ def absolute(path: str) -> Path:
     """Return the user's path as an absolute path with links resolved; a link to itself is returned as is."""
     try:
         return Path(os.path.realpath(Path(path).expanduser()))
-    except RuntimeError:  # ~name of a user who is not here
+    except RuntimeError:  # ~name of an unknown user
         return Path(os.path.realpath(path))
 
 
@@ -103,7 +103,7 @@ def parse_json(content: bytes) -> Any:
     """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # raises for half of a surrogate pair
     except UnicodeEncodeError:
         raise Unreadable("holds half of a surrogate pair, which is no text; correct it") from None
     except UnicodeDecodeError:

@@ -63,8 +63,8 @@ class ProbeConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
-    """Requests per round of the crowded scenario; a fifth are long. There are two rounds; in the second round a third of the
-    requests get different tokens. An equal number of short requests is also repeated, with 0.02 s of idle time per request."""
+    """Requests per run of the crowd scenario; a fifth are long, and the second run changes the tokens of a third. The wear
+    scenario repeats an equal number of short requests, and the engine is idle once for 0.02 s per request."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 

@@ -35,7 +35,7 @@ FP8_E5M2 = Spec(
     vllm={"per_tensor": "fp8_e5m2"},
     sglang="fp8_e5m2",
 )
-"""5 exponent bits, 2 mantissa bits. ModelOpt does not support it."""
+"""5 exponent bits, 2 mantissa bits. ModelOpt refuses it."""
 INT8 = Spec("int8", "integer", 8, PACKED, 127.0, native=(4, 5), modelopt_bits=8, modelopt_name="INT8")
 """-127 to 127, or 0 to 255 with a zero point."""
 INT4 = Spec("int4", "integer", 4, PACKED, 7.0, native=(6, 7), modelopt_bits=4)

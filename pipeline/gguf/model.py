@@ -54,7 +54,7 @@ NEUTRAL: dict[str, Any] = {
 
 GEMMA3_27B = 62
 """Number of layers of Gemma 3 27B, whose queries are scaled by hidden_size / num_attention_heads instead of head_dim. A GGUF
-does not store the scale; llama.cpp also recognizes the model by its layers."""
+does not store the scale; llama.cpp recognizes the model by the number of layers too."""
 
 LARGEST = 2**40
 """Limit of sizes and frequencies, far above any model."""

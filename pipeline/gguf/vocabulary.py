@@ -27,7 +27,7 @@ CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+|[^\r\n\p{{L}}\p{{N}}
 
 @dataclass(frozen=True)
 class Splitter:
-    """Rules of a byte-level BPE for splitting text into words, within which it merges."""
+    """Rules of a byte-level BPE for splitting text into words. Merges do not cross words."""
 
     patterns: tuple[str, ...]
     """Regular expressions in order; every pattern splits the pieces of the previous pattern."""

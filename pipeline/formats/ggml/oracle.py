@@ -1,4 +1,4 @@
-"""llama.cpp's types in torch, reproducing every number of x86-64 (ggml/src/ggml-quants.c, ggml-cpu/arch/x86/quants.c).
+"""llama.cpp's types in torch, with llama.cpp's exact numbers on x86-64 (ggml/src/ggml-quants.c, ggml-cpu/arch/x86/quants.c).
 
 A block has ggml's layout: byte i of q4_0 holds channel i in its lower four bits and channel 16 + i in its upper four bits.
 tests/real_llamacpp compares the bytes with ggml's own code.

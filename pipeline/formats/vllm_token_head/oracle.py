@@ -1,4 +1,4 @@
-"""vLLM's token-and-head formats in torch, reproducing every number of vLLM 0.32.0 (vllm/v1/attention/ops:
+"""vLLM's token-and-head formats in torch, with the exact numbers of vLLM 0.32.0 (vllm/v1/attention/ops:
 int4_per_token_head.py, and triton_reshape_and_cache_flash.py for INT8 and FP8).
 
 vLLM packs adjacent channels into a byte; kvgate packs channels i and D / 2 + i. On a GPU vLLM rounds rotated vectors to the

@@ -1,4 +1,4 @@
-"""turboquant_k8v4 in torch, reproducing every number of vLLM 0.32.0 (vllm/v1/attention/ops/triton_turboquant_store.py).
+"""turboquant_k8v4 in torch, with the exact numbers of vLLM 0.32.0 (vllm/v1/attention/ops/triton_turboquant_store.py).
 
 vLLM packs adjacent channels into a byte, kvgate channels i and D / 2 + i; the codes are identical. On a GPU vLLM's divisions
 deviate by a unit or two in the last place. tests/real_vllm compares this module with vLLM's code.
