@@ -19,7 +19,7 @@ Gather = Callable[[str, int], str]
 
 
 @dataclass(frozen=True)
-class Options:
+class GraphOptions:
     """Options of a format in a policy, and the names of its inputs in the graph."""
 
     head_dim: int
@@ -54,39 +54,39 @@ class Graph(ABC):
         self.spec = spec
 
     @abstractmethod
-    def write(self, body: Body, x: str, options: Options) -> list[str]:
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:
         """Append nodes that quantize new tokens x (B, H, S, D); return codes (B, H, S, W), scales and zeros (B, H, S, g)."""
 
     @abstractmethod
-    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:
         """Convert the pages' codes to unscaled numbers. The streams, concatenated, are the channels in order.
 
         nested: Whether streams may be nested, which saves a pass over the codes.
         """
 
-    def scales(self, body: Body, pool: str, gather: Gather, options: Options) -> str:  # noqa: ARG002  (a subclass)
+    def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:  # noqa: ARG002  (a subclass)
         """Gather the values of the pages' stored scales or zeros."""
         return gather(pool, options.groups)
 
 
-class Exact(Graph):
+class ExactGraph(Graph):
     """Floating-point numbers without a scale."""
 
-    def write(self, body: Body, x: str, options: Options) -> list[str]:  # noqa: ARG002  (none)
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:  # noqa: ARG002  (none)
         return [body.op("Cast", x, to=onnx_type(self.spec.storage))]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
         return [Stream(body.to_compute(gather(pool, options.head_dim)))]
 
 
-class Scaled(Graph):
+class ScaledGraph(Graph):
     """Codes with a scale, which is static or stored as float16."""
 
     @abstractmethod
-    def encode(self, body: Body, steps: str, options: Options) -> str:
+    def encode(self, body: Body, steps: str, options: GraphOptions) -> str:
         """Round and pack numbers that are scaled and shifted by their zero: nearest code, ties to even, saturating."""
 
-    def write(self, body: Body, x: str, options: Options) -> list[str]:
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:
         if options.static:
             shifted = x if options.symmetric else body.op("Sub", x, body.to_compute(options.zero))
             return [self.encode(body, body.op("Div", shifted, body.to_compute(options.scale)), options)]
@@ -111,28 +111,28 @@ class Scaled(Graph):
         return [self.encode(body, stored[0], options), *stored[1:]]
 
 
-class Float(Scaled):
+class FloatGraph(ScaledGraph):
     """8-bit floating-point numbers."""
 
-    def encode(self, body: Body, steps: str, options: Options) -> str:  # noqa: ARG002  (of Scaled)
+    def encode(self, body: Body, steps: str, options: GraphOptions) -> str:  # noqa: ARG002  (of ScaledGraph)
         clipped = body.op("Clip", steps, body.real(-self.spec.limit), body.real(self.spec.limit))
         return body.op("QuantizeLinear", clipped, body.real(1.0), output_dtype=onnx_type(self.spec.storage))
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
         # Gather does not support float8, so the bound part of the pool is widened first.
         return [Stream(gather(body.op("DequantizeLinear", pool, body.real(1.0)), options.head_dim))]
 
 
-class Integer(Scaled):
+class IntegerGraph(ScaledGraph):
     """Packed integers, symmetric around 0 or from 0 to `levels` with a zero point."""
 
-    def encode(self, body: Body, steps: str, options: Options) -> str:
+    def encode(self, body: Body, steps: str, options: GraphOptions) -> str:
         limit, levels = self.spec.limit, float(self.spec.levels)
         low, high = (-limit, limit) if options.symmetric else (0.0, levels)
         codes = body.op("Clip", body.op("Round", steps), body.real(low), body.real(high))
         return self.pack(body, codes, options)
 
-    def pack(self, body: Body, codes: str, options: Options) -> str:
+    def pack(self, body: Body, codes: str, options: GraphOptions) -> str:
         """Pack codes (B, H, S, D) in the compute dtype into stored bytes."""
         offsets = self.offsets(symmetric=options.symmetric)
         weights = 2.0 ** (self.spec.bits * np.arange(len(offsets)))
@@ -149,7 +149,7 @@ class Integer(Scaled):
         lowest = 0.0 if symmetric else half
         return [lowest - half] * (self.spec.packed - 1) + [lowest]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:
         # Split into the floor and the fraction of byte / 2 ** (8 - bits), which are exact even in float16.
         offsets, bits = self.offsets(symmetric=options.symmetric), self.spec.bits
         step = 2.0**bits
@@ -163,7 +163,7 @@ class Integer(Scaled):
         return [Stream(x, step if streams else 1.0, offsets[0], nested and bool(streams)), *streams]
 
 
-KINDS: dict[str, type[Graph]] = {"exact": Exact, "float": Float, "integer": Integer}
+KINDS: dict[str, type[Graph]] = {"exact": ExactGraph, "float": FloatGraph, "integer": IntegerGraph}
 
 
 def onnx_type(element: Element) -> int:

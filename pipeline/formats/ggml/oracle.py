@@ -14,7 +14,7 @@ MIDDLE = 8
 """Code of the number 0 in q4_0."""
 
 
-class Blocks(Arithmetic):
+class GgmlBlocks(Arithmetic):
     """Codes in blocks with a scale per block."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
@@ -51,4 +51,4 @@ def asked(x: Tensor) -> Tensor:
     return (codes * scale.half().float()).flatten(-2)
 
 
-ORACLES = tuple(map(Blocks, TYPES))
+ORACLES = tuple(map(GgmlBlocks, TYPES))

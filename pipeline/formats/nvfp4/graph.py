@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 
 from pipeline.formats.body import Body
-from pipeline.formats.graph import Gather, Graph, Options, Stream, onnx_type
+from pipeline.formats.graph import Gather, Graph, GraphOptions, Stream, onnx_type
 from pipeline.formats.nvfp4.spec import LARGEST_SCALE, MAGNITUDES, NVFP4, SMALLEST_SCALE
 
 _E2M1 = np.concatenate([MAGNITUDES, np.negative(MAGNITUDES)])
@@ -13,10 +13,10 @@ E2M1_OF_BYTES = (_E2M1[_BYTES % 16], _E2M1[_BYTES // 16])
 """Values of the lower and the upper four bits of a byte, indexed by the signed byte plus 128."""
 
 
-class Blocks(Graph):
+class Nvfp4BlocksGraph(Graph):
     """E2M1 codes in blocks of channels. The E4M3 block scale is in units of the layer scale; a block's maximum becomes 6."""
 
-    def write(self, body: Body, x: str, options: Options) -> list[str]:
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:
         blocks = body.reshape(body.to_float32(x), 0, 0, 0, options.groups, -1)
         amax = body.op("ReduceMax", body.op("Abs", blocks), body.ints([-1]), keepdims=1)
         low, high = (body.const(bound, np.float32) for bound in (SMALLEST_SCALE, LARGEST_SCALE))
@@ -33,12 +33,12 @@ class Blocks(Graph):
         scales = body.op("QuantizeLinear", body.reshape(scale, 0, 0, 0, -1), one, output_dtype=stored_type)
         return [body.op("Cast", byte, to=onnx_type(self.spec.storage)), scales]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: Options, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
         codes = body.op("Cast", gather(pool, options.head_dim // 2), to=onnx.TensorProto.INT32)
         byte = body.op("Add", codes, body.const(128, np.int32))
         return [Stream(body.op("Gather", body.real(table), byte, axis=0)) for table in E2M1_OF_BYTES]
 
-    def scales(self, body: Body, pool: str, gather: Gather, options: Options) -> str:
+    def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:
         # The layer's scale is too small for float16, but its products with the block scales are not.
         wide = body.op("DequantizeLinear", pool, body.const(1.0, np.float32))
         return body.op("Mul", gather(wide, options.groups), options.scale)
@@ -62,4 +62,4 @@ def _e2m1(body: Body, steps: str) -> str:
     return body.op("Where", body.op("Less", steps, real(0.0)), body.op("Add", codes, real(8.0)), codes)
 
 
-GRAPH = Blocks(NVFP4)
+GRAPH = Nvfp4BlocksGraph(NVFP4)

@@ -7,7 +7,7 @@ from pipeline.formats.nvfp4.spec import LARGEST_SCALE, MAGNITUDES, NVFP4, SMALLE
 from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, constant, groups_of
 
 
-class Blocks(Arithmetic):
+class Nvfp4Blocks(Arithmetic):
     """E2M1 codes in blocks of channels. The E4M3 block scale is in units of the layer scale; a block's maximum becomes 6."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
@@ -41,4 +41,4 @@ def _decode(codes: Tensor) -> Tensor:
     return torch.where(codes >= 8, -magnitude, magnitude)
 
 
-ORACLE = Blocks(NVFP4)
+ORACLE = Nvfp4Blocks(NVFP4)

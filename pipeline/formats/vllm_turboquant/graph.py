@@ -3,15 +3,15 @@
 import numpy as np
 
 from pipeline.formats.body import Body
-from pipeline.formats.graph import Integer, Options, onnx_type
+from pipeline.formats.graph import GraphOptions, IntegerGraph, onnx_type
 from pipeline.formats.spec import FLOAT16
 from pipeline.formats.vllm_turboquant.spec import SMALLEST_SCALE, VLLM_TURBOQUANT
 
 
-class Turboquant(Integer):
+class TurboquantGraph(IntegerGraph):
     """INT4 codes between the minimum and the maximum of a token and head."""
 
-    def write(self, body: Body, x: str, options: Options) -> list[str]:
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:
         def real(value: float) -> str:
             return body.const(value, np.float32)
 
@@ -25,4 +25,4 @@ class Turboquant(Integer):
         return [self.pack(body, body.to_compute(codes), options), *stored]
 
 
-GRAPH = Turboquant(VLLM_TURBOQUANT)
+GRAPH = TurboquantGraph(VLLM_TURBOQUANT)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.formats.body import Body
-from pipeline.formats.graph import KINDS, Gather, Graph, Options, Stream
+from pipeline.formats.graph import KINDS, Gather, Graph, GraphOptions, Stream
 from pipeline.formats.nvfp4.graph import GRAPH as NVFP4
 from pipeline.formats.vllm_turboquant.graph import GRAPH as VLLM_TURBOQUANT
 from stages.engines.paged.layout import StoredSide
@@ -33,10 +33,10 @@ class SideCodec(StoredSide):
         return OWN.get(self.form.code.name) or KINDS[self.form.code.kind](self.form.code)
 
     @property
-    def options(self) -> Options:
+    def options(self) -> GraphOptions:
         """Parameters of the side for the format's arithmetic."""
         form, names = self.form, (f"{self.side}_scale", f"{self.side}_zero")
-        return Options(self.head_dim, self.groups, form.symmetric, form.static, *names)
+        return GraphOptions(self.head_dim, self.groups, form.symmetric, form.static, *names)
 
     def encode(self, body: Body, x: str) -> list[str]:
         """Write the nodes that quantize new tokens x (B, H, S, D). Returns the results in the order of `arrays`."""

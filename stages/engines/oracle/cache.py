@@ -118,7 +118,7 @@ class Pages:
         return sum(t.nbytes for page in self.pages for t in page.tensors)
 
 
-class Exact:
+class ExactTokens:
     """float16 copies of the first and the latest tokens of one side of one layer."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class LayerCache:
     def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device) -> None:
         self.policy, self.shape = policy, shape
         self.pages = {side: Pages(storage, 0 if side.in_window else policy.sink_pages) for side, storage in storages.items()}
-        self.exact = {side: Exact(policy, shape, device) for side in (Side.KEY, Side.VALUE)}
+        self.exact = {side: ExactTokens(policy, shape, device) for side in (Side.KEY, Side.VALUE)}
 
     @property
     def length(self) -> int:
