@@ -27,7 +27,7 @@ class Flip:
     """Index of the policy."""
     kind: Kind
     before: list[Segment]
-    """FP16's answer."""
+    """The answer of FP16."""
     after: list[Segment]
     """The policy's answer."""
 

@@ -23,7 +23,7 @@ class Exhibit:
     samples: Sequence[Sample] = ()
     """Samples with their prompts. Answers to samples that are missing here are shown without a prompt."""
     own: Set[str] = frozenset()
-    """Ids of the user's own samples, whose prompts must not leave this machine."""
+    """Ids of the user's own samples, whose prompts are not uploaded to the tracking store."""
     binds: Mapping[str, str] = field(default_factory=dict)
     """Digests, versions and the machine that the candidate's identity.json binds, by name."""
     settings: Mapping[str, Any] = field(default_factory=dict)

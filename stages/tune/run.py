@@ -89,7 +89,7 @@ def fewest_bytes(places: Sequence[Sequence[Option]], budget: float) -> tuple[int
 
 @dataclass
 class Tuner:
-    """The search on one model."""
+    """The search for policies on one model."""
 
     bench: Bench
     shape: KVShape

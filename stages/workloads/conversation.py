@@ -26,7 +26,7 @@ class Slot:
     def rng(self, name: str = "") -> random.Random:
         """Return this sample's random generator, or with `name` a generator that all workloads share for this index.
 
-        The seed is a text that contains split, workload (or `name`), seed and index, so that no two generators are equal.
+        Its seed is a text of split, workload (or `name`), seed and index, so that different samples never share a generator.
         """
         return random.Random(f"{self.split}:{name or self.workload}:{self.seed}:{self.index}")
 

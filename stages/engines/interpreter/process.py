@@ -200,7 +200,7 @@ class Worker:
             ) from error
 
         assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)  # a worker that hangs does not read either
+        os.set_blocking(self._process.stdin.fileno(), False)  # a blocking write to a hanging worker would never return
 
     def __enter__(self) -> Self:
         return self

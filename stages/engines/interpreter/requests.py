@@ -155,7 +155,7 @@ class RequestEngine(Engine):
         requests = []
         for state, decoded in fetched:
             room = self.max_tokens - len(state.prompt) - len(decoded)
-            ahead = max(1, min(LOOKAHEAD, room))  # without any room, _run refuses the request
+            ahead = max(1, min(LOOKAHEAD, room))  # if room is 0, _run refuses the request
             requests.append((state.prompt, decoded, len(decoded) + ahead, len(decoded)))
         answers = self._run(requests)  # before any state changes: a refused batch decodes nothing
         for state, token in zip(states, tokens, strict=True):

@@ -179,7 +179,7 @@ def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
     rows = np.memmap(path, "<f4", "r", shape=tuple(answer["shape"]))
     for step, row in enumerate(rows.astype(np.float64), start=request["skip"]):
         if not np.isfinite(row).all():
-            continue  # the caller counts them
+            continue  # the caller counts rows that are not finite
         token, high = answer["tokens"][step], row.max()
         own, said = row[token] - high - np.log(np.exp(row - high).sum()), completion.logprobs[step][token].logprob
         if abs(own - said) > 1e-2:
