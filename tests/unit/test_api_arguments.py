@@ -1,4 +1,4 @@
-"""What a call from Python is given wrongly is one exception, before anything is loaded."""
+"""Wrong arguments of the Python API raise one exception each, before anything is loaded."""
 
 import json
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_pa
     ],
 )
 def test_a_prompt_or_a_length_that_is_none_is_named(prompt: Any, most: Any, said: str) -> None:
-    engine = LoadedEngine.__new__(LoadedEngine)  # nothing of an engine is asked
+    engine = LoadedEngine.__new__(LoadedEngine)  # generate() must refuse without using the engine
     with refused(UserError, said):
         engine.generate(prompt, most)
 
@@ -146,14 +146,14 @@ def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_a
     file.write_text(json.dumps(identity))
     monkeypatch.setattr(mlflow_store, "aliased", lambda *_: Version("1", cited_tags(evidence)))
     monkeypatch.setattr(mlflow_store, "download_engine", lambda *_: evidence)
-    monkeypatch.setattr(reading, "_bundle", lambda *_: None)  # the registry keeps the evidence alone
+    monkeypatch.setattr(reading, "_bundle", lambda *_: None)  # the registry holds only the evidence
     with pytest.raises(GateRefusal, match=f"version 1, the champion of tiny: PASS by rules {RULES - 1}.*judge it again"):
         champion("tiny", workdir=tmp_path / "work")
 
 
 @pytest.fixture
 def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The evidence of the champion as the registry has it; its work directory is not the one that is asked."""
+    """The champion's evidence as downloaded from the registry. The work directory of the call is a different one."""
     evidence = judged_engine(tmp_path / "artifacts")
     monkeypatch.setattr(mlflow_store, "aliased", lambda *_: Version("1", cited_tags(evidence)))
     monkeypatch.setattr(mlflow_store, "download_engine", lambda *_: evidence)
@@ -177,7 +177,7 @@ def test_samples_of_a_champion_that_was_judged_on_generated_ones_are_refused(dow
 def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record_beside_its_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLflow stores `bundle.json` beside `identity.json`: the command that stage=verify prints loads this directory."""
+    """MLflow stores `bundle.json` next to `identity.json`, and the command that stage=verify prints loads this directory."""
     for name in ("bundle.json", "identity.json"):
         (tmp_path / name).write_text("{}")
     monkeypatch.setattr(engines, "read_evidence", lambda directory: SimpleNamespace(engine=directory / "engine"))

@@ -1,4 +1,4 @@
-"""stage=audit: which of a checkpoint's scales vLLM would use, by the forms that exporters write."""
+"""stage=audit reports which of a checkpoint's scales vLLM would use, for the forms that exporters write."""
 
 import json
 import math
@@ -25,7 +25,7 @@ SOUND = {"0.k": 0.5, "0.v": 0.25, "1.k": 0.125, "1.v": 0.0625}
 
 
 def named(form: str, scales: Mapping[str, float | list[float]]) -> dict[str, Any]:
-    """Tensors under names of a form, in which S stands for the letter of the side."""
+    """Return tensors with names of a form. S in the form stands for the side's letter."""
     return {f"model.layers.{key[0]}.{form.replace('S', key[2:])}": np.array(scale, np.float32) for key, scale in scales.items()}
 
 
@@ -75,7 +75,7 @@ NONE = "the checkpoint has none, and 1 is used"
 
 
 def changed(form: str = "self_attn.S_scale", **scales: Any) -> dict[str, Any]:
-    """The own form of compressed-tensors or, of projections, ModelOpt's, with other scales: `k1` is that of layer 1's keys."""
+    """Return scales in compressed-tensors' form, or ModelOpt's for projections, with changes: `k1` is layer 1's key scale."""
     given = named(form, {f"{key[-1]}.{key[:-1]}": scale for key, scale in scales.items()})
     return (PROJECTIONS if "proj" in form else OWN) | given
 

@@ -1,4 +1,4 @@
-"""Capacities against published tables, their shares and effects, and the inputs that are refused."""
+"""Capacities compared with published tables, shares and effects, and refused inputs."""
 
 import json
 from functools import cache
@@ -23,11 +23,11 @@ LLAMA_70B = LLAMA_8B | {"num_hidden_layers": 80, "hidden_size": 8192, "intermedi
 MISTRAL_7B = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
 SHIPPED = labelled([])
 BARE = ["capacity.weights_gib=0", "capacity.reserve_gib=0"]
-"""Memory of the cache alone, as the published tables count it."""
+"""Overrides that leave all memory to the cache, as in the published tables."""
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
-    """A directory with a config.json alone."""
+    """Create a directory that contains only a config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -39,7 +39,7 @@ def use(*overrides: str) -> CapacityConfig:
 
 
 MEASURED: dict[tuple[str, ...], Capacity] = {}
-"""By config.json and overrides."""
+"""Measured capacities by config.json and overrides."""
 
 
 def capacity(folder: Path, config: dict[str, Any], *overrides: str) -> Capacity:
@@ -69,12 +69,12 @@ def mix(*contexts: tuple[int, int]) -> str:
 def test_what_45_gib_hold_of_a_llama_8b_and_what_contexts_take_are_the_published_figures(
     tmp_path: Path, name: str, tokens: int, at_ceiling: int, gib: dict[int, float]
 ) -> None:
-    """GiB of 1024^3 bytes; INT4 with one float16 scale for 64 channels, symmetric; tokens before pages are rounded up."""
+    """Figures in GiB of 1024^3 bytes; symmetric INT4 with one float16 scale per 64 channels; tokens not rounded to pages."""
     found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", "capacity.ceiling=0.7", *BARE)
     entry = of(found, name)
     assert (entry.tokens_that_fit, entry.tokens_at_ceiling) == (tokens, at_ceiling)
     assert {length: round(entry.bytes_per_token * length / GIB, 2) for length in gib} == gib
-    # 70 % of the memory holds an INT4 token fewer than 70 % of the tokens: requests are admitted by bytes.
+    # 70 % of the memory holds one INT4 token less than 70 % of the tokens, because requests are admitted by bytes.
     assert found.ceiling_bytes // (34 * KIB) == 971_474
     assert found.ceiling_bytes == 45 * GIB * 7 // 10
 
@@ -97,9 +97,9 @@ GEMMA_4B = model_of("gemma3_text", 34, 8, 4, 256, sliding_window=1024, sliding_w
 def test_sliding_layers_of_a_gemma_3_take_the_published_mebibytes(
     tmp_path: Path, config: dict[str, Any], tokens: int, mebibytes: float
 ) -> None:
-    """What llama.cpp (pull request 13194) allocates with batches of 64: reddit.com/r/LocalLLaMA/comments/1krr7hn.
+    """Memory that llama.cpp (pull request 13194) allocates with batches of 64: reddit.com/r/LocalLLaMA/comments/1krr7hn.
 
-    Its windows have 64 tokens more; here they begin within a page, which is kept whole.
+    llama.cpp's windows have 64 tokens more. Here they begin within a page, which is kept whole.
     """
     found = capacity(tmp_path, config, "capacity.gpu_gib=141", "capacity.ceiling=1", mix((tokens - 1, 1)), *BARE)
     assert of(found, "fp16").mix_bytes / 2**20 == mebibytes
@@ -175,7 +175,7 @@ def test_a_changed_policy_is_named_by_what_differs_and_the_name_composes() -> No
 
 GEMMA = LLAMA_8B | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 4096}
 COHERE = GEMMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2"}
-"""Of a family whose cache is counted, and which no engine here takes."""
+"""A family whose cache size can be computed, but which no engine supports."""
 
 
 def test_shapes_of_other_architectures_are_read_where_they_say_enough(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of capacities is that of an allocator which hands out every page of every layer, for any policy and mix."""
+"""For any policy and mix, the capacity arithmetic equals an allocator that hands out every page of every layer."""
 
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ shapes = st.builds(KVShape, layers=st.just(LAYERS), kv_heads=st.integers(1, 3), 
 
 @dataclass
 class Allocator:
-    """Hands out pages one by one, and counts the bytes of those that some sequence holds."""
+    """An allocator that hands out single pages and counts the bytes of all pages in use."""
 
     policy: KVPolicy
     shape: KVShape
@@ -53,7 +53,7 @@ class Allocator:
         return window is None or position >= tokens - window
 
     def add(self, tokens: int) -> None:
-        """Store a sequence of so many tokens."""
+        """Store a sequence of `tokens` tokens."""
         self.sequences += 1
         shape, policy = self.shape, self.policy
         self.used += (policy.sink_tokens + policy.recent_tokens) * shape.layers * shape.kv_heads * shape.head_dim * 2 * 2

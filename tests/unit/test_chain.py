@@ -1,4 +1,4 @@
-"""The chain of artifacts: what it needs is named when it is missing."""
+"""The chain of artifacts names missing requirements."""
 
 import shutil
 import sys
@@ -50,7 +50,7 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
     store = Store(tmp_path)
     store.get(recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", hashed)
-    config: Any = None  # `make` does not look at it
+    config: Any = None  # `make` does not use the configuration
     chain = Chain(config, store)
     first = chain.make(recipe, lambda *_: None)
     assert chain.make(recipe, lambda *_: None) is first
@@ -66,7 +66,7 @@ def swap(link: Path) -> None:
 
 @pytest.mark.parametrize("change", [swap, Path.unlink, lambda path: path.resolve().write_text("two")])
 def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[Path], object], tmp_path: Path) -> None:
-    config: Any = None  # `make` does not look at it
+    config: Any = None  # `make` does not use the configuration
     chain, given = Chain(config, Store(tmp_path / "store")), tmp_path / "given"
     (tmp_path / "one").write_text("1")
     given.symlink_to("one")
@@ -86,7 +86,7 @@ BACKEND_NAMES = sorted(backend_configs())
 @pytest.mark.parametrize("name", BACKEND_NAMES)
 def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(name: str) -> None:
     backend = open_backend(plan([f"backend={name}"], multirun=False).jobs[0].backend)
-    assert callable(import_module(backend.build_module).build_bundle)  # whose code is part of a bundle's key
+    assert callable(import_module(backend.build_module).build_bundle)  # the module's code is part of a bundle's key
     assert callable(import_module(backend.engine_module).load_engine)
     assert (CONF / "backend" / f"{name}.yaml").is_file()
 
@@ -96,7 +96,7 @@ class _Library:
 
 
 class _Made(Chain):
-    """What plans are made from is there."""
+    """A chain with existing inputs of plans."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
         return self.store.get(Recipe("quantize", ("pipeline.core.kv",), {}, {}), lambda out: (out / SCALES_FILE).touch())
@@ -112,7 +112,7 @@ GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """TensorRT on a GPU. Its distribution is called tensorrt_cu13 here, so that none is called tensorrt."""
+    """A machine with TensorRT and a GPU. TensorRT's distribution is named tensorrt_cu13, not tensorrt."""
     monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: _Library)
     monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [GPU])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -195,7 +195,7 @@ def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, m
         ("gpu", "build", "fp8k_int4v", r"has none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one"),
         ("torch", "all", "fp8k_int4v", "install a CUDA build of torch"),
         ("triton", "build", "fp8k_int4v", r"needs Triton .*kvgate\[kernels\]"),
-        ("triton", "evaluate", "int8_asym", "needs Triton"),  # the baseline's keys are held
+        ("triton", "evaluate", "int8_asym", "needs Triton"),  # the kernels support the baseline's keys
         ("triton", "build", "int8_asym", None),
         ("gpu", "quantize", "fp8k_int4v", None),
         ("nothing", "all", "fp8k_int4v", None),

@@ -1,4 +1,4 @@
-"""A chat template is a program of the model's author: it is stopped where it takes too much."""
+"""A chat template is a program by the model's author. It is stopped if it uses too much time, memory or text."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(
 
 
 class Templated:
-    """A tokenizer that has a template and nothing else."""
+    """A tokenizer that has only a template."""
 
     def __init__(self, chat_template: str) -> None:
         self.chat_template = chat_template

@@ -1,4 +1,4 @@
-"""inspect_checkpoint: a checkpoint's shape, files and windows from its JSON and file names. tests/bad_input has refusals."""
+"""inspect_checkpoint reads a checkpoint's shape, files and windows from its JSON. tests/bad_input tests refusals."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_rotary_scaling_is_read(tmp_path: Path) -> None:
 def test_the_window_of_each_layer_is_the_one_that_transformers_applies(
     tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    """tests/integration/test_families.py compares logits, test_family_checkpoints.py what keys mean that are missing."""
+    """tests/integration/test_families.py compares logits; test_family_checkpoints.py tests the defaults of missing keys."""
     assert inspect_checkpoint(make(tmp_path, **changes)).shape.windows == windows
 
 

@@ -1,4 +1,4 @@
-"""A function in a process of its own: its progress, its exception, its end."""
+"""A function in a child process: its progress, exceptions and end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The gate on conformance: what an engine computes compared with the reference engine, request by request."""
+"""The conformance gate: an engine's results are compared with the reference engine's, request by request."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ SOUND = engine(*[request() for _ in range(6)])
 
 
 def judged(*of: object, **how: Any) -> list[tuple[str, str]]:
-    """Status and reason of the baseline, and of the candidate."""
+    """Return the status and reason for the baseline and for the candidate."""
     made = record(*of, **how)  # type: ignore[arg-type]
     return [(check.status, check.reason) for check in lines("conformance", report([], conformance=made))]
 

@@ -1,4 +1,4 @@
-"""What a command says: progress, jobs, errors, sentences; on a terminal and where there is none."""
+"""The console's output: progress, jobs, errors and sentences, with and without a terminal."""
 
 import io
 import time
@@ -21,7 +21,7 @@ def _silent_afterwards() -> Iterator[None]:
 
 
 class Clock:
-    """A monotonic clock that a test moves."""
+    """A monotonic clock controlled by the test."""
 
     now = 100.0
 
@@ -54,12 +54,12 @@ TOKENS, SAMPLES = "forced decode [tokens]", "answers [samples]"
         ([(0, (TOKENS, 0, 8000)), (4, None)], "forced decode 0/8,000 tokens, 4 s so far"),
         ([(0, (TOKENS, 0, 8000)), (10, (TOKENS, 800, 8000))], "forced decode 800/8,000 tokens, 80/s, 1 min 30 s left"),
         ([(0, (SAMPLES, 0, 9)), (20, (SAMPLES, 9, 9))], "answers 9/9 samples, 20 s so far"),
-        # a resumed run counts only what it did itself
+        # a resumed run counts only its own work
         ([(0, (TOKENS, 5000, 6000)), (20, (TOKENS, 5100, 6000))], "forced decode 5,100/6,000 tokens, 5.0/s, 3 min 00 s left"),
         ([(0, ("export", 0, 3)), (25, ("export", 1, 3))], "export 1/3, 25 s each, 50 s left"),
         # another round
         ([(0, (TOKENS, 0, 9)), (5, (TOKENS, 8, 9)), (9, (TOKENS, 0, 9))], "forced decode 0/9 tokens, 0 s so far"),
-        # one that another one interrupts goes on where it was
+        # a measure that another one interrupted continues
         ([(0, (TOKENS, 0, 9)), (5, (SAMPLES, 1, 3)), (1, (TOKENS, 0, 9))], "forced decode 0/9 tokens, 6 s so far"),
         # between two files
         ([(0, (TOKENS, 1, 9)), (5, ("", 0, 1))], "5 s so far"),
@@ -79,7 +79,7 @@ def test_progress_says_how_much_how_fast_and_how_long(
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, too, where several jobs share it."""
+    """This also holds on a terminal if several jobs share it."""
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal)

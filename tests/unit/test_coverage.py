@@ -1,4 +1,4 @@
-"""What an evaluation exercised: counted where samples are decoded, written into verdicts, and a limit of promotions."""
+"""The coverage of an evaluation is counted during decoding, written into verdicts, and limits promotions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,8 @@ def exercised() -> Exercised:
 def test_steps_are_counted_where_they_are_taken() -> None:
     whole = exercised()
     assert whole.longest_context == 62 + len("answer")
-    assert whole.longest_decode == len("abcdef") + 1 + 4  # it says something else, and goes on as far as it may
+    # the answer differs from the reference and continues up to its limit
+    assert whole.longest_decode == len("abcdef") + 1 + 4
     assert whole.batch == 2
     assert whole.forks == 1
 
@@ -73,7 +74,7 @@ def test_logits_over_a_reused_prefix_that_are_not_finite_have_no_distance() -> N
 
         def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
             rows = self.forced_together(requests)
-            rows[1][0, rows[1][0].argmax()] = np.nan  # the likeliest token stays the likeliest
+            rows[1][0, rows[1][0].argmax()] = np.nan  # NaN at the likeliest token, which argmax still selects
             return rows
 
     found = reused_prefixes(Reusing(fake_engine(SAMPLES).answers), encode(SAMPLES, CharTokenizer(), 9))
@@ -181,7 +182,7 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
 
 
 def test_an_engine_may_allow_what_it_had_to_allow_to_be_asked_the_samples() -> None:
-    """Whole pages of 64 tokens count: an answer that was allowed 16 tokens more and ended before them needs 640."""
+    """Whole pages of 64 tokens count: an answer that may have 16 further tokens but ends before needs room for 640."""
     judged = Limits(tokens=574, room=591, batch=16)
     assert judged.exceeded_by(Limits(tokens=640)) is None
     assert "allows 704 tokens: build it for 640" in str(judged.exceeded_by(Limits(tokens=704)))

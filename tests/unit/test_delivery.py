@@ -1,4 +1,4 @@
-"""Scales that arrive in an engine as something else: what they are called, and what the gate makes of them."""
+"""Scales that arrive changed in an engine: the names of the changes, and the gate's decision."""
 
 import pytest
 from gate_reports import gates, lines, report
@@ -23,7 +23,7 @@ def layer(carried: Scales, key: tuple[float, ...], value: tuple[float, ...]) -> 
     ("carried", "key", "value", "kinds"),
     [
         (CARRIED, (0.25,), (0.5,), []),
-        ({Side.KEY: (0.2503,), Side.VALUE: (0.5,)}, (0.25,), (0.5,), []),  # as a bfloat16
+        ({Side.KEY: (0.2503,), Side.VALUE: (0.5,)}, (0.25,), (0.5,), []),  # rounded to bfloat16
         (CARRIED, (0.251,), (0.5,), ["changed"]),
         ({Side.VALUE: (0.5,)}, (1.0,), (0.5,), ["missing"]),
         (CARRIED, (1.0,), (1.0,), ["defaulted", "defaulted"]),
@@ -71,7 +71,7 @@ def request(engine: Distance, rounding: Distance) -> ComparedRequest:
 
 
 def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
-    """Its KL is a sixteenth of an assumed one's: its rounding is a quarter."""
+    """The baseline's KL is 1/16 of the assumed KL, so its rounding is 1/4."""
     compared = [request(distance(1e-5), distance(1.6e-4)), request(distance(1e-6), distance(1.6e-4))]
     baseline = EngineConformance(policy="fp16", requests=compared)
     reference = ReferenceEngine(None, "bfloat16", measures=True)  # type: ignore[arg-type]

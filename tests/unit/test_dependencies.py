@@ -29,25 +29,25 @@ ELSEWHERE = {
     "kvgate_rows": "stages/engines/interpreter/worker, which every such interpreter has on its path",
 }
 NOT_LOCKED = {"ray"}
-"""Of an extra of its own name, which the locks do not install: it holds cloudpickle and joblib back."""
+"""Distributions in an extra of the same name that the locks do not install: ray requires older cloudpickle and joblib."""
 
 
 def imported() -> set[str]:
-    """Canonical names of the distributions that the packages import."""
+    """Return canonical names of the distributions that the packages import."""
     owners = metadata.packages_distributions()
     sources = [path for name, path in MODULES.items() if not name.startswith("benchmarks")]
     modules = {name.partition(".")[0] for path in sources for name in imported_names(path)}
     names = set()
     for module in modules - OURS - set(ELSEWHERE) - set(sys.stdlib_module_names) - NOT_LOCKED:
         assert module in owners, f"{module} is imported, and no installed distribution has it"
-        # mlflow's module is shared with the distributions that it is made of
+        # several of mlflow's own distributions provide the module mlflow
         distributions = {canonicalize_name(name) for name in owners[module]}
         names.add(module if module in distributions else min(distributions))
     return names
 
 
 def brought(names: Iterable[str]) -> set[str]:
-    """What these distributions require themselves: it comes with them, in the version that fits."""
+    """Return the requirements of the given distributions, which pip installs in fitting versions."""
     lines = [line for name in names for line in metadata.requires(name) or []]
     return {canonicalize_name(Requirement(line).name) for line in lines}
 

@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without a Docker engine; docs/start.md#containers says what was run by hand."""
+"""Checks of the Dockerfile that need no Docker engine. docs/start.md#containers lists the manual checks."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 
 def values(word: str) -> list[str]:
-    """What follows an instruction, wherever it stands."""
+    """Return the arguments of all uses of an instruction."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
     return re.findall(rf"^\s*{word} (.*)$", "\n".join(lines).replace("\\\n", " "), re.MULTILINE)
 

@@ -27,19 +27,19 @@ DOCUMENTS = [
 ]
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
 NAMING = {"pipeline", "stages", "plugins", "benchmarks", "examples", "conf", "tests"}
-"""Folders whose code, configurations and messages name pages."""
+"""Folders whose code, configurations and messages refer to pages."""
 OF_OTHERS = {"docs/model_signing_format.md", "docs/source/architecture/checkpoint.md"}
 """Pages of other projects."""
 
 
 def first_cells(document: str, header: str) -> set[str]:
-    """Code names in the first column of the table whose header begins with `header`."""
+    """Return the code names in the first column of the table whose header begins with `header`."""
     table = TEXT[document].partition(f"| {header} |")[2].partition("\n\n")[0]
     return {name for row in re.findall(r"^\|([^|]*)\|", table, re.MULTILINE) for name in re.findall(r"`([\w.]+)=?`", row)}
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -122,7 +122,7 @@ def test_every_path_that_is_named_exists(document: str) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every `kvgate ...` and `python -m pipeline ...` in a block or in a line, without its comment, and the first document."""
+    """Return all `kvgate ...` and `python -m pipeline ...` commands, without comments, with the first document of each."""
     first: dict[str, str] = {}
     for document, text in TEXT.items():
         joined = text.replace("\\\n", " ")
@@ -163,7 +163,7 @@ def test_the_python_of_the_documents_imports_what_exists() -> None:
 
 
 def test_torch_is_the_same_everywhere() -> None:
-    """The version that is installed before kvgate, so that pip does not bring several GB of CUDA."""
+    """Check the torch version that is installed before kvgate, so that pip does not download several GB of CUDA."""
     (pinned,) = set(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8")))
     places = [*TEXT.values(), (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")]
     assert {version for text in places for version in re.findall(r"torch==([\d.]+)", text)} == {pinned}

@@ -1,4 +1,4 @@
-"""dry=true writes nothing, says what each job makes and reuses, lists every problem, and ends with the code that is certain."""
+"""dry=true writes nothing, shows what each job makes and reuses, lists all problems, and returns the certain exit code."""
 
 import json
 import os
@@ -25,7 +25,7 @@ OF_STAGES: dict[str, list[str]] = {
     "monitor": ["monitor.snapshot={snapshot}"],
     "tune": ["tune.policies=[fp16,fp8]"],
 }
-"""Arguments that a stage cannot do without."""
+"""Required arguments by stage."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
 
 
 def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
-    """Run the jobs, and return which artifacts they asked for: number of the job, title, whether it was reused."""
+    """Run the jobs; return the requested artifacts as (job number, title, whether it was reused)."""
     found = []
     get = Chain._get
     for number, config in enumerate(jobs.jobs, start=1):
@@ -55,7 +55,7 @@ def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
 
 
 def said_of(jobs: Plan, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, str, bool]]:
-    """The rows of the table that a dry run prints, as `run_all` returns them."""
+    """Return the rows of the table that a dry run prints, in the format of `run_all`."""
     foretell(jobs)
     rows = re.findall(r"^ *(\S.*?) +(\d) (reused|made by job \d|made)\b(?!,)", capsys.readouterr().out, re.MULTILINE)
     return [(int(job), title, word != "made") for title, job, word in rows]
@@ -63,7 +63,7 @@ def said_of(jobs: Plan, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, s
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A work directory after a sweep, with an empty registry, and files for the stages that take some."""
+    """A work directory after a sweep, with an empty registry and the input files that some stages need."""
     folder = tmp_path_factory.mktemp("dry")
     with pytest.MonkeyPatch.context() as patch:
         use_fake_stages(patch)
@@ -77,7 +77,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Everything below a folder: when it was written, and the bytes of files."""
+    """Return everything below a folder: modification time, and the bytes of files."""
     paths = (folder, *sorted(folder.rglob("*")))
     return {str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
 
@@ -102,7 +102,7 @@ def test_what_a_sweep_makes_and_reuses_is_foreseen(tmp_path: Path, capsys: pytes
         foretold = said_of(jobs, capsys)
         assert work.exists() == before
         made = run_all(jobs)
-        # Second rounds run only where the gates want them, and identities are foreseen where the verdict is.
+        # Second rounds run only if the gates need them, and identities are predicted only if the verdict is known.
         unsure = "2/2", "identity"
         certain = [[one for one in some if not any(word in one[1] for word in unsure)] for some in (foretold, made)]
         assert certain[0] == certain[1]
@@ -111,7 +111,7 @@ def test_what_a_sweep_makes_and_reuses_is_foreseen(tmp_path: Path, capsys: pytes
 
 
 def test_weights_are_quantized_once_and_the_cache_is_measured_once_a_rotation(tmp_path: Path) -> None:
-    """Candidate and baseline differ in nothing but the cache."""
+    """Candidate and baseline differ only in their cache."""
     turned = "kv.key.rotation=hadamard"
     wanted = {"kv=fp8_uncalibrated": 0, "kv=fp8": 1, "kv=fp8_head": 0, f"kv=fp8 kv.name=turned {turned}": 1}
     made = [run_all(planned(tmp_path, "stage=build", *overrides.split())) for overrides in wanted]
@@ -137,7 +137,7 @@ def test_a_candidate_is_asked_until_its_gates_decide_and_the_next_one_reuses_the
     monkeypatch.setattr(FakeBackend, "load", noted)
 
     def rounds(*overrides: str) -> dict[str, bool]:
-        """Title of a round -> whether it was reused."""
+        """Return the titles of second rounds -> whether they were reused."""
         opened.clear()
         made = run_all(planned(tmp_path, "stage=evaluate", *overrides))
         return {title: reused for _, title, reused in made if title.endswith("/2")}

@@ -1,4 +1,4 @@
-"""The tokens that end an answer: where they are named, and that every reader of answers ends at each of them."""
+"""The tokens that end an answer: the files that name them, and readers of answers, which must stop at every end token."""
 
 import json
 import shutil
@@ -28,13 +28,13 @@ from stages.gguf.convert import convert_gguf
 
 PAD, END, USER = 5, 1, 3
 TOOL_CALL = 4
-"""Another end of the fake model, which its references do not have."""
+"""Another stop token of the fake model, which does not occur in its references."""
 GREEDY = Greedy((EOS, TOOL_CALL), 4)
 SAMPLES = [Sample(id=name, workload="w", prompt=name * 3, reference=f"answer {name}", check="exact") for name in "abc"]
 
 
 def checkpoint(directory: Path, generation: object, config: object, **tokenizer: object) -> Path:
-    """Copy the tiny model's checkpoint with other ends, and other keys in tokenizer_config.json."""
+    """Copy the tiny model's checkpoint with other stop tokens and other keys in tokenizer_config.json."""
     shutil.copytree(TINY, directory)
     ends = {"generation_config.json": {"eos_token_id": generation}, "config.json": {"eos_token_id": config}}
     for name, changes in {**ends, "tokenizer_config.json": tokenizer}.items():
@@ -65,7 +65,7 @@ TURN_ENDS = NEXT_TURN_ENDS.replace("{% endfor", "<|end|>{% endfor")
 @pytest.mark.parametrize(
     ("template", "ends", "first"),
     [
-        (TURN_ENDS, [PAD, END], END),  # the eos is another token than the one that ends a turn, as in Gemma and Phi
+        (TURN_ENDS, [PAD, END], END),  # the eos token differs from the token that ends a turn, as in Gemma and Phi
         (NEXT_TURN_ENDS, [PAD, USER], USER),  # the next turn's first token ends a turn, as in GLM-4
         ("{{ messages[0]['content'] }}", [PAD, END], PAD),
         ("{{ messages[1] and raise_exception('one turn') }}{{ messages[0]['content'] }}", [PAD, END], PAD),
@@ -80,7 +80,7 @@ def test_a_reference_ends_as_the_chat_template_ends_a_turn(template: str, ends: 
 
 
 def ends_differently(engine: FakeEngine) -> FakeEngine:
-    """Let the engine end every answer with TOOL_CALL."""
+    """Make the engine end every answer with TOOL_CALL."""
     engine.answers = {prompt: (*answer[:-1], TOOL_CALL) for prompt, answer in engine.answers.items()}
     return engine
 

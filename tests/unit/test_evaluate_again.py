@@ -1,4 +1,4 @@
-"""Samples decoded again: a report's own engines give its numbers, another engine does not."""
+"""Samples decoded again: the report's own engines reproduce its numbers, other engines do not."""
 
 import math
 import weakref
@@ -22,7 +22,7 @@ def engine(noise: float = 0.0) -> Engine:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[SampleRow]:
-    """Of a candidate whose logits have a little noise."""
+    """Rows of a candidate whose logits have a little noise."""
     folder = tmp_path_factory.mktemp("again")
     measure_baseline(engine, SAMPLES, folder / "baseline", config=CONFIG)
     evaluate(lambda: engine(0.05), SAMPLES, folder / "baseline", folder / "report", config=CONFIG)
@@ -77,7 +77,7 @@ def test_numbers_that_are_missing_or_of_nobody_are_different(rows: list[SampleRo
 
 
 def test_a_sample_continues_the_prefix_that_it_shared_in_the_evaluation() -> None:
-    """What follows a prefix reads it from the quantized cache, and what is prefilled with it does not."""
+    """Tokens after a shared prefix read it from the quantized cache; tokens in the same prefill do not."""
     page = "p" * 80
     questions = [
         Sample(id=f"copy-{i}", workload="copy", document="page", prompt=f"{page}q{i}?", reference="a") for i in range(3)

@@ -1,4 +1,4 @@
-"""Forced and greedy decode: what reaches the engine, in which order, and that nothing of the prefill is ever scored."""
+"""Forced and greedy decode: inputs of the engine and their order. Prefill logits are never scored."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ Rows = dict[tuple[int, int], np.ndarray]
 
 
 def rows_of(*arguments: Any, **options: Any) -> Rows:
-    """The logits of a decode by sample and position."""
+    """Return the logits of a decode by sample and position."""
     steps = steps_of(*arguments, **options)
     return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
 
@@ -102,7 +102,7 @@ def test_every_token_from_the_prompts_last_on_goes_through_decode(batch_size: in
     list(decode(engine, encoded(), batch_size))
     by_prompt = {prompt: engine.decoded[handle] for handle, prompt in enumerate(engine.prefilled)}
     for item in encoded():
-        # the last reference token predicts nothing that is scored
+        # no scored token depends on the last reference token
         assert by_prompt[item.prompt[:-1]] == [item.prompt[-1], *item.reference[:-1]]
     assert engine.live == 0
     assert max(engine.widths) <= batch_size
@@ -140,7 +140,7 @@ def test_an_engine_that_can_is_asked_for_one_pass_and_gives_the_same_steps() -> 
 
 @dataclass
 class RequestFake(OnePassFake):
-    """Serves requests; `together` has how many were in flight each time."""
+    """An engine that serves requests. `together` records how many requests every call had."""
 
     together: list[int] = field(default_factory=list)
 
@@ -238,7 +238,7 @@ def test_samples_share_what_their_documents_begin_with() -> None:
     items = encode([*QUESTIONS, alone, *short, odd], CharTokenizer(), 9)
     assert [item.shared for item in items] == [73] * 6 + [0] * 4
     nested = [replace(QUESTIONS[0], prompt="one" + DOCUMENT[:n]) for n in (64, 67, 70)]
-    # the shortest prompt's last token is decoded, and so is no part of what is shared
+    # The shortest prompt's last token is decoded, and so is not part of the shared prefix.
     assert {item.shared for item in encode(nested, CharTokenizer(), 9)} == {66}
     exactly = [replace(QUESTIONS[0], prompt=DOCUMENT[:64] + "ab"[i] * 2) for i in range(2)]
     assert {item.shared for item in encode(exactly, CharTokenizer(), 9)} == {64}

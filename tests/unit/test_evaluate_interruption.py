@@ -1,4 +1,4 @@
-"""Signals while samples run."""
+"""Signals during an evaluation."""
 
 import os
 import signal

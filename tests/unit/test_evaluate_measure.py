@@ -1,4 +1,4 @@
-"""Baseline and candidate end to end on an engine without a model: reports, rows, noise floor and canary."""
+"""Baseline and candidate end to end on an engine without a model: reports, rows, noise floor and must-fail control."""
 
 import json
 from collections.abc import Sequence
@@ -41,14 +41,14 @@ Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
 
 
 def told(label: str, done: int, total: int) -> None:
-    """A progress of which every call makes sense."""
+    """A progress callback that asserts plausible arguments."""
     assert label
     assert 0 <= done <= total
 
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It misses two answers by itself."""
+    """The directory of a measured baseline, which itself gets two answers wrong."""
     out = tmp_path_factory.mktemp("baseline")
     measure_baseline(lambda: fake_engine(SAMPLES, wrong=["find-0", "copy-0"], batch_noise=1e-3), SAMPLES, out, progress=told)
     return out
@@ -63,7 +63,7 @@ def candidate(baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "co
 
 @pytest.fixture(scope="module")
 def same(baseline: Path, tmp_path_factory: pytest.TempPathFactory) -> Judged:
-    """The baseline's engine, judged against itself."""
+    """The baseline's engine judged against itself."""
     return candidate(baseline, tmp_path_factory.mktemp("same"))
 
 
@@ -78,7 +78,8 @@ def test_the_baseline_against_itself_has_no_distance_and_passes(same: Judged) ->
 
 def test_the_noise_floor_is_what_another_batch_composition_changes(baseline: Path) -> None:
     noise = json.loads((baseline / "once.json").read_text(encoding="utf-8"))["noise"]
-    repeated = [*SAMPLES[:4], SAMPLES[11], *SAMPLES[80:84]]  # none is prose; find-11 is the longest with an answer
+    # no sample is prose; find-11 is the longest sample with an answer
+    repeated = [*SAMPLES[:4], SAMPLES[11], *SAMPLES[80:84]]
     assert noise["tokens"] == sum(len(sample.reference) + 1 for sample in repeated)
     assert 0 < noise["kl_mean"] < 1e-4
 
@@ -182,7 +183,7 @@ def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) 
 
 
 class Separators(CharTokenizer):
-    """`~` stands for what `str.splitlines` takes for the end of a line."""
+    """A tokenizer that encodes a line separator, which `str.splitlines` treats as a line end, as `~`."""
 
     def text_ids(self, text: str) -> list[int]:
         return super().text_ids(text.replace("\u2028", "~"))

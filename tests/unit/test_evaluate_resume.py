@@ -1,4 +1,4 @@
-"""An interrupted measurement goes on where it stopped, and what it gives then is what it would have given at once."""
+"""An interrupted measurement resumes, with the same results as an uninterrupted measurement."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ CONFIG: WorkloadsConfig = brief_workloads()
 
 @dataclass
 class Interrupted(SharingFake):
-    """Calls `fault` before the decode step of a number."""
+    """An engine that calls `fault` before the decode steps numbered in `at`."""
 
     at: tuple[int, ...] = ()
     fault: Callable[[], None] | None = None
@@ -60,7 +60,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(baseline: Path, out: Path, *engines: SharingFake, progress: Progress = no_progress) -> None:
-    """Run a round; `engines` are opened one after the other, then sound ones."""
+    """Run a round. The given engines are opened in turn, followed by sound engines."""
     left = list(engines)
     measure_candidate(lambda: left.pop(0) if left else engine(), SAMPLES, baseline, out, progress=progress)
 
@@ -70,7 +70,7 @@ def report(baseline: Path, round_dir: Path) -> Evaluation:
 
 
 def untimed(found: EvaluationReport) -> EvaluationReport:
-    """Without times, and without what depends on which samples were in flight together."""
+    """Return a report without times and without coverage, which depends on the samples decoded together."""
     return found.model_copy(update={"system": None, "baseline_system": None, "coverage": None})
 
 

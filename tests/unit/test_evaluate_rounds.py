@@ -1,4 +1,4 @@
-"""Rounds: which samples are in which, and that joined rounds are the report of one."""
+"""Rounds: their samples, and that joining rounds gives the same report as one round."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The user's own samples: every bad line is named with its key and its fix, and nothing else is read first."""
+"""Users' own samples: every bad line is reported with its key and fix, before anything else is read."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directo
     ],
 )  # fmt: skip
 def test_a_bad_line_is_named_with_its_key_and_fix(tmp_path: Path, line: object, message: str) -> None:
-    """tests/bad_input/work.py has what else a line may hold."""
+    """Other contents of lines: tests/bad_input/work.py."""
     path = write(tmp_path, GOOD, line)
     with refused(UserError, f"{path}:2: {message}"):
         read_jsonl(path, {"taken"})

@@ -1,4 +1,4 @@
-"""Heads of distributions: how long they are, and that the KL over them is the KL over the vocabulary from below."""
+"""Heads of distributions: their lengths, and that the KL over heads is a lower bound of the KL over the vocabulary."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def heads_of(logits: Logits, token: int = 0) -> list[Head]:
 
 
 def both(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The statistics over the vocabulary and over heads, (rows, statistics)."""
+    """Return the statistics over the vocabulary and over heads, (rows, statistics)."""
     heads, distributions = heads_of(baseline, token), Distributions(candidate)
     rows = np.array([
         compare_head(head, distributions, row, token, int(candidate[row].argmax())) for row, head in enumerate(heads)
@@ -58,7 +58,7 @@ def test_the_kl_over_heads_is_never_above_that_over_the_vocabulary(vocab: int, s
     whole, heads = both(baseline, candidate, token=seed % vocab)
     assert (heads[:, 0] <= whole[:, 0] + 1e-9).all()
     assert (heads[:, 0] >= 0).all()
-    # everything else is the same but for float32 rounding of what is stored
+    # All other statistics are equal up to the float32 rounding of stored values.
     np.testing.assert_allclose(heads[:, 1:], whole[:, 1:], rtol=1e-6, atol=1e-6)
     if vocab <= LEAST_CAP and all(head.rest == 0 for head in heads_of(baseline)):
         np.testing.assert_allclose(heads[:, 0], whole[:, 0], atol=1e-9)

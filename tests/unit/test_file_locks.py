@@ -1,4 +1,4 @@
-"""Waits have a limit, which is named while they last, and say who is waited for."""
+"""Waits for locks are limited, and their messages name the limit and the holder."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ def _hold(path: Path, ready: Connection) -> None:
 
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A lock that another process holds, and that process."""
+    """A lock held by another process, and that process's id."""
     path = tmp_path / ".lock"
     parent, child = FORK.Pipe()
     process = FORK.Process(target=_hold, args=(path, child), daemon=True)

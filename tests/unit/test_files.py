@@ -1,4 +1,4 @@
-"""Files of a store: shared by its artifacts, never shared with a file that a user may write to in place."""
+"""A store's files are shared between its artifacts, but never with files that a user may modify in place."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def owned(tmp_path: Path) -> Path:
-    """A file of the user's."""
+    """A file that belongs to the user."""
     path = tmp_path / "model.safetensors"
     path.write_text("weights")
     return path

@@ -1,4 +1,4 @@
-"""The script `kvgate` where another distribution's package takes the place of one of kvgate's own."""
+"""The script `kvgate` if another distribution's package shadows kvgate's own."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ FOREIGN = '"""Data pipelines."""\n\nraise RuntimeError("foreign code was run")\n
 
 
 def kvgate(*path: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run the script with these directories first on the import path."""
+    """Run the script with the given directories first on the import path."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     command = [sys.executable, str(ROOT / "pipeline" / "kvgate"), "--version"]
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=cwd)

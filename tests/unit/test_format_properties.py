@@ -1,7 +1,7 @@
-"""What holds for every cache format, on the oracle's formulas: each drawn tensor goes through the whole family.
+"""Properties of every cache format, tested with the reference engine's formulas. All formats store every drawn tensor.
 
-tests/integration/test_onnx_*.py compare the codes of the ONNX engine with those of the oracle, to which all of this applies.
-Legend: H KV heads, T tokens, D head_dim.
+tests/integration/test_onnx_*.py compare the ONNX engine's codes with the reference engine's. Legend: H KV heads, T tokens,
+D head_dim.
 """
 
 import ml_dtypes
@@ -27,15 +27,15 @@ FLOAT8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2
 
 
 def half_ulp(x: Tensor, dtype: str) -> Tensor:
-    """Half the distance of neighbouring floating-point codes at the magnitude of x."""
+    """Return half the distance between neighbouring floating-point codes at the magnitude of x."""
     exponent = x.abs().double().clamp(min=1e-300).log2().floor().clamp(min=SMALLEST_EXPONENT[dtype])
     return torch.exp2(exponent - MANTISSA_BITS[dtype] - 1)
 
 
 def allowed_error(trial: Trial) -> Tensor:
-    """Half a step of integers, half an ulp of floating-point codes, and what lies beyond the limit of static scales.
+    """Return half a step (integers) or half an ulp (floats), plus the part beyond the limit of static scales.
 
-    On top the rounding of float32 itself: of code * scale + zero and, where rotated, of the matrix product.
+    The rounding of float32 itself is added: of code * scale + zero and, if rotated, of the matrix product.
     """
     form, x = trial.form, trial.x_HTD.double()
     step = trial.step_HTD.double()
@@ -61,11 +61,11 @@ def test_no_number_comes_back_further_than_half_a_step_away(x_HTD: Tensor) -> No
 
 
 def resolved(trial: Trial) -> Tensor:
-    """Where requantizing must change nothing: everywhere but where the step is finer than the zero is resolved.
+    """Return a mask of numbers that requantizing must not change: the step must not be finer than the zero's resolution.
 
-    A stored zero is a float16, at most 3 * 2**-10 of itself below the minimum: with a finer step the minimum's code is not 0,
-    and a second pass finds another minimum. A static zero is a float32 that code * scale is added to. A block of NVFP4 whose
-    scale is subnormal may not use its largest code.
+    A stored zero is a float16, up to 3 * 2**-10 of itself below the minimum: with a finer step, the minimum's code is not
+    0, and a second pass finds another minimum. A static zero is a float32 that is added to code * scale. A block of NVFP4
+    with a subnormal scale may not use its largest code.
     """
     if trial.form.code.block:
         assert trial.static is not None
@@ -77,7 +77,7 @@ def resolved(trial: Trial) -> Tensor:
 @examples
 @given(x_HTD=tensors())
 def test_quantizing_a_dequantized_tensor_changes_nothing(x_HTD: Tensor) -> None:
-    """Bit for bit; where rotated, up to the rounding of the two matrix products."""
+    """Compare bit for bit, or for rotated formats up to the rounding of the two matrix products."""
     for form in fitting(FORMATS, x_HTD.shape[-1]):
         trial = tried(x_HTD, form)
         again = tried(dequantize(trial.stored, form, trial.static), form, trial.static)
@@ -94,7 +94,7 @@ def test_quantizing_a_dequantized_tensor_changes_nothing(x_HTD: Tensor) -> None:
 def test_every_integer_code_survives_packing_in_every_channel(
     bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """int2 exists nowhere else."""
+    """int2 exists only in tests."""
     add_int2(monkeypatch)
     form = Format(dtype=f"int{bits}", granularity="per_tensor", symmetric=symmetric, scale="calibrated")
     lowest, highest = (-int(form.code.limit), int(form.code.limit)) if symmetric else (0, form.code.levels)
@@ -125,9 +125,9 @@ def test_a_stored_token_takes_exactly_the_bytes_the_format_says(x_HTD: Tensor) -
 @examples
 @given(x_HTD=tensors())
 def test_every_token_and_head_is_quantized_by_itself(x_HTD: Tensor) -> None:
-    """So chunks, batches and pages cannot matter: one token alone gets the codes it gets among others.
+    """Codes of a token must not depend on other tokens, so chunks, batches and pages cannot matter.
 
-    Where rotated, this is so but for the rounding of the matrix product, which BLAS does otherwise for one row than for many.
+    Rotated formats are excluded: BLAS rounds the matrix product differently for one row than for many.
     """
     for form in fitting(FORMATS, x_HTD.shape[-1]):
         if form.rotation == "hadamard":
@@ -162,7 +162,7 @@ def test_an_outlier_hurts_its_own_group_only(x_HTD: Tensor) -> None:
     hit[0, 0, 0] = 5e4
     for form in fitting(DYNAMIC, x_HTD.shape[-1]):
         if form.rotation == "hadamard":
-            continue  # it spreads the outlier over the head on purpose
+            continue  # the rotation intentionally spreads the outlier over the head
         before, after = tried(x_HTD, form).back_HTD, tried(hit, form).back_HTD
         others = torch.ones_like(x_HTD, dtype=torch.bool)
         others[0, 0, : form.group_size or x_HTD.shape[-1]] = False
@@ -179,7 +179,7 @@ def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_float8_rounds_all_float16_numbers_as_torch_and_ml_dtypes_do(dtype: str) -> None:
-    """Beyond the limit it saturates, infinities included; NaN stays NaN. The caches refuse infinities and NaN before."""
+    """Numbers beyond the limit, including infinities, saturate; NaN stays NaN. The caches refuse infinity and NaN earlier."""
     limit = CODES[dtype].limit
     form = Format(dtype=dtype, granularity="per_tensor", scale="uncalibrated")
     x = torch.from_numpy(EVERY_FLOAT16.astype(np.float32)).view(1, -1, 16)
@@ -194,7 +194,7 @@ def test_float8_rounds_all_float16_numbers_as_torch_and_ml_dtypes_do(dtype: str)
 
 @pytest.mark.parametrize("number", [65504.0, -65504.0, -65480.0])
 def test_the_largest_numbers_that_a_cache_takes_come_back_finite_from_every_dynamic_format(number: float) -> None:
-    """A rotation adds 64 of them up, and a zero is rounded down: float16 scales and zeros saturate instead of overflowing."""
+    """A rotation adds 64 such numbers, and a zero is rounded down: float16 scales and zeros must saturate, not overflow."""
     x_HTD = torch.full((1, 2, 64), number)
     x_HTD[0, 1, 1:] = 1.0
     for form in fitting(DYNAMIC, 64):

@@ -1,6 +1,6 @@
-"""The verdict: what passes, what fails, what is left open, by which gate alone, and that neither gaps nor noise ever pass.
+"""The verdict: PASS, FAIL or INCONCLUSIVE, the gates that stop a PASS, and that missing data and noise never pass.
 
-A verdict passes where no line stops it. A fault that one gate alone stops passes without that gate.
+A verdict is PASS if no line stops it. A fault that only one gate stops passes without this gate.
 """
 
 from typing import Any
@@ -19,17 +19,17 @@ Rows = list[SampleRow]
 
 
 def copies(count: int = 128, **values: Any) -> Rows:
-    """Four workloads, one of which has so many samples with these values."""
+    """Return rows of four workloads; `copy` has `count` rows with the given values."""
     return [r for r in every_class() if r.workload != "copy"] + answered("copy", count, **values)
 
 
 def every(count: int, **values: Any) -> Rows:
-    """Every count-th row with other values."""
+    """Return rows of all workloads, and change every `count`-th row."""
     return [r.model_copy(update=values) if i % count == 0 else r for i, r in enumerate(every_class())]
 
 
 def first(count: int, **values: Any) -> Rows:
-    """The first rows of all workloads with other values."""
+    """Return rows of all workloads, and change the first `count` rows across workloads."""
     rows = sorted(every_class(), key=lambda r: r.id[::-1])
     return [r.model_copy(update=values) if i < count else r for i, r in enumerate(rows)]
 
@@ -39,12 +39,12 @@ def with_kl(*values: float) -> Rows:
 
 
 def shared(rows: Rows, count: int) -> Rows:
-    """The rows in so many documents for each workload."""
+    """Return the rows spread over `count` documents per workload."""
     return [r.model_copy(update={"document": f"{r.workload}-{i % count}"}) for i, r in enumerate(rows)]
 
 
 def pages(count: int) -> Rows:
-    """A question of each kind about each of so many pages."""
+    """Return rows with one question of each kind about each of `count` pages."""
     return [r.model_copy(update={"document": f"page-{i}"}) for i in range(count) for r in (row(name, i) for name in CLASSES)]
 
 
@@ -71,7 +71,7 @@ UNKNOWN = ReusedPrefixes(samples=2, tokens=9, kl_max=None, contradictions=[])
 STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
 
 CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
-    # name: samples, thresholds (`gates`) and changes of the report, status, gates that stop a PASS, words of the first reason
+    # name: rows, changes of thresholds (`gates`) and report, status, gates that stop a PASS, part of the first reason
     "nothing flips": (
         every_class(), {}, "PASS", set(), "all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"
     ),
@@ -193,7 +193,7 @@ def line(outcome: Verdict, gate: str) -> Check:
 
 
 def test_eight_documents_that_lose_nothing_double_the_score_often_enough_and_seven_do_not() -> None:
-    """The score is the mean of 2^n and 1.15^n, and passes at 1 / 0.009; with Student's t the level is 0.0135."""
+    """The score is the mean of 2^n and 1.15^n and passes at 1 / 0.009. With Student's t, the level is 0.0135."""
     found = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (7, 8)}
     assert {n: check.status for n, check in found.items()} == {7: "INCONCLUSIVE", 8: "PASS"}
     assert "with 98.65 % certainty" in found[8].reason
@@ -227,7 +227,7 @@ def test_ruined_requests_are_counted_by_raw_values() -> None:
 
 def test_one_more_lost_sample_never_makes_a_verdict_better() -> None:
     order = ["PASS", "FAIL"]
-    samples = [answered("retrieval", 100, lost, context_tokens=900) for lost in range(31)]  # of one context bin
+    samples = [answered("retrieval", 100, lost, context_tokens=900) for lost in range(31)]  # all in one context bin
     statuses = [verdict(rows).status for rows in samples]
     assert statuses == sorted(statuses, key=order.index)
     assert set(statuses) == set(order)

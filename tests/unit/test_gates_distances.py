@@ -1,4 +1,4 @@
-"""The gates on distances by simulation: shapes that real KV caches have, scaled to lie exactly at a threshold."""
+"""The gates on distances, simulated with distributions of real KV caches that are scaled to a mean exactly at a threshold."""
 
 import math
 
@@ -18,12 +18,12 @@ RUNS = 400
 
 
 def at_most(rate: float, runs: int = RUNS) -> float:
-    """The most of `runs` that a true rate gives, but for one time in a thousand, as a share."""
+    """Return the share among `runs` that a true rate exceeds with a probability of 1/1,000."""
     return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
 
 
 def passing(values: Array) -> float:
-    """The share of runs, shape (runs, documents), in which the mean KL passes."""
+    """Return the share of runs, shape (runs, documents), whose mean KL passes."""
     return float((log_score(Mean(values, LIMIT).pass_gains(LIMIT), PASS_STAKES) >= -math.log(GATES.pass_alpha)).mean())
 
 
@@ -34,7 +34,9 @@ def test_no_shape_exactly_at_the_mean_kl_passes_in_more_than_5_percent(documents
     for shape in SHAPES:
         at_limit = scaled(shape.values["mean_kl"], LIMIT)
         if at_limit is None:
-            continue  # so few requests have all of the KL that cut ones cannot reach the limit: they are ruined requests
+            # a few requests have all of the KL, and capped they cannot reach the limit: other gates catch these ruined
+            # requests
+            continue
         assert passing(rng.choice(at_limit, (RUNS, documents))) <= at_most(GATES.pass_alpha), shape
         tested += 1
     assert tested > 30
@@ -48,13 +50,13 @@ def test_sound_engines_pass_as_they_were_measured() -> None:
 
 
 def rows_of(values: Array, samples: int = 1) -> list[SampleRow]:
-    """A row for each mean KL, `samples` of them of a document."""
+    """Return one row per mean KL, with `samples` rows per document."""
     return [row("copy", i, document=f"d{i // samples}", mean_kl=float(kl)) for i, kl in enumerate(values)]
 
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_the_gate_itself_rarely_passes_at_its_threshold(samples: int) -> None:
-    """Through the gate on rows; where four samples of a document are alike, the documents are what counts."""
+    """Run the gate itself on rows. If four samples of a document are alike, only the number of documents counts."""
     shape = next(s for s in SHAPES if (s.model, s.policy, s.workload) == ("smollm2", "fp8k_int4v", "extraction"))
     at_limit, rng = scaled(shape.values["mean_kl"], LIMIT), np.random.default_rng(4)
     assert at_limit is not None

@@ -1,4 +1,4 @@
-"""Gates and their lines are in one list: the tables of docs/ follow from that."""
+"""Gates and their lines are in one list; the tables of docs/ must match the list."""
 
 import re
 from pathlib import Path

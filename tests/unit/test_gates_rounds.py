@@ -1,4 +1,4 @@
-"""Rounds: what several looks mean for a verdict."""
+"""Rounds: the effect of several looks on a verdict."""
 
 import pytest
 from gate_reports import (
@@ -25,13 +25,13 @@ PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 
 
 def up_to(rows: list[SampleRow], last: int, **changes: object) -> Verdict:
-    """The verdict on the rounds up to `last` of an evaluation in rounds."""
+    """Return the verdict on the rounds up to `last` of an evaluation in rounds."""
     rows = [r for r in in_rounds(rows, PLAN) if r.round <= last]
     return verdict(rows, gates(**changes), planned_rounds=PLAN)
 
 
 def stops(rows: list[SampleRow]) -> tuple[str, int]:
-    """The verdict of an evaluation that stops once it is decided, and the rounds that it took."""
+    """Return the verdict of an evaluation that stops once it is decided, and the number of rounds."""
     numbered = in_rounds(rows, PLAN)
     for last in range(1, len(PLAN) + 1):
         seen = [r for r in numbered if r.round <= last]
@@ -47,7 +47,7 @@ def flipping(workload: str, count: int, lost: set[int]) -> list[SampleRow]:
 
 
 def keeping(share: float, rows: list[SampleRow], spread: float = 0.0) -> list[SampleRow]:
-    """The rows, of whose probability of right answers the candidate keeps a share, `spread` more and less by turns."""
+    """Return rows whose candidate keeps `share` of the probability of right answers, alternately `spread` more and less."""
     shares = [share + (-spread if i % 2 else spread) for i in range(len(rows))]
     return [
         r.model_copy(update={"candidate_probability": kept * (r.baseline_probability or 0.0)})
@@ -79,7 +79,7 @@ def test_what_passed_at_an_early_look_does_not_pass_for_good() -> None:
 
 
 def test_a_distance_does_not_pass_for_good_at_an_early_look() -> None:
-    """Where only later rounds hold the documents that the cache ruins."""
+    """Only the later rounds contain documents that the cache ruins."""
     early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]
     assert verdict(early, planned_rounds=[0.5, 1.0]).status == "PASS"
     later = verdict(early + late, planned_rounds=[0.5, 1.0])
@@ -126,7 +126,7 @@ def test_samples_of_a_round_that_was_not_planned_fail() -> None:
 
 
 def test_prose_alone_follows_the_same_looks_and_a_bet_waits_where_documents_are_near_the_limit() -> None:
-    assert stops(prose(400)) == ("PASS", 2)  # the first look at 60 requests, of which none is ruined
+    assert stops(prose(400)) == ("PASS", 2)  # the first look at 60 requests without a ruined request
     assert stops(prose(400, mean_kl=0.5)) == ("FAIL", 1)
     assert up_to(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
 

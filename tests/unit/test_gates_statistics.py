@@ -1,4 +1,4 @@
-"""The bet behind the gates, by hand and by simulation: levels at every look, bounds, known ranges, and documents."""
+"""The betting test behind the gates, by hand and by simulation: levels at every look, bounds, known ranges, documents."""
 
 import math
 
@@ -18,12 +18,12 @@ CUT = bets.OUTLIER * LIMIT
 
 
 def at_most(rate: float, runs: int = RUNS) -> float:
-    """The largest share of `runs` that a true rate gives, but for one time in a thousand."""
+    """Return the share among `runs` that a true rate exceeds with a probability of 1/1,000."""
     return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
 
 
 def two_points(rng: np.random.Generator, documents: int, high: float) -> Array:
-    """Documents whose mean is the limit exactly: most have 0, the others `high`."""
+    """Return documents with a mean exactly at the limit: most have 0, the others `high`."""
     return np.where(rng.random((RUNS, documents)) < LIMIT / high, high, 0.0)
 
 
@@ -44,7 +44,7 @@ def test_a_mean_at_its_limit_fails_wrongly_at_most_as_often_as_its_level_over_al
 
 
 def test_the_expected_score_at_the_limit_is_one_document_after_document() -> None:
-    """By the sum over all outcomes of a known range: a bet can win nothing in the mean."""
+    """Sum over all outcomes of a known range: on average, a bet cannot win."""
     for share in np.linspace(0.02, 0.98, 25):
         low = LIMIT - (CUT - LIMIT) * share / (1 - share)
         if low < 0:

@@ -1,4 +1,4 @@
-"""Greedy generation over any engine: who is in the batch when, and what is left when something fails."""
+"""Greedy generation on any engine: the batch at every step, and the state after an error."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -19,15 +19,15 @@ LIMITS = [12, 1, 3, 2, 7, 9, 1]
 
 
 class HistoryEngine(Engine):
-    """The next token follows from the whole history. It notes who is live at each step."""
+    """An engine whose next token follows from the whole history. It records the number of live sequences at each step."""
 
     def __init__(self) -> None:
         super().__init__(FP16_POLICY, KVShape(1, 1, 16), VOCAB)
         self.sequences: SequenceTable[list[int]] = SequenceTable()
         self.steps: list[tuple[str, int, int]] = []
-        """What was done, to how many sequences, and how many were live then."""
+        """Operation, number of its sequences, and number of live sequences at the time."""
         self.failures: dict[int, Exception] = {}
-        """By the number of the step that raises them."""
+        """Step number -> exception to raise."""
 
     def _logits(self, kind: str, handles: Sequence[int]) -> Logits:
         self.steps.append((kind, len(handles), len(self.sequences)))

@@ -1,4 +1,4 @@
-"""What of a GGUF is refused, from its header alone: in one line, before anything heavy is imported."""
+"""GGUF files are refused by their header alone: in one line, before slow imports."""
 
 import random
 import struct
@@ -43,7 +43,7 @@ def test_a_header_says_what_the_checkpoint_will_be(small: Path) -> None:
 
 
 def moved(content: bytes, name: str, offset: Callable[[int], int]) -> bytes:
-    """The bytes of a GGUF in whose header a tensor lies elsewhere."""
+    """Return the bytes of a GGUF with a changed tensor offset in the header."""
     at = content.index(name.encode()) + len(name)
     at += 4 + 8 * struct.unpack_from("<I", content, at)[0] + 4
     (old,) = struct.unpack_from("<Q", content, at)

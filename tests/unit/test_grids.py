@@ -1,4 +1,4 @@
-"""Tables: numbers are whole at any width, and records hold the values."""
+"""Tables: numbers are never cut at any width, and records hold the values."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""GSM8K: what of a solution is forced and scored, which answers are right, and a package of data that may be missing."""
+"""GSM8K: the forced and scored parts of a solution, right answers, and the data package, which may be missing."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ PROBLEMS = (
     ("Tom has 7 figs and eats half of one. How many are left?", "7-.5=<<7-.5=6.5>>6.5 figs are left.\n#### 6.5"),
 )
 RESULTS = (["300", "1,500", "1500"], ["6.5", "6.5"])
-"""What is scored of each."""
+"""Scored results of each problem."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_results_are_found_among_the_tokens_of_a_real_tokenizer(problems: list[S
 
 
 class Placed(CharTokenizer):
-    """Says where its tokens stand: each is a character."""
+    """A tokenizer that reports token positions; every token is a character."""
 
     def spans(self, text: str, parts: Any) -> tuple[tuple[int, int], ...]:  # noqa: ARG002
         return tuple(parts)

@@ -1,4 +1,4 @@
-"""What a machine says of its GPUs, and an engine that was built for another one."""
+"""Descriptions of a machine's GPUs, and engines built for other GPUs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ def install_nvidia_smi(folder: Path, script: str, patch: pytest.MonkeyPatch) -> 
 
 
 def test_a_gpu_is_named_with_its_compute_capability_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the output of `nvidia-smi --query-gpu=name,compute_cap,driver_version --format=csv,noheader` on a machine with two
+    # the output of `nvidia-smi --query-gpu=name,compute_cap,driver_version --format=csv,noheader` with two GPUs
     lines = "NVIDIA H100 80GB HBM3, 9.0, 550.54.15\nNVIDIA L4, 8.9, 550.54.15"
     install_nvidia_smi(tmp_path, f"echo '{lines}'", monkeypatch)
     assert gpus() == [

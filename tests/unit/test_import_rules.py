@@ -1,4 +1,4 @@
-"""Who may import whom: rooms in one order, no circles, heavy libraries behind one door each."""
+"""Import rules: packages are ordered, there are no cycles, and each heavy library is imported in one place."""
 
 import ast
 import re
@@ -69,7 +69,7 @@ ROOMS = (
     "benchmarks",
     "examples",
 )
-"""From the ground up: a module imports from its own room and from rooms before it, never from one after it."""
+"""Packages in order: a module may import from its own package and earlier packages, but not from later ones."""
 
 MODULES_IN_A_ROOM = 12
 
@@ -89,12 +89,12 @@ MODULES = {module_name(path): path for package in ("pipeline", "stages", "plugin
 
 @cache
 def imported_names(path: Path) -> tuple[str, ...]:
-    """Dotted names that a source file imports, at any depth: also inside functions and for type checkers."""
+    """Return the dotted names that a source file imports at any depth, including inside functions and for type checkers."""
     return tuple(_names(path, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
 
 
 def imported_at_the_top(path: Path) -> set[str]:
-    """Those that importing the file imports."""
+    """Return the names imported when the file itself is imported."""
     return set(_names(path, ast.parse(path.read_text(encoding="utf-8")).body))
 
 
@@ -110,19 +110,20 @@ def _names(path: Path, nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def imported_modules(module: str) -> set[str]:
-    """Modules of ours that a module imports."""
+    """Return the modules of this repository that a module imports."""
     return {name for name in imported_names(MODULES[module]) if name in MODULES}
 
 
 def room(module: str) -> str:
-    """The innermost room that a module is in."""
+    """Return the innermost package of ROOMS that contains a module."""
     rooms = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
     assert rooms or module in ("pipeline", "stages"), f"{module} is in no room: add it to ROOMS"
-    return max(rooms, key=len) if rooms else ROOMS[1]  # of the two packages themselves: above the plugins
+    # for the packages `pipeline` and `stages` themselves: above the plugins
+    return max(rooms, key=len) if rooms else ROOMS[1]
 
 
 def importers(library: str) -> list[str]:
-    """Files of ours that import a library."""
+    """Return the files of this repository that import a library."""
     paths = (path for name, path in MODULES.items() if not name.startswith("benchmarks"))
     return [
         str(path.relative_to(ROOT)) for path in paths if any(name.split(".")[0] == library for name in imported_names(path))
@@ -148,7 +149,7 @@ def test_a_room_of_the_pipeline_is_small() -> None:
 
 
 def test_the_pipeline_imports_stages_inside_functions_alone() -> None:
-    """They import torch, for which a configuration error must not wait; what describes a backend's configuration is light."""
+    """Stages import torch, and configuration errors must not wait for this. Backends' configuration modules are light."""
     for module in (name for name in MODULES if name.startswith("pipeline") and not is_arithmetic(name)):
         tops = {name for name in imported_at_the_top(MODULES[module]) if name.split(".")[0] in ("stages", "plugins", "torch")}
         heavy = {name for name in tops if not re.fullmatch(r"stages\.engines\.\w+\.config", name)}
@@ -156,13 +157,13 @@ def test_the_pipeline_imports_stages_inside_functions_alone() -> None:
 
 
 def test_modules_are_looked_up_by_name_for_backends_alone() -> None:
-    """Backends, by the name of their folder, and the module that builds their bundles."""
+    """Two kinds of modules are looked up: backends, by the name of their folder, and the modules that build their bundles."""
     dynamic = [name for name in MODULES if name.startswith("pipeline") and "import_module(" in MODULES[name].read_text("utf-8")]
     assert dynamic == ["pipeline.artifacts.backend", "pipeline.core.backends", "pipeline.loading"]
 
 
 def is_arithmetic(module: str) -> bool:
-    """Whether it is the arithmetic of a number format."""
+    """Return whether a module contains the arithmetic of a number format."""
     return module.startswith("pipeline.formats.") and module.rsplit(".", maxsplit=1)[-1] in ("oracle", "graph", "body")
 
 
@@ -203,7 +204,7 @@ print(*sys.modules)
 import stages.evaluate.joining  # with scipy, for its bounds
 assert not {"torch", "transformers"} & set(sys.modules)
 """
-"""The command line and the API, what reads headers, layouts, results and sources, and what opens every backend."""
+"""Imports the command line, the API, readers of headers, layouts, results and sources, and the modules of every backend."""
 
 
 def test_what_only_describes_loads_nothing_heavy() -> None:

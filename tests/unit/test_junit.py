@@ -1,4 +1,4 @@
-"""junit.xml: what a CI system reads of a sweep."""
+"""junit.xml: a sweep's results for CI systems."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +15,7 @@ CHILDREN = {
     "properties": {"property"},
     "testcase": {"failure", "error", "system-out"},
 }
-"""What the schema of JUnit's reports allows below what, as far as it is used."""
+"""Element -> allowed children, for the used part of the schema of JUnit's reports."""
 
 
 def check(gate: str, status: LineStatus, reason: str = "a reason", where: str = "copy") -> Check:
@@ -27,7 +27,7 @@ def candidate(folder: Path, name: str, *checks: Check, **update: object) -> Cand
 
 
 def written(folder: Path, *candidates: Candidate, jobs: int | None = None, exit_code: int = 0) -> ElementTree.Element:
-    """Write a report, hold its form, and return its root."""
+    """Write a report, check it against the schema, and return its root."""
     last = Summary(schema_version=1, sweep="a", jobs=jobs, ended=jobs or 0, candidates=candidates, exit_code=exit_code)
     write_junit(folder / "junit.xml", last)
     root = ElementTree.parse(folder / "junit.xml").getroot()

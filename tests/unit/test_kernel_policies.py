@@ -1,4 +1,4 @@
-"""Which policies the CUDA kernels hold, and how the others, a model and a machine are refused beforehand."""
+"""Policies that the CUDA kernels support, and early refusals of other policies, models and machines."""
 
 import importlib.util
 from typing import Any
@@ -133,7 +133,7 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
         checked("backend.device=cuda", "kv=int4_g64")
     with pytest.raises(MissingRequirement, match=r"backend\.device=cuda"):
         checked("backend.device=cuda", "kv=fp8")
-    checked("backend.device=cuda", "kv=fp8", "stage=build")  # a bundle can be built where there is no GPU
+    checked("backend.device=cuda", "kv=fp8", "stage=build")  # a bundle can be built without a GPU
     checked("backend.device=auto", "kv=int4_g64")
     with pytest.raises(MissingRequirement, match=r"^backend\.compute_dtype=bfloat16: .*; set backend\.compute_dtype=float32$"):
         checked("backend.compute_dtype=bfloat16")

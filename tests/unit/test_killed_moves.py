@@ -1,4 +1,4 @@
-"""Promotions, rollbacks and routes that are killed at any of their writes, and the same command run again."""
+"""Promotions, rollbacks and routes that are killed before any of their writes and then repeated."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -15,11 +15,11 @@ from pipeline.routing.moves import Aliases, Move, make_moves, read_aliases
 
 
 class Killed(BaseException):
-    """The process died: nothing after it runs."""
+    """Raised to simulate the death of the process."""
 
 
 class Dying(MemoryRegistry):
-    """A registry whose process dies before one of its writes."""
+    """A registry whose process dies before its write number `dies_in`, counted from 0."""
 
     dies_in = -1
 
@@ -47,7 +47,7 @@ def put_forward(registry: MemoryRegistry, *candidates: Candidate) -> None:
 
 
 def killed(registry: Dying, act: Callable[[], object]) -> Iterator[dict[str, str]]:
-    """Kill `act` before each of its writes in turn, each time from the same beginning, and yield the aliases."""
+    """Kill `act` before every write in turn, always starting from the same state; yield the aliases."""
     begin = deepcopy((registry.aliases, registry.versions))
     for writes in range(100):
         registry.aliases, registry.versions = deepcopy(begin)

@@ -27,7 +27,7 @@ NVFP4 = SideLayout("nvfp4", "per_group", 16)
 
 
 def policy_format(side: SideLayout) -> Format:
-    """The same format as a policy writes it."""
+    """Return the equal format of a policy."""
     source: ScaleSource = "none" if side.exact else "calibrated" if side.has_static_scales else "dynamic"
     return Format(
         dtype=side.dtype,
@@ -38,7 +38,7 @@ def policy_format(side: SideLayout) -> Format:
 
 
 def every_layout() -> list[CacheLayout]:
-    """Every pair of formats at every head_dim."""
+    """Return layouts with every pair of formats at every head_dim."""
     fitting = [(key, value, dim) for key, value, dim in product(SIDES, SIDES, HEAD_DIMS) if dim % (value.group_size or 1) == 0]
     return [CacheLayout(3, dim, key, value, 4, 5) for key, value, dim in fitting if key.dtype in KEY_DTYPES]
 

@@ -1,6 +1,6 @@
-"""The plugin's reference against the oracle's arithmetic of formats and torch's own attention.
+"""The plugin's reference compared with the reference engine's format arithmetic and torch's own attention.
 
-Legend: B sequences, H KV heads, G query heads of each, T tokens, D head_dim.
+Legend: B sequences, H KV heads, G query heads per KV head, T tokens, D head_dim.
 """
 
 import math
@@ -30,7 +30,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def static_scale(side: SideLayout, x_HTD: Tensor) -> Tensor | None:
-    """Scales (1) or (H) for which a few numbers saturate."""
+    """Return scales (1) or (H) such that a few numbers saturate."""
     if not side.has_static_scales:
         return None
     largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / (side.codes.limit * (448.0 if side.layer_scale else 1.0))
@@ -71,7 +71,7 @@ def test_nan_has_no_part_in_a_scale_and_infinity_saturates_it() -> None:
 
 
 class History:
-    """Tokens appended one by one to sequences with shuffled pages, and the keys and values that a query must read."""
+    """Tokens appended individually to sequences with shuffled pages, and the keys and values that a query must read."""
 
     def __init__(self, layout: CacheLayout, lengths: list[int], seed: int) -> None:
         self.layout = layout
@@ -99,7 +99,7 @@ class History:
         return torch.randn(shape, generator=self.rng)
 
     def expected(self, b: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (H, T, D) rounded as the oracle stores them; sinks and recent tokens in float16."""
+        """Return keys and values (H, T, D) rounded like in the reference engine; sinks and recent tokens in float16."""
         sides = []
         for i, (name, side) in enumerate((("key", self.layout.key), ("value", self.layout.value))):
             x_HTD = self.tokens_BHTD[b][i]

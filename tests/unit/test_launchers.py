@@ -1,4 +1,4 @@
-"""The launchers of sweeps: which run, which keys are passed on, and what is refused."""
+"""Sweep launchers: supported launchers, forwarded keys, and refusals."""
 
 import doctest
 import os
@@ -45,7 +45,7 @@ def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(monkeypatch: py
     def run(*_: object, **__: object) -> None:
         raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"])
 
-    monkeypatch.setattr(commands, "_given", [])  # as in a process of the launcher's
+    monkeypatch.setattr(commands, "_given", [])  # as in a launcher's process
     monkeypatch.setattr(sweeps, "run", run)
     planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
     ended = compose.launch(planned, [], sweeps.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
@@ -127,7 +127,7 @@ def test_no_job_of_a_sweep_moves_what_serves_or_plans(asked: str, why: str) -> N
     assert plan(["kv=fp8,int8", "stage=all"], multirun=True).sweeping
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra says that a file has the name of a schema
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra warns about a file with the name of a schema
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
@@ -177,7 +177,7 @@ def test_a_worker_that_died_is_the_machines_doing_and_other_errors_are_not() -> 
 
 
 def test_what_sbatch_refuses_is_no_worker_that_died() -> None:
-    """submitit raises the class of a job that failed for it."""
+    """submitit raises FailedJobError for this too."""
     refused = FailedJobError("sbatch: error: Batch job submission failed")
     said = (
         "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name"
@@ -205,7 +205,7 @@ def test_without_slurm_its_commands_are_named(monkeypatch: pytest.MonkeyPatch, t
 
 
 class Ray:
-    """As far as it is called. As the real one it takes SIGTERM for itself."""
+    """A stand-in for the used part of Ray. Like the real one, it installs its own SIGTERM handler."""
 
     def __init__(self, fails: BaseException | None = None) -> None:
         self.fails, self.options = fails, dict[str, object]()
@@ -228,9 +228,9 @@ RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
-    """A Ray, and an environment without variables of its own. Both and the handler of SIGTERM are as they were afterwards."""
+    """A Ray stand-in and an environment without Ray's variables. Restores both and the SIGTERM handler afterwards."""
     for name in RAYS:
-        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.setenv(name, "")  # registers the variable so that it is restored
         monkeypatch.delenv(name)
     stand_in = Ray()
     monkeypatch.setitem(sys.modules, "ray", stand_in)

@@ -1,6 +1,6 @@
-"""llama.cpp's types as an engine here computes them, against the reader of the package gguf.
+"""llama.cpp's types in the reference engine, compared with the reader in the package gguf.
 
-tests/real_llamacpp/test_llamacpp_codes.py compares the same with ggml's own code.
+tests/real_llamacpp/test_llamacpp_codes.py makes the same comparison with ggml's own code.
 """
 
 import numpy as np

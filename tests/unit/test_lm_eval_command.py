@@ -1,4 +1,4 @@
-"""`python -m stages.lm_eval` where lm-eval is not installed."""
+"""`python -m stages.lm_eval` if lm-eval is not installed."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The locks of requirements/: complete, by hash, in one version, and within what pyproject.toml allows."""
+"""The locks in requirements/: complete, by hash, in one version, and within the ranges of pyproject.toml."""
 
 import re
 import tomllib
@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {"run": ("gguf", "postgres"), "demo": ("rtx",), "test": ("test", "postgres")}
-"""The extras that each lock is made of, beside the dependencies; `requirements/lock` says the same to uv."""
+"""Extras that each lock contains, in addition to the dependencies. `requirements/lock` passes the same to uv."""
 
 
 def locked(name: str) -> dict[str, tuple[str, Marker | None]]:
-    """(version, marker) of each package of a lock."""
+    """Return the packages of a lock: name -> (version, marker)."""
     found: dict[str, tuple[str, Marker | None]] = {}
     for line in (LOCKS / f"{name}.lock").read_text().splitlines():
         if not line.startswith(" "):
@@ -30,7 +30,7 @@ def locked(name: str) -> dict[str, tuple[str, Marker | None]]:
 
 
 def wanted(extras: tuple[str, ...]) -> list[Requirement]:
-    """The project's dependencies and those of extras, which may name extras of the project."""
+    """Return the requirements of the project and of `extras`, which may refer to other extras."""
     given = PROJECT["project"]
     lines = [*given["dependencies"], *(line for extra in extras for line in given["optional-dependencies"][extra])]
     found = []
@@ -52,7 +52,7 @@ def test_every_package_is_locked_by_hash(path: Path) -> None:
 def test_a_lock_holds_what_the_project_requires_in_versions_that_it_allows(name: str) -> None:
     versions = locked(name)
     for requirement in wanted(EXTRAS[name]):
-        if requirement.name != "torch":  # its build depends on the machine: installed first, by version
+        if requirement.name != "torch":  # torch is installed first, by version, because its build depends on the machine
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)][0]), requirement.name
 
 
@@ -90,7 +90,7 @@ def test_make_installs_packages_by_hash_alone() -> None:
 
 
 def _requires(name: str, version: str) -> list[str]:
-    """What an installed package requires; nothing is known of one that is not installed here in this version."""
+    """Return the requirements of a package, or nothing if this version is not installed here."""
     try:
         return (metadata.requires(name) or []) if metadata.version(name) == version else []
     except metadata.PackageNotFoundError:

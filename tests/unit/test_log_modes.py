@@ -1,4 +1,4 @@
-"""`log=human|json|quiet`: what reaches which stream, and that under json every line is an object."""
+"""`log=human|json|quiet`: the contents of stdout and stderr. With json, every line is an object."""
 
 import json
 import os
@@ -157,7 +157,7 @@ def test_an_option_shows_what_it_is_for_or_is_refused_in_a_line(
 @pytest.mark.parametrize("option", ["--help", "stage=capacity log=quiet", "stage=capacity log=json"])
 def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) -> None:
     reads, writes = os.pipe()
-    os.close(reads)  # as `head` that has ended
+    os.close(reads)  # like `head` after it has ended
     with os.fdopen(writes, "w") as closed:
         done = subprocess.run(
             [sys.executable, "-m", "pipeline", *option.split()], check=False, stdout=closed, stderr=subprocess.PIPE, text=True,

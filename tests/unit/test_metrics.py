@@ -19,7 +19,7 @@ def test_log_softmax_agrees_with_scipy_and_survives_large_logits() -> None:
 
 
 def compared(baseline: np.ndarray, candidate: np.ndarray) -> StepStatistics:
-    """The statistics of a token, 0, by its logits."""
+    """Return the statistics of token 0, from its logits."""
     head = head_of(Distributions(baseline[None]), 0, 0)
     values = compare_head(head, Distributions(candidate[None]), 0, 0, int(candidate.argmax()))
     steps = StepStatistics.empty(1)

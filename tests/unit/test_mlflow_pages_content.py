@@ -1,4 +1,4 @@
-"""What MLflow shows of a candidate: the numbers and the tables."""
+"""MLflow's view of a candidate: the numbers and the tables."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from pipeline.verdict.tracked import flat_metrics
 
 
 def judged(folder: Path, rows: list[SampleRow]) -> Candidate:
-    """A candidate with the metrics and the verdict of these samples."""
+    """Return a candidate with the metrics and the verdict of the given samples."""
     candidate = judged_candidate(folder, "fp8", metrics=flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0})
     return candidate.model_copy(update=Candidate.decided(verdict(rows)))
 

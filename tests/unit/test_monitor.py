@@ -1,4 +1,4 @@
-"""Monitors: what counts show, what moves a route and where to, and that a snapshot which cannot be meant moves nothing."""
+"""Monitors: tests on counts, route moves and their targets. An implausible snapshot moves nothing."""
 
 import json
 import math
@@ -33,14 +33,14 @@ def fleet(tmp_path: Any) -> Fleet:
 
 
 def int8_then_fp8(fleet: Fleet) -> None:
-    """Route copy to int8, version 1, and then to fp8, version 2."""
+    """Route `copy` to int8 (version 1), then to fp8 (version 2)."""
     for policy in ("int8", "fp8"):
         fleet.add(policy)
         fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
 
 
 def fp8_beside(fleet: Fleet, **others: int) -> None:
-    """Route copy to fp8, version 1, which holds 1,000 tokens; the next versions are these policies, which hold so many."""
+    """Route `copy` to fp8 (version 1, 1,000 tokens). `others`: policy -> live tokens of the following versions."""
     for policy, live_tokens in {"fp8": 1000, **others}.items():
         fleet.add(policy, live_tokens)
     fleet.routed("routes: {copy: {policy: fp8}}")
@@ -53,7 +53,7 @@ def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
 
 
 def monitored(fleet: Fleet, version: str = "1", **changes: object) -> list[str]:
-    """Look at a snapshot of the class copy and return what was said; one that broke something is an exception."""
+    """Check a snapshot of the class `copy`; return the output. Raises if a monitor breaks."""
     said: list[str] = []
     monitor(fleet.engines, limits(fleet, {"classes": {"copy": {**WELL, "version": version, **changes}}}), said.append)
     return said
@@ -123,7 +123,7 @@ def test_without_a_previous_engine_the_fallback_serves_and_without_one_the_route
 
 
 def pressed(fleet: Fleet, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
-    """Where the route of copy is after memory pressure, and what was said; "refused" comes last where nothing could be done."""
+    """Return the route of `copy` after memory pressure, and the output, with "refused" at the end if no move was possible."""
     said: list[str] = []
     snapshot = {"classes": {"copy": {**WELL, "version": version, **FULL, **changes}}}
     try:
@@ -204,9 +204,9 @@ def test_one_class_that_breaks_leaves_the_others_where_they_are(fleet: Fleet) ->
     [
         ("fp8", "fp8k_int4v_aged", False, False),
         ("fp8", "fp8k_int4v", False, True),
-        ("fp8k_int4v_aged", "fp8k_int4v", True, True),  # its sinks' and recent tokens' keys are exact no more
+        ("fp8k_int4v_aged", "fp8k_int4v", True, True),  # the keys of its sinks and recent tokens are no longer exact
         ("fp8", "int4", True, True),
-        ("int4_guarded", "int4", True, False),  # two layers' keys
+        ("int4_guarded", "int4", True, False),  # the keys of two layers
     ],
 )
 def test_a_step_says_whether_keys_and_young_values_lose(

@@ -1,4 +1,4 @@
-"""Every ending names the next command, and that command is one: it composes as it is printed, and its inputs are there."""
+"""Every ending names the next command. The printed command must compose, and its inputs must exist."""
 
 import json
 import math
@@ -29,12 +29,12 @@ TYPED = [
     "tracking.experiment='other one'",
     "backend.threads=1",
 ]
-"""As a shell hands it on."""
+"""Overrides as the shell passes them."""
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the commands name is in the current directory."""
+    """Create the inputs that the commands refer to in the current directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "an engine").mkdir()
     questions = [{"prompt": f"{n}:", "reference": "4711", "workload": name} for n in range(2) for name in ("custom", "other")]
@@ -42,7 +42,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def composed(step: Step | None) -> Config:
-    """The first job of a command of ours, composed from what a shell makes of the printed line; all jobs find their inputs."""
+    """Parse and compose a printed kvgate command; return its first job. Asserts that all jobs find their inputs."""
     assert step is not None
     assert step.command is not None, step.why
     words = shlex.split(step.command)
@@ -73,12 +73,12 @@ def candidate(
     ("base", "verdicts", "unfinished", "stage", "kv"),
     [
         (["kv=fp8,int4"], {"fp8": "PASS", "int4": "FAIL"}, False, "promote", None),
-        (["kv=fp8,int4"], {"fp8": "PASS"}, True, "all", "fp8"),  # nothing is promoted of a sweep that did not finish
+        (["kv=fp8,int4"], {"fp8": "PASS"}, True, "all", "fp8"),  # nothing of an unfinished sweep is promoted
         (["kv=fp8,int8"], {"fp8": "INCONCLUSIVE", "int8": "FAIL"}, False, "all", "fp8"),
-        (["kv=fp8", "tracking=none"], {"fp8": "PASS"}, False, "evaluate", "fp8"),  # register it first
-        (["kv=int4_tensor"], {"int4_tensor": "FAIL"}, False, "all", "int4_g32"),  # the next finer one
+        (["kv=fp8", "tracking=none"], {"fp8": "PASS"}, False, "evaluate", "fp8"),  # it must be registered first
+        (["kv=int4_tensor"], {"int4_tensor": "FAIL"}, False, "all", "int4_g32"),  # the next finer policy
         (["kv=int4_g32", "kv.sink_tokens=4"], {"int4_g32": "FAIL"}, False, "all", "fp8k_int4v"),
-        (["kv=int8"], {"int8": "FAIL"}, False, "tune", None),  # nothing finer is left
+        (["kv=int8"], {"int8": "FAIL"}, False, "tune", None),  # there is no finer policy
     ],
 )
 def test_after_judging_the_next_command_has_what_was_typed(
@@ -123,7 +123,7 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
     after = composed(step)
     assert (after.kv.name, after.gates.attempt) == ("int8", 2)
     assert (after.workloads.samples["copy"], after.workloads.samples["retrieval"]) == (700, 400)
-    # what passed with all that were asked passes at the smaller level of the next attempt with so many
+    # A class that passed with all its samples passes at the next attempt's smaller level with this many.
     assert after.workloads.samples["tool_call"] == math.ceil(160 * math.log(0.0025) / math.log(0.045))
 
 
@@ -284,14 +284,14 @@ def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_s
 
 
 def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
-    """It is refused without a sweep."""
+    """A launcher is refused without a sweep."""
     base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
     assert "hydra" not in commands.judging(base, "kv=int8")
     assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in commands.judging(base, sweep=True)
 
 
 def test_no_ending_is_left_out_here() -> None:
-    """Those of a replay that found a difference say no command."""
+    """Check that all endings are tested here. After a replay with a difference, no command is printed."""
     here = Path(__file__).read_text(encoding="utf-8")
     endings = {name for name in vars(next_steps) if name.startswith("after_")}
     assert {name for name in endings if f"next_steps.{name}" not in here} == set()

@@ -1,4 +1,4 @@
-"""`make gpu`: what becomes of parts that pass, fail, hang or lack something, without a GPU."""
+"""`make gpu` with parts that pass, fail, hang or lack a requirement, tested without a GPU."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ def test_the_exit_code_is_three_where_a_part_failed(
     monkeypatch.setattr(on_gpu, "gpus", lambda: 1)
     monkeypatch.setitem(on_gpu.STEPS, "causes", parts)
     assert main(["--step", "causes", "--out", str(tmp_path)]) == code
-    assert capsys.readouterr().out.count("PASS") == 2  # as it ends, and in the table
+    assert capsys.readouterr().out.count("PASS") == 2  # when it ends, and in the table
 
 
 def test_it_needs_the_standard_library_alone() -> None:

@@ -1,5 +1,7 @@
-"""Functions alone, as ONNX Runtime runs them: quantization equals the oracle's formulas, which are written independently, and
-attention in bfloat16 equals the one in float32."""
+"""Single functions in ONNX Runtime, compared with the reference engine's independent formulas.
+
+Attention in bfloat16 must equal float32 attention, rounded once.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -31,7 +33,7 @@ Compute = Literal["float32", "float16", "bfloat16"]
 
 
 def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, compute: Compute = "float32") -> list[np.ndarray]:
-    """What is stored of x (B, H, S, D), in the order of SideCodec.arrays, through the function's graph."""
+    """Run the quantization function on x (B, H, S, D); return the stored arrays in the order of SideCodec.arrays."""
     codec = SideCodec(Side.KEY, form, x.shape[1], x.shape[3])
     function = quantize_function(0, codec, compute)
     inputs = [helper.make_tensor_value_info("x", FLOAT_TYPES[compute], x.shape)]
@@ -77,7 +79,7 @@ NVFP4S = [SHIPPED["nvfp4"].key.model_copy(update={"rotation": rotation}) for rot
 
 
 def assert_stores_what_the_oracle_stores(form: Format, compute: Compute = "float32") -> None:
-    """Bit for bit; a rotation is a sum of channels, whose order may move a value over the border between two codes."""
+    """Compare bit for bit. For rotations, the order of the sum may move a value across the border between two codes."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 40, 64)).astype(np.float32) * np.exp2(rng.integers(-9, 4, (2, 3, 40, 1)))
     x[0, 0, :3] = [[0.0], [7.25], [-3e-6]]
@@ -106,7 +108,7 @@ def test_what_is_stored_of_bfloat16_numbers_is_rounded_once_from_float32(form: F
 
 @pytest.mark.parametrize("tokens", [3, 1], ids=["prefill", "decode"])
 def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(tokens: int) -> None:
-    """ONNX Runtime runs the function whole: of bfloat16 it has casts, and nothing else here is of that type."""
+    """ONNX Runtime supports only casts for bfloat16, so it runs the whole function only if nothing else is bfloat16."""
     policy = KVPolicy(
         name="aged",
         key=Format(dtype="int8", granularity="per_token", scale="dynamic", symmetric=False),

@@ -19,7 +19,7 @@ SLIDING = KVPolicy(name="sliding", key=FP16, value=FP16, eviction=Eviction(windo
 
 
 def tokens(first: int, count: int) -> np.ndarray:
-    """Values (1, H, S, D) whose number is the token's position."""
+    """Return values (1, H, S, D) equal to the token's position."""
     values = np.arange(first, first + count, dtype=np.float16)[:, None]
     return np.broadcast_to(values, (1, 3, count, 4))
 
@@ -30,7 +30,7 @@ def fill(pool: PagedPool, handle: int, count: int) -> None:
 
 
 def stored(pool: PagedPool, handle: int, name: str = "value_pool.1", table: str = "page_table") -> list[float]:
-    """What the tokens of the pages of a table are, by the last channel of the last head."""
+    """Return the values of the tokens in a table's pages, read from the last channel of the last head."""
     return pool.arrays[name][pool.tables([handle])[table][0], 2, :, 3].ravel().tolist()
 
 
@@ -101,7 +101,7 @@ def test_exact_buffers_hold_the_sinks_and_the_newest_token_of_each_residue(chunk
         fill(pool, handle, count)
     slot = pool.tables([handle])["exact_slots"][0]
     assert slot == 1
-    # Eleven tokens: 8, 9 and 10 lie at 8 % 3, 9 % 3 and 10 % 3.
+    # Eleven tokens: 8, 9 and 10 are in slots 8 % 3, 9 % 3 and 10 % 3.
     assert pool.arrays["value_exact.0"][slot, 1, :, 0].tolist() == [0, 1, 9, 10, 8]
 
 
@@ -156,7 +156,7 @@ def test_a_fork_copies_what_either_will_write_to_and_shares_the_rest(policy: KVP
 
 
 def kept_positions(policy: KVPolicy, length: int) -> list[int]:
-    """The rule, token by token; without an eviction it is that of the layer that slides and sees farthest."""
+    """Apply the rule token by token. Without an eviction, the sliding layer that sees farthest decides."""
     latest, sinks = (70, 0) if policy.eviction is None else (policy.eviction.window_tokens, policy.eviction.sink_tokens)
     first = max(0, length - latest) // 64 * 64
     return [position for position in range(length) if position < sinks or position >= first]

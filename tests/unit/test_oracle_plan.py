@@ -1,4 +1,4 @@
-"""Which copy of which token a row sees: the blocks that the oracle computes, against the rule as it is written down."""
+"""The copy of a token that a row sees: the reference engine's blocks compared with the written rule."""
 
 import numpy as np
 import pytest
@@ -33,14 +33,14 @@ SPANS = [
 ]
 
 SLIDES = (None, 7, 70, 1, None, 1000, 70, None, 7)
-"""Of each policy's layers."""
+"""Sliding windows of a policy's layers."""
 
 
 def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row: int, position: int) -> int:
-    """The rule, position by position."""
+    """Apply the rule to one position."""
     if position > row:
         return UNSEEN
-    beyond = slide is not None and position <= row - slide  # as transformers.masking_utils.sliding_window_overlay has it
+    beyond = slide is not None and position <= row - slide  # as in transformers.masking_utils.sliding_window_overlay
     if beyond or (position < start and position // PAGE_TOKENS in policy.evicted_pages(start, SHAPE)):
         return EVICTED
     if position >= start:
@@ -53,7 +53,7 @@ def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row:
 
 
 def painted(pieces: tuple[Piece, ...], rows: int, columns: int) -> np.ndarray:
-    """The source of every (row, column), which no two pieces may claim."""
+    """Return the source of every (row, column). Asserts that no two pieces claim the same place."""
     seen = np.full((rows, columns), UNSEEN)
     for piece in pieces:
         mask = np.ones((rows, piece.high - piece.low), bool) if piece.mask_RT is None else piece.mask_RT.numpy()

@@ -1,4 +1,4 @@
-"""Requests in a full pool beside themselves with room: which differences count, and what the gate says of them."""
+"""Requests in a full pool compared with the same requests with room: relevant differences, and the gate's lines."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,10 @@ DEVIATION = Deviation(
 
 
 class PressedEngine(FakeEngine):
-    """Gives rows that the request alone decides, with noise that grows with the plays, and one request another one's rows."""
+    """An engine whose rows depend only on the request.
+
+    The noise grows from round to round, and one request gets another request's rows.
+    """
 
     noise_of_plays = 0.0
     wrong_request = -1
@@ -51,7 +54,7 @@ def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
     found = pressure(engine, ITEMS, 200, no_progress)
     assert found is not None
     assert {one.play for one in found.deviations} == {1, 2}
-    assert len(found.deviations) == 2  # the 18th of each order
+    assert len(found.deviations) == 2  # the 18th request of each order
     names = {name for name, _ in requests(ITEMS, 200, None)}
     assert {one.request for one in found.deviations} < names
     assert pressure_line(found).status == "FAIL"

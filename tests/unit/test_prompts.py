@@ -1,4 +1,4 @@
-"""Conversations and prompts as token ids: every kind of tokenizer, and never two BOS tokens."""
+"""Conversations and prompts as token ids, for every kind of tokenizer, and never with two BOS tokens."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def tokenizer(tiny_checkpoint: Path) -> Any:
 
 
 def saved(tokenizer: Any, folder: Path, **changes: object) -> Path:
-    """A checkpoint's folder with this tokenizer, whose configuration is changed."""
+    """Save a tokenizer with changes to its configuration; return the checkpoint's folder."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -44,7 +44,7 @@ def saved(tokenizer: Any, folder: Path, **changes: object) -> Path:
 def test_code_beside_a_model_is_not_run_where_the_model_and_its_tokenizer_are_loaded(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """tests/long/test_hostile_directory.py does the same with a whole command, which starts in the directory."""
+    """tests/long/test_hostile_directory.py tests the same with a whole command started in the directory."""
     checkpoint, marker = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")), tmp_path / "it-ran"
     plant_code(checkpoint, marker)
     load_tokenizer(checkpoint)

@@ -86,7 +86,7 @@ def test_an_override_with_the_format_of_the_rest_and_an_exact_cache_can_be_decla
 
 
 class Words:
-    """A tokenizer: one id a word, its length."""
+    """A tokenizer with one id per word: the word's length."""
 
     bos_token = None
 

@@ -1,4 +1,4 @@
-"""The validators against hand-made exports: right ones pass, each lie about the cache is refused by name."""
+"""The validators on hand-made exports: correct exports pass, and every false statement about the cache is refused."""
 
 import json
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, vali
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
 FP8_POLICY = KVPolicy(name="fp8", key=FP8, value=FP8)
 PAIRS = ((0.25, 0.5), (2.0, 4.0))
-"""Of keys and values, by layer."""
+"""Scales of keys and values, by layer."""
 SCALES = KVScales(layers=tuple({Side.KEY: SideScales(scale=(k,)), Side.VALUE: SideScales(scale=(v,))} for k, v in PAIRS))
 NO_SCALES = KVScales(layers=({}, {}))
 
 
 class Export(NamedTuple):
-    """What a test may change before it is written: the tensors, and the config that declares them."""
+    """The parts of an export that a test may change before writing: the tensors, and the config that declares them."""
 
     tensors: dict[str, Any]
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized already: what they declare, and the numbers that their weights stand for."""
+"""Checkpoints with quantized weights: their declarations, and the dequantized values."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_the_oracle_multiplies_int8_codes_where_the_engine_does(tiny_checkpoint:
     round_inputs(model)
     layer = "model.layers.1.mlp.up_proj"
     token = torch.linspace(-3, 1, numbers[f"{layer}.weight"].shape[1]) ** 3
-    codes, step = (token * (127 / 27)).round().to(torch.int64), 27 / 127  # the largest is 27
+    codes, step = (token * (127 / 27)).round().to(torch.int64), 27 / 127  # the largest magnitude is 27
     exact = (stored[f"{layer}.weight"].to(torch.int64) @ codes).float() * stored[f"{layer}.weight_scale"][:, 0] * step
     torch.testing.assert_close(model.get_submodule(layer)(token[None])[0], exact)
     assert not torch.allclose(numbers[f"{layer}.weight"] @ token, exact)

@@ -1,4 +1,4 @@
-"""Tracking stores that cannot be used: one line, soon, without a password and without MLflow's traceback."""
+"""Unusable tracking stores give one line, quickly, without a password and without MLflow's traceback."""
 
 import itertools
 import socket
@@ -23,7 +23,7 @@ SECRET = "hunter2/hunter2"
 
 @pytest.fixture(autouse=True)
 def _limits_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits of answers are of a whole process."""
+    """Restore the response classes afterwards, because limits on responses hold for the whole process."""
     monkeypatch.setattr(HTTPConnection, "response_class", HTTPConnection.response_class)
     monkeypatch.setattr(HTTPSConnection, "response_class", HTTPSConnection.response_class)
 
@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     ("before", "part"), [(b"", b"HTTP/1.1 200 OK"), (b"HTTP/1.1 200 OK\r\n", b"x: y"), (b"HTTP/1.1 200 OK\r\n\r\n", b"1")]
 )
 def test_an_answer_that_never_ends_is_given_up(before: bytes, part: bytes, tmp_path: Path) -> None:
-    """A byte now and then, in the status line, a header or the body."""
+    """Send a byte every 0.1 s, in the status line, a header or the body."""
     stop = threading.Event()
 
     def drip(handler: BaseHTTPRequestHandler) -> None:

@@ -1,4 +1,4 @@
-"""Which policy is recommended: the most live tokens among those whose evidence covers the use, and none without evidence."""
+"""The recommended policy has the most live tokens of all policies whose evidence covers the use; none without evidence."""
 
 import json
 import shlex
@@ -36,7 +36,7 @@ def capacity(*overrides: str) -> Capacity:
 
 
 def judged(policy: str, **changes: object) -> Judged:
-    """An engine that passed on samples of 900 tokens."""
+    """Return an engine that passed on samples of 900 tokens."""
     one = Judged(
         policy=SHIPPED[policy],
         source=f"/evidence/{policy}",
@@ -155,7 +155,7 @@ CONFIG = LLAMA_8B | SIZES | {"vocab_size": 1000, "max_position_embeddings": 1024
 
 @pytest.fixture
 def asked(tmp_path: Path) -> list[str]:
-    """A command line for a model of which there is a config.json, in a work directory with the evidence of one engine."""
+    """A command line for a model that is only a config.json, in a work directory with one engine's evidence."""
     system = make_report([]).system.model_copy(update={"kib_per_token": SHIPPED["int8"].bytes_per_token(SHAPE) / 1024})
     measured = {"coverage": EXERCISED, "system": system}
     judged_engine(tmp_path / "work" / "artifacts", measured=measured)

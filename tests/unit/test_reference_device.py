@@ -1,4 +1,4 @@
-"""Where the reference engine runs, what that is part of, and weights that stay in 16 bits."""
+"""The reference engine's device, its effect on keys, and weights kept in 16 bits."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +72,7 @@ def test_weights_that_stay_in_16_bits_give_the_same_logits_bit_for_bit() -> None
     text = benchlib.story_tokens(1, 200)[0].tolist()
     models = [benchlib.load_model() for _ in range(2)]
     exact = models[1].model.layers[1].mlp.up_proj.weight
-    for model in models:  # which no 16 bits hold
+    for model in models:  # adds a value that 16 bits cannot represent
         model.model.layers[1].mlp.up_proj.weight.data += 2.0**-20 / 3
     assert place(models[0], CPU) is models[0]
     shorten(models[1], CPU)

@@ -1,4 +1,4 @@
-"""Promotion and rollback: who is chosen, what is refused, and where the aliases are afterwards."""
+"""Promotion and rollback: the chosen candidate, refusals, and the resulting aliases."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def fp8(tmp_path: Path, registry: MemoryRegistry) -> Candidate:
 def make(
     folder: Path, registry: MemoryRegistry, policy: str, *, kib: float = 2.0, kl: float = 0.1, verdict: Status = "PASS"
 ) -> Candidate:
-    """A registered candidate with a baseline, an engine and a report on disk."""
+    """Return a registered candidate with a baseline, an engine and a report on disk."""
     metrics = {"quality/kl_mean": kl, "memory/max_live_tokens": 1e6 / kib}
     return registry.add(judged_candidate(folder, policy, verdict, metrics=metrics))
 
@@ -100,7 +100,7 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
 
 
 def test_live_tokens_decide_then_the_lower_mean_kl_and_what_is_unknown_loses(fp8: Candidate) -> None:
-    # exact sink and recent tokens cost memory per sequence, which KiB per token does not show
+    # Exact sink and recent tokens need memory per sequence, which KiB per token does not show.
     def one(name: str, tokens: float | None, kl: float | None, **changes: Any) -> Candidate:
         known = {"memory/max_live_tokens": tokens, "quality/kl_mean": kl}
         return changed(fp8, name=name, metrics={key: value for key, value in known.items() if value is not None}, **changes)

@@ -1,4 +1,4 @@
-"""summary.json of a sweep: candidates, jobs that ended, and the exit code."""
+"""summary.json of a sweep: candidates, finished jobs, and the exit code."""
 
 import errno
 import json
@@ -104,11 +104,11 @@ def test_a_sweep_has_finished_when_every_job_ended_and_none_was_interrupted(tmp_
     begin(tmp_path, "one", ["fp8", "int8"])
     finish(tmp_path, "one", 3, job=1)
     finish(tmp_path, "one", 130, job=2)
-    finish(tmp_path, None, 3)  # a promotion that was refused
+    finish(tmp_path, None, 3)  # a refused promotion
     assert load(tmp_path).unfinished == "sweep one did not finish: 1 of 2 jobs ended, not job 2 (int8)"
     finish(tmp_path, "one", 0, job=2)
     assert load(tmp_path).unfinished is None
-    record(tmp_path, "older", FP8)  # by a kvgate that did not count jobs
+    record(tmp_path, "older", FP8)  # written by a kvgate that did not count jobs
     assert load(tmp_path).unfinished is None
 
 

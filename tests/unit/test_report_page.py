@@ -1,4 +1,4 @@
-"""report.html as it is written: what it shows, what it leaves out, and that nothing in it acts."""
+"""The written report.html: contents, omissions, and that no content is active."""
 
 import base64
 import hashlib
@@ -28,7 +28,7 @@ HOSTILE = (
 
 
 class Elements(HTMLParser):
-    """The elements of a page, and all of its text."""
+    """A page's elements and complete text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page of a command: from evidence on disk to a file and to MLflow, and what happens where that fails."""
+"""A command's report page: from evidence on disk to a file and to MLflow, and the handling of errors."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ OWN = {"id": "mine-1", "prompt": "our secret recipe: how much salt?", "reference
 
 
 class Runs:
-    """A tracking store that keeps what is attached."""
+    """A tracking store that keeps attached files."""
 
     def __init__(self) -> None:
         self.attached: dict[str, str] = {}
@@ -28,7 +28,7 @@ class Runs:
 
 
 def candidate(directory: Path, **changes: object) -> Candidate:
-    """The candidate whose evidence lies in a directory, decided anew: a test may have altered its samples."""
+    """Return the candidate whose evidence is in a directory, decided again because a test may have altered its samples."""
     evidence = read_evidence(directory)
     assert evidence.report is not None
     decided = Candidate.decided(decide(evidence.report, evidence.rows, GATES))

@@ -1,4 +1,4 @@
-"""A baseline that answers rightly in other words than the reference: its own words are scored, of both engines, everywhere."""
+"""If the baseline answers correctly with other words than the reference, these words are scored for both engines."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ SAMPLES = [
 WORDS = {
     "s1": "It is 01.",
     "s2": "It is 77.",  # wrong
-    "s3": "03 is the code, I say",  # longer than an answer may be, so that it is cut
+    "s3": "03 is the code, I say",  # cut, because it exceeds the maximum length of an answer
 }
 SAID = [replace(sample, reference=WORDS.get(sample.id, sample.reference)) for sample in SAMPLES]
 RESCORED = {"s1": [*b"It is 01.", EOS], "s3": [*b"03 is the code, I say"][: len("The code is 03.") + 1 + 4]}
@@ -56,7 +56,7 @@ def test_own_words_are_scored_where_they_are_right_and_likelier_than_the_referen
     report = load_report(tmp_path / "report")
     assert report.noise is not None
     assert report.noise.kl_max == pytest.approx(0, abs=1e-9)
-    assert report.noise.tokens == sum(rows[f"s{i}"].scored_tokens for i in range(4))  # what was scored is repeated
+    assert report.noise.tokens == sum(rows[f"s{i}"].scored_tokens for i in range(4))  # the scored texts are repeated
     assert report.overall.fidelity.tokens == sum(row.scored_tokens for row in rows.values())
 
 

@@ -1,4 +1,4 @@
-"""Routes: what a routing file may say, what an engine must prove, and that aliases move together or not at all."""
+"""Routes: contents of routing files, required evidence of engines, and atomic moves of aliases."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,7 +26,7 @@ BOTH = "routes: {retrieval: {policy: fp8, fallback: bf16}, copy: {policy: int8}}
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Fleet:
-    """bf16, fp8 and int8 as versions 1 to 3."""
+    """A fleet with bf16, fp8 and int8 as versions 1 to 3."""
     fleet = Fleet(tmp_path)
     for policy in ("bf16", "fp8", "int8"):
         fleet.add(policy)

@@ -1,4 +1,4 @@
-"""Planted secrets: what is printed, written, refused, logged or given to a child shows none of them."""
+"""Planted secrets never show in output, files, refusals, logs or child processes."""
 
 import io
 import os

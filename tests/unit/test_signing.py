@@ -1,4 +1,4 @@
-"""Signatures: files that are no keys, and evidence that somebody rewrote."""
+"""Signatures: files that are not keys, and rewritten evidence."""
 
 import base64
 import hashlib
@@ -48,7 +48,7 @@ def theirs(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def signed(tmp_path_factory: pytest.TempPathFactory, ours: tuple[Path, Path]) -> Path:
-    """The identity's directory of a judged engine that we signed."""
+    """The identity's directory of a judged engine, signed with our key."""
     return judged_engine(tmp_path_factory.mktemp("signed"), keys=keys(ours[0]))
 
 
@@ -132,7 +132,7 @@ def stage_verify(bundle: Path, trusted: Path) -> Run:
 
 
 def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_path: Path, ours: tuple[Path, Path]) -> None:
-    forged = judged_engine(tmp_path / "store", copy=1)  # other rows, and every digest and manifest made to fit them
+    forged = judged_engine(tmp_path / "store", copy=1)  # other rows, with matching digests and manifests
     trusted = keys(None, ours[1])
     assert {finding.status for finding in replay(read_evidence(forged), SigningConfig())} == {"same"}
     assert signature_finding(forged, trusted) == f"differs, {MISSING}"

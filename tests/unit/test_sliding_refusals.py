@@ -1,4 +1,4 @@
-"""What a backend is not known to keep to, windows of the model or an eviction, it refuses before any work."""
+"""Backends refuse unsupported sliding windows and evictions before any work."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 
 
 
 def model(folder: Path, window: int | None) -> CheckpointInfo:
-    """A Mistral of three layers, which attend to so many of the latest tokens, or to all."""
+    """Return a three-layer Mistral with a sliding window in tokens, or with full attention if `window` is None."""
     return inspect_checkpoint(make(folder, **MISTRAL, sliding_window=window, hidden_size=256))
 
 

@@ -1,4 +1,4 @@
-"""Acceptance of speculative decoding: counted from answers as real speculation counts it, and judged."""
+"""Acceptance of speculative decoding, counted from answers like in real speculation, and judged."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ STOP = 0
 
 
 def speculate(prompt: Sequence[int], said: Sequence[int], propose: Callable[[list[int]], list[int]]) -> int:
-    """Passes of a target that says `said`, each of which verifies what is proposed for the text so far."""
+    """Count the passes of a target that answers `said`. Each pass verifies the proposal for the current text."""
     place = passes = 0
     while place < len(said):
         proposed = propose([*prompt, *said[:place]])
@@ -41,7 +41,7 @@ def speculate(prompt: Sequence[int], said: Sequence[int], propose: Callable[[lis
 
 
 def texts(count: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts and answers of few different tokens, so that they repeat themselves; the stop token ends an answer."""
+    """Return repetitive prompts and answers with few different tokens. Half of the answers end with the stop token."""
     rng = random.Random(0)
     drawn = []
     for _ in range(count):
@@ -69,7 +69,7 @@ def test_prompt_lookup_is_that_of_transformers(tokens: int, ngram: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 5, 50])
 def test_one_forced_pass_of_a_draft_counts_what_its_own_continuations_do(tokens: int) -> None:
     def likely(text: Sequence[int]) -> int:
-        """A draft that is right about as often as not, and whose next token depends on all of its own before."""
+        """A draft that is right about half of the time, and whose next token depends on all of its previous tokens."""
         return random.Random(str(text)).randint(1, 2)
 
     def propose(text: list[int]) -> list[int]:
@@ -148,7 +148,8 @@ def test_an_engine_that_speculates_itself_says_its_counters_beside_our_count() -
     engine = Drafts.__new__(Drafts)
     seen = speculation.speculated_by(engine, answers, items, SpeculationConfig(), greedy)
     assert seen is not None
-    # The prompt's pass says 7; the next proposes 8, 7, 7, of which two are right, and says 8; the last says 7. One token: 1.
+    # The prompt's pass gives 7. The next proposes 8, 7, 7 (two are right) and adds 8. The last gives 7. The one-token
+    # answer takes 1 pass.
     assert (seen.requests, seen.same, seen.tokens, seen.passes, seen.counted_passes) == (2, 1, 6, 8, 4)
     assert (seen.drafts, seen.drafted, seen.accepted) == (3, 9, 1)
     for plain, config in ((FakeEngine.__new__(FakeEngine), SpeculationConfig()), (engine, None)):

@@ -1,4 +1,4 @@
-"""The artifact store: nothing half-written is ever found, and nothing altered is ever reused."""
+"""The artifact store: incomplete artifacts are never found, and altered artifacts are never reused."""
 
 import os
 import shutil
@@ -108,7 +108,7 @@ def test_scratch_of_a_dead_process_goes_and_that_of_a_living_one_stays(tmp_path:
         Store(tmp_path).get(recipe(a=4), write_one)
     left = {path.name for path in (tmp_path / "demo").glob(".*-*")}
     assert left == {f".{living.name}-abcd"}
-    # What was begun and can be gone on with stays; what is finished needs none.
+    # A resumable scratch folder stays; a finished artifact needs none.
     assert {path.name for path in (tmp_path / ".partial" / "demo").iterdir()} == {recipe(a=a).key for a in (2, 3)}
 
 
@@ -170,7 +170,7 @@ def test_a_distribution_that_is_not_installed_is_named_with_the_fix() -> None:
 def test_a_manifest_that_cannot_be_read_hides_no_other_artifact(text: str, tmp_path: Path) -> None:
     store = Store(tmp_path)
     made = store.get(recipe(), write_one)
-    shutil.copytree(made.path, made.path.with_name(f".{made.path.name}-x1"))  # it is being made
+    shutil.copytree(made.path, made.path.with_name(f".{made.path.name}-x1"))  # an artifact that is being made
     broken = made.path.with_name("broken")
     broken.mkdir()
     (broken / MANIFEST).write_text(text, errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""Every model is asked what suits it, and what its baseline cannot answer is said before a candidate runs."""
+"""Every model gets workloads that suit it, and an unsuitable baseline is reported before a candidate runs."""
 
 import json
 import math
@@ -23,7 +23,7 @@ TINY = locate_checkpoint("pkg://stages.tiny/checkpoint")
 
 
 def another(folder: Path, *, template: bool = True) -> Path:
-    """A copy of the tiny model's tokenizer with one word more, as another model has another tokenizer."""
+    """Copy the tiny model's tokenizer with an additional word, to represent another model's tokenizer."""
     shutil.copytree(TINY, folder)
     tokenizer, config = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer["model"]["vocab"]["another"] = len(tokenizer["model"]["vocab"]) + 100
@@ -39,7 +39,7 @@ def another(folder: Path, *, template: bool = True) -> Path:
     ("arguments", "asked", "calibrated"),
     [
         ([], "copy", "copy"),
-        (["model.path={copy}"], "copy", "copy"),  # the tiny model elsewhere
+        (["model.path={copy}"], "copy", "copy"),  # the tiny model in another place
         (["model.path={other}"], "lookup", "lookup"),
         (["model.path={other}", "workloads.samples.lookup=3"], "lookup", "lookup"),
         (["model.path={other}", "workloads=builtin"], "copy", "lookup"),
@@ -71,7 +71,7 @@ def test_few_shot_text_ends_an_answer_as_it_ends_a_line(tmp_path: Path) -> None:
 
 
 def measured(right: int, asked: int, probability: float) -> tuple[list[EncodedSample], Round]:
-    """A round of one kind of work whose right answers, of one token, have a probability."""
+    """Return a round of one workload; right answers, of one token, have the given probability."""
     samples = generate("lookup", asked, seed=0, split="evaluation")
     encoded = [EncodedSample(sample, (1, 2), (3,)) for sample in samples]
     steps = StepStatistics.empty(asked)

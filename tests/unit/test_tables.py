@@ -1,4 +1,4 @@
-"""What a run prints at its end."""
+"""The tables printed at the end of a run."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A policy that changes long sequences alone passes only on samples that are long enough."""
+"""A policy that only changes long sequences passes only on samples that are long enough."""
 
 import pytest
 from gate_reports import CLASSES, answered, report, verdict

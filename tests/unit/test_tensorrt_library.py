@@ -1,4 +1,4 @@
-"""TensorRT's versions, the shapes of plans, and what it takes no plans of."""
+"""TensorRT's versions, the shapes of plans, and policies that TensorRT cannot build."""
 
 import sys
 from types import SimpleNamespace

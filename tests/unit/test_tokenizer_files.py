@@ -1,4 +1,4 @@
-"""A tokenizer.json gives the tokens that it describes, whatever class stands beside it, or the checkpoint is refused."""
+"""A tokenizer.json gives the tokens that it describes, regardless of the configured class, or the checkpoint is refused."""
 
 import json
 import shutil

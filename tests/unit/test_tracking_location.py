@@ -1,4 +1,4 @@
-"""Where the tracking store is, and how its addresses and commands name it."""
+"""The location of the tracking store, and its name in addresses and commands."""
 
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse

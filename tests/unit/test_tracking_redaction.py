@@ -1,4 +1,4 @@
-"""Which names and texts are secrets, and what is shown in their place."""
+"""Detection of secrets in names and texts, and their masking."""
 
 import pytest
 

@@ -155,7 +155,7 @@ def test_the_alias_candidate_is_never_on_an_engine_that_failed(store: MlflowStor
     assert store.alias("candidate") == version(undecided)
     failed = track_one(store, good.model_copy(update={"verdict": "FAIL"}), "c")
     assert store.alias("candidate") is None, "the same engine failed"
-    store.set_alias("candidate", version(failed))  # as an older kvgate left it
+    store.set_alias("candidate", version(failed))  # as left by an older kvgate
     track_one(store, bad, "d")
     assert store.alias("candidate") is None
 
@@ -166,7 +166,7 @@ def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: Ml
     model_id = (store.tags(version(done)) or {})["logged_model"]
     expected = [{"name": "kvgate-tiny", "version": version(done)}]
     assert json.loads(store.client.get_logged_model(model_id).tags["mlflow.modelVersions"]) == expected
-    store.client.delete_logged_model_tag(model_id, "mlflow.modelVersions")  # as an older kvgate left it
+    store.client.delete_logged_model_tag(model_id, "mlflow.modelVersions")  # as left by an older kvgate
     track_one(store, candidate, "b")
     assert json.loads(store.client.get_logged_model(model_id).tags["mlflow.modelVersions"]) == expected
 
@@ -219,7 +219,7 @@ def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: Mlflow
 
 
 def leave_a_run_open(work: Path) -> str:
-    """Open a run in a process that is killed while its stage runs, and return the run's id."""
+    """Open a run in a process that is killed during its stage; return the run's id."""
     code = f"""
 import os, signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Policies whose formats differ by layer and side: how they are put together and chosen."""
+"""Policies with different formats per layer and side: construction and choice."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Paths of any letters arrive as they are typed, and next commands name them so that they arrive again."""
+"""Paths with any characters are accepted as typed, and printed next commands quote them correctly."""
 
 import shlex
 from pathlib import Path

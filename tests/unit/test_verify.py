@@ -1,4 +1,4 @@
-"""stage=verify names every file, digest or verdict that was altered, exchanged or lost, even where it was sealed again."""
+"""stage=verify names every altered, exchanged or lost file, digest or verdict, even if it was sealed again."""
 
 import hashlib
 import os
@@ -99,7 +99,7 @@ def test_whatever_else_was_added_to_the_engine_is_named_and_not_followed(copy: P
     (outside / "evil.so").write_text("")
     (engine / ".hidden").mkdir()
     (engine / ".hidden" / "evil.so").write_text("")
-    (engine / ".manifest.json").write_text("{}")  # the store writes one
+    (engine / ".manifest.json").write_text("{}")  # the store writes such a file
     (engine / ".hidden" / ".manifest.json").write_text("{}")
     (engine / "plugins").symlink_to(outside)
     (engine / "dangling").symlink_to("nowhere")
@@ -141,7 +141,7 @@ def test_a_verdict_that_the_rows_do_not_give_is_named(tmp_path: Path) -> None:
 
 
 def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path) -> None:
-    """As an identity was written before there were rounds: without the rules' version."""
+    """Remove the rules' version, which identities written before the introduction of rounds lack."""
 
     def age(identity: Any) -> None:
         del identity["verdict"]["rules"], identity["verdict"]["round"]
@@ -155,7 +155,7 @@ def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path
 
 
 def test_a_report_that_other_rules_wrote_is_not_read_and_its_rules_are_named(evidence: Path, tmp_path: Path) -> None:
-    """What a report holds changes with the rules: this one lacks a field, and has one that is gone."""
+    """Alter a report as other rules would write it: a field is missing, and an obsolete one is present."""
     copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
     edit(copy / "report.json", lambda report: (report.pop("probes"), report.update(cells={})))
     written = {"report.json": file_digest(copy / "report.json")}

@@ -1,4 +1,4 @@
-"""Evidence that holds what nobody would write is named by stage=verify, and is never a defect."""
+"""Evidence with absurd contents is named by stage=verify, and never causes a defect."""
 
 import json
 import math
@@ -73,7 +73,7 @@ def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one
 
 
 def other_than(value: Any) -> Any:
-    """Another number or text; of every other value, whether it is false, null or empty."""
+    """Return another number or text; for other types, return whether the value is falsy."""
     if isinstance(value, str):
         return f"{value}x"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -82,7 +82,7 @@ def other_than(value: Any) -> Any:
 
 
 def names_only(place: tuple[Any, ...]) -> bool:
-    """Whether a value of an identity says only how something is called."""
+    """Return whether a value of an identity is only a name."""
     return place in (("kvgate",), ("model",)) or place[-1] in ("title", "reason")
 
 
@@ -91,7 +91,7 @@ STRANGE: list[Any] = [None, [], {}, 0, -1, 10**30, 10**400, "x", 1e308, -1e308, 
 
 @pytest.mark.parametrize("name", [IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE])
 def test_a_value_that_is_altered_or_strange_is_noticed_and_never_a_defect(copy: Path, name: str) -> None:
-    """Only what names the identity itself may change unnoticed in a copy, and that changes its digest, which is shown."""
+    """Only values that name the identity itself may change unnoticed in a copy. They change the digest, which is shown."""
     chance, text = random.Random(0), (copy / name).read_text()
     original = [json.loads(row) for row in text.splitlines()] if name == SAMPLES_FILE else json.loads(text)
     places = sorted({place[:depth] for place in leaves(original) for depth in range(1, len(place) + 1)}, key=str)

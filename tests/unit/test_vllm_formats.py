@@ -1,6 +1,6 @@
-"""vLLM's formats as an engine here computes them, against their definition written number by number.
+"""vLLM's formats in the reference engine, compared with their definition written number by number.
 
-tests/real_vllm/test_vllm_codes.py compares the same with vLLM's own kernels.
+tests/real_vllm/test_vllm_codes.py makes the same comparison with vLLM's own kernels.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ K8V4, INT4 = SHIPPED["vllm_k8v4"], SHIPPED["vllm_int4"]
 
 
 def vectors() -> Tensor:
-    """Random ones of many sizes, of one sign, all the same, all zero, and ties: (2, 12, 64)."""
+    """Return vectors (2, 12, 64): random at many magnitudes, of one sign, constant, zero, and with ties."""
     x = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(12.0) - 6)[:, None]
     x[:, 0], x[:, 1] = 0.0, 0.25
     x[:, 2] += 100
@@ -32,7 +32,7 @@ def vectors() -> Tensor:
 
 
 def unpacked(stored: Stored) -> Tensor:
-    """Codes from 0 up: halves of a byte."""
+    """Return codes from 0 up, unpacked from bytes."""
     byte = stored.codes.to(torch.int16)
     return torch.cat([byte & 15, (byte >> 4) + 8], dim=-1)
 
@@ -72,7 +72,7 @@ def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None
     scale = np.maximum((rotated.max(-1) - rotated.min(-1)) / 15, 1e-6)
     zero = np.clip(np.floor(-rotated.min(-1) / scale + 0.5), 0, 15)
     bits = stored.scale[..., 0].numpy().view(np.int32)
-    whole = rotated.std(-1) > 1e-3  # elsewhere the sums are rounding alone
+    whole = rotated.std(-1) > 1e-3  # otherwise the sums are only rounding errors
     assert (bits & 15)[whole].tolist() == zero[whole].astype(int).tolist()
     np.testing.assert_allclose((bits & -16).view(np.float32)[whole], scale[whole], rtol=2e-5)
     steps = rotated / scale[..., None] + zero[..., None]

@@ -1,4 +1,4 @@
-"""The rows of logits that vLLM's worker hands over are those that vLLM chose its tokens from."""
+"""vLLM's worker returns the logits that vLLM actually sampled from."""
 
 import sys
 from importlib import import_module
@@ -28,7 +28,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def handed(worker: Any, path: Path, reported: torch.Tensor) -> Any:
-    """Hand rows over whose steps vLLM reports these logits of."""
+    """Return the worker's answer for rows whose steps vLLM reports with the logits `reported`."""
     for step, row in enumerate(ROWS):
         worker.kvgate_rows.put(str(path), REQUEST, step, row)
     said = [

@@ -1,4 +1,4 @@
-"""Which of vLLM's caches a policy is, and what is refused; tests/real_vllm has the library itself."""
+"""The vLLM cache type of a policy, and refusals. tests/real_vllm tests the library itself."""
 
 from pathlib import Path
 from types import SimpleNamespace

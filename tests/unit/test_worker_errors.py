@@ -1,4 +1,4 @@
-"""Errors of a library in an interpreter of its own are a short line."""
+"""Errors of a library in its own interpreter become one short line."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Questions that other packages carry: who lacks the package, or has another version, reads the command before any work."""
+"""Questions from other packages: if a package is missing or has another version, the fix is shown before any work."""
 
 from importlib import metadata
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Generated samples: deterministic, apart between splits, derivable and unambiguous, strict JSON, hard distractors."""
+"""Generated samples: deterministic, disjoint between splits, derivable and unambiguous, strict JSON, hard distractors."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from stages.workloads.trained import TOOLS, similar_ids, similar_records
 
 COUNT = 60
 names = pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "documentation"])
-"""Python's documentation has fewer than COUNT pages: tests/unit/test_workloads_chat.py."""
+"""Workload names. Python's documentation has fewer than COUNT pages: tests/unit/test_workloads_chat.py."""
 
 
 def facts_in(text: str, separator: str) -> list[tuple[str, str]]:

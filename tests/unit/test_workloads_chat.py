@@ -1,4 +1,4 @@
-"""Workloads for chat models: pages of people, four questions about each, and pages of Python's documentation."""
+"""Workloads for chat models: pages about people with four questions each, and pages of Python's documentation."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ names = pytest.mark.parametrize("name", list(QUESTIONS))
 
 
 def page_of(sample: Sample) -> str:
-    """The text of the page, without the first worked question."""
+    """Return the text of the page, without the first worked question."""
     return sample.messages[0][1].rpartition("\n\n")[0]
 
 
 def told_in(sample: Sample) -> str:
-    """All that the user says, but no question."""
+    """Return all of the user's messages except questions."""
     said = [content for role, content in sample.messages[1:] if role == "user" and "?" not in content]
     return "\n".join([page_of(sample), *said])
 
