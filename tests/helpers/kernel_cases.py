@@ -134,7 +134,7 @@ def planned(layout: CacheLayout, lengths: Tensor, programs: int) -> launch.Plan:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever waits for the GPU raises."""
+    """Raise if any operation waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

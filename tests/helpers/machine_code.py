@@ -38,7 +38,7 @@ def accesses(cubin: bytes) -> Counter[str]:
         path.write_bytes(cubin)
         command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # As spacers before copies, ptxas emits loads under a constantly false predicate (`@!PT`). They load nothing.
+    # Before copies, ptxas emits spacers: loads under a constantly false predicate (`@!PT`), which load nothing.
     lines = [line for line in text.splitlines() if "@!PT" not in line]
     return Counter(re.findall(r"\b((?:LDGSTS|LDG|STG|LDL|STL)[.\w]*)", "\n".join(lines)))
 

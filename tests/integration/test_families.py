@@ -54,7 +54,7 @@ pytestmark = pytest.mark.every
 
 @dataclass(frozen=True)
 class Served:
-    """A random model of a family, with the files that the pipeline made from it."""
+    """A random model of a family, and the folder of its checkpoint, exports and bundles."""
 
     model: PreTrainedModel
     root: Path

@@ -36,7 +36,7 @@ PROBLEMS = (
     ("Tom has 7 figs and eats half of one. How many are left?", "7-.5=<<7-.5=6.5>>6.5 figs are left.\n#### 6.5"),
 )
 RESULTS = (["300", "1,500", "1500"], ["6.5", "6.5"])
-"""Scored results of each problem."""
+"""Scored results, by problem."""
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted
     assert "without evidence that would hold fewer live tokens" in lines
 
 
-# The stage on evidence as a run leaves it
+# stage=recommend on evidence as a run leaves it
 
 EXERCISED = Exercised(longest_context=1000, longest_decode=200, batch=16)
 SIZES = {
