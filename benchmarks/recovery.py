@@ -23,7 +23,7 @@ from pipeline.statistics.bets import Array
 from pipeline.verdict.gates import Gates
 from pipeline.verdict.gates.answers import accuracy
 from pipeline.verdict.gates.recovery import recovery
-from pipeline.verdict.registry import Evidence
+from pipeline.verdict.registry import GateInput
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import read_round
@@ -117,7 +117,7 @@ def show(answers: Answers) -> None:
             if count > len(kept):
                 cells.append("not asked")
                 continue
-            evidence = Evidence(nothing, rows_of(answers, policy, range(count)))
+            evidence = GateInput(nothing, rows_of(answers, policy, range(count)))
             kinds = list(recovery(evidence, gates))
             level = gates.alpha / 2 / len(kinds)
             checks = [kind.check(kind.test(level, gates, last=True), gates) for kind in kinds]

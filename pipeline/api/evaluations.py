@@ -98,7 +98,7 @@ def evaluate(
         config = config.model_copy(update={"kv": kv})
     check_inputs(config)
 
-    job = console.Job(config.stage, " ".join([config.kv.name, *(f"{key}={overrides[key]}" for key in own)]))
+    job = console.RunningJob(config.stage, " ".join([config.kv.name, *(f"{key}={overrides[key]}" for key in own)]))
     sweep = summary.new_sweep()
     with nullcontext() if verbose else console.silent():
         try:

@@ -27,7 +27,7 @@ from pipeline.evidence.identity import (
 from pipeline.registry.promotion import Finding
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Version
-from pipeline.routing.engines import Engine
+from pipeline.routing.engines import RoutableEngine
 from pipeline.trust.signing import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
@@ -162,7 +162,7 @@ def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evid
     return candidate, evidence
 
 
-def registered_engine(store: Path, version: Version) -> Engine:
+def registered_engine(store: Path, version: Version) -> RoutableEngine:
     """Return a registered engine for routing. Arguments and errors: see `registered_candidate`."""
     candidate, evidence = registered_candidate(store, version)
     report = evidence.report
@@ -173,7 +173,7 @@ def registered_engine(store: Path, version: Version) -> Engine:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     system = report.system
     workloads = frozenset(row.workload for row in evidence.rows)
-    return Engine(candidate, policy, system.max_live_tokens, (system.budget_gib, system.sequence_tokens), workloads)
+    return RoutableEngine(candidate, policy, system.max_live_tokens, (system.budget_gib, system.sequence_tokens), workloads)
 
 
 def lineage(identity: Identity) -> list[Finding]:

@@ -62,7 +62,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GGUFTensor:
     """Location, type and shape of a tensor in the file."""
 
     kind: str
@@ -80,7 +80,7 @@ class Header:
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GGUFTensor]
 
     def error(self, problem: str) -> UserError:
         """Return the error for a problem of this file."""
@@ -195,7 +195,7 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise _Unreadable(f"general.alignment={alignment}; it must be a power of two")
     start = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, GGUFTensor] = {}
     for name, shape, number, offset in entries:
         if name in tensors:
             raise _Unreadable(f"tensor {name} appears twice")
@@ -206,7 +206,7 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
     return Header(path, metadata, tensors)
 
 
-def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
+def _refuse_overlap(tensors: dict[str, GGUFTensor]) -> None:
     """Refuse tensors that share bytes, since at least one tensor would have another tensor's weights."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
@@ -235,7 +235,7 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.integer("I"), cursor.integer("Q")
 
 
-def _tensor(name: str, shape: tuple[int, ...], number: int, offset: int, size: int) -> Tensor:
+def _tensor(name: str, shape: tuple[int, ...], number: int, offset: int, size: int) -> GGUFTensor:
     if number not in TENSOR_TYPES:
         raise _Unreadable(
             f"tensor {name} has type {number}, which cannot be read here; convert the model to one of "
@@ -247,4 +247,4 @@ def _tensor(name: str, shape: tuple[int, ...], number: int, offset: int, size: i
     nbytes = math.prod(shape) // block * block_bytes
     if offset + nbytes > size:
         raise _Unreadable(f"it is truncated: tensor {name} ends at byte {offset + nbytes:,} of {size:,}; download it again")
-    return Tensor(kind, shape, offset, nbytes)
+    return GGUFTensor(kind, shape, offset, nbytes)

@@ -164,7 +164,7 @@ def _require(holds: bool, reason: str) -> None:
 
 
 @dataclass(frozen=True)
-class Move:
+class PromotionMove:
     """The engine that serves after a promotion or a rollback."""
 
     champion: str
@@ -267,7 +267,7 @@ def promote(
     *,
     name: str | None = None,
     rival: Candidate | None = None,
-) -> Move:
+) -> PromotionMove:
     """Make the best candidate that passed the champion.
 
     With a `name`, the user requested the only candidate by name. The `rival` is the current champion. It stays if no candidate
@@ -275,7 +275,7 @@ def promote(
     """
     best = choose(candidates) if name is not None else choose(candidates, _rolled_back(registry))
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
-        return Move(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
+        return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
     try:
         covered = verify(best, replay, decide).covered
     except (GateRefusal, MissingRequirement) as error:
@@ -284,7 +284,7 @@ def promote(
     with locked(registry.lock, "a promotion"):
         old = registry.alias("champion")
         if old == version:
-            return Move(best.name, f"{best.name} (version {version}) is the champion already")
+            return PromotionMove(best.name, f"{best.name} (version {version}) is the champion already")
         since = _rolled_back(registry).get(best.report.digest)
         if since is not None and name is None:  # by another user during the replay
             raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
@@ -296,7 +296,7 @@ def promote(
     over = f" over version {old}" if old is not None else ""
     note = f"; it had been rolled back at {since}" if since is not None else ""
     held = f", {covered}" if covered is not None else ""
-    return Move(best.name, f"{best.name} (version {version}) is the champion{over}{note}{held}")
+    return PromotionMove(best.name, f"{best.name} (version {version}) is the champion{over}{note}{held}")
 
 
 def _rolled_back(registry: Registry) -> dict[str, str]:
@@ -318,7 +318,7 @@ Prove = Callable[[Version], None]
 """Replays the evidence of a version. Raises the same exceptions as `verify`."""
 
 
-def rollback(registry: Registry, prove: Prove) -> Move:
+def rollback(registry: Registry, prove: Prove) -> PromotionMove:
     """Bring the previous champion back after a replay of its evidence."""
     with locked(registry.lock, "a rollback"):
         bad, previous = registry.alias("champion"), registry.alias("previous")
@@ -337,4 +337,4 @@ def rollback(registry: Registry, prove: Prove) -> Move:
         registry.set_alias("champion", previous)
         registry.delete_alias("previous")
     name = tags.get("kv", f"version {previous}")
-    return Move(name, f"{name} (version {previous}) is the champion again, version {bad} is not")
+    return PromotionMove(name, f"{name} (version {previous}) is the champion again, version {bad} is not")

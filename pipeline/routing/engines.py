@@ -15,7 +15,7 @@ from pipeline.verdict.gates import Decide
 
 
 @dataclass(frozen=True)
-class Engine:
+class RoutableEngine:
     """A registered engine with its evidence on this machine."""
 
     candidate: Candidate
@@ -43,14 +43,14 @@ class Engines:
     """The registered engines of a model, and the checks that a promotion makes."""
 
     registry: Registry
-    find: Callable[[Version], Engine]
+    find: Callable[[Version], RoutableEngine]
     """Returns the engine of a version. Raises GateRefusal if its evidence is missing."""
     replay: Replay
     decide: Decide
     proofs: dict[str, Proof] = field(default_factory=dict)
     """Version -> result of its replay. A replay takes seconds, and an engine may serve several classes."""
 
-    def named(self, name: str, key: str) -> Engine:
+    def named(self, name: str, key: str) -> RoutableEngine:
         """Return the latest version with this name, or the version with this number.
 
         `key` locates the name in the routing file, for messages.
@@ -65,7 +65,7 @@ class Engines:
         except GateRefusal as error:
             raise GateRefusal(f"{key}={name}: {error}") from error
 
-    def prove(self, engine: Engine, workload: str) -> None:
+    def prove(self, engine: RoutableEngine, workload: str) -> None:
         """Check the engine's evidence again, and check that it covers the class."""
         if engine.version not in self.proofs:
             self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide)
@@ -79,7 +79,7 @@ class Engines:
             if line.status not in ("PASS", "WARNING"):
                 raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
 
-    def proven(self, engine: Engine, workload: str, key: str) -> Engine:
+    def proven(self, engine: RoutableEngine, workload: str, key: str) -> RoutableEngine:
         """Return the engine after `prove`, whose errors are raised in one line that names the key."""
         try:
             self.prove(engine, workload)
@@ -88,7 +88,7 @@ class Engines:
         return engine
 
 
-def check_classes(named: Mapping[str, Iterable[Engine]]) -> None:
+def check_classes(named: Mapping[str, Iterable[RoutableEngine]]) -> None:
     """Refuse a class that kvgate does not know and no engine of the routing file was judged on. Raises UserError."""
     judged = {workload for engines in named.values() for engine in engines for workload in engine.workloads}
     for workload in named:

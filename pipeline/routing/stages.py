@@ -22,13 +22,13 @@ from typing import Literal
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.registry.promotion import PASS
-from pipeline.routing.engines import Engine, Engines, check_classes
+from pipeline.routing.engines import Engines, RoutableEngine, check_classes
 from pipeline.routing.files import DEFAULT, ClassSnapshot, MonitorConfig, RoutingConfig, Share, read_routing_file, read_snapshot
 from pipeline.routing.moves import Move, alias_of, left, make_moves, read_aliases, way_back
 
 
 @dataclass(frozen=True, order=True)
-class Step:
+class RoutingStep:
     """The changes that a smaller engine would bring. The smallest change sorts first."""
 
     keys: bool
@@ -41,10 +41,10 @@ class Step:
         return f"{what}, {self.gained:,} live tokens more in the same memory"
 
 
-def step(now: Engine, to: Engine) -> Step:
+def step(now: RoutableEngine, to: RoutableEngine) -> RoutingStep:
     one, other = now.policy, to.policy
     fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens
-    return Step(
+    return RoutingStep(
         keys=_keys(one) != _keys(other) or fewer,
         young_values=_young_values(one) != _young_values(other) or fewer,
         gained=to.live_tokens - now.live_tokens,
@@ -64,9 +64,11 @@ def _young_values(policy: KVPolicy) -> tuple[object, ...]:
     return window or policy.value, overrides
 
 
-def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool, say: Callable[[str], None]) -> Engine:
+def step_down(
+    engines: Engines, now: RoutableEngine, workload: str, quality_holds: bool, say: Callable[[str], None]
+) -> RoutableEngine:
     """Return the first engine, in the module's order, that is proven for the class. Rejections are reported to `say`."""
-    larger, broken = list[Engine](), set[str]()
+    larger, broken = list[RoutableEngine](), set[str]()
     for version in engines.registry.registered():
         cites = version.tags.get("baseline_digest") == now.candidate.baseline.digest
         if version.tags.get("verdict") != PASS or not cites or version.number == now.version:
@@ -149,7 +151,7 @@ Say = Callable[[str], None]
 
 def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
     """Set the routes of the routing file. Classes that the file does not name keep their routes."""
-    named: dict[str, dict[str, Engine]] = {}  # class -> key of the routing file -> engine
+    named: dict[str, dict[str, RoutableEngine]] = {}  # class -> key of the routing file -> engine
     for workload, entry in read_routing_file(routing).by_class.items():
         place = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
         keys = {f"{place}.policy": entry.policy, f"{place}.fallback": entry.fallback}

@@ -51,13 +51,13 @@ def holding(config: Config) -> AbstractContextManager[None]:
     return used(root, make=config.stage in MAKING or root.is_dir())
 
 
-def run(config: Config, sweep: str, job: console.Job | None = None, *, sweeping: bool = False) -> None:
+def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sweeping: bool = False) -> None:
     """Run one job, and record its candidate and its exit code in summary.json.
 
     Raises UserError, GateRefusal or MissingRequirement for problems that a person or CI can act on. Other exceptions are
     defects.
     """
-    job, judging = job or console.Job(config.stage, config.kv.name), config.stage in JUDGING
+    job, judging = job or console.RunningJob(config.stage, config.kv.name), config.stage in JUDGING
     if judging and not sweeping:
         summary.begin(config.work, sweep, [job.policy], command=commands.whole())
     code = DEFECT

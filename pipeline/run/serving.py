@@ -22,7 +22,7 @@ from pipeline.routing.engines import Engines
 from pipeline.run.job import Run
 from pipeline.run.showing import compare_in_mlflow, show, warned
 from pipeline.terminal import console, next_steps, tables
-from pipeline.terminal.next_steps import Step
+from pipeline.terminal.next_steps import NextStep
 from pipeline.terminal.tables import REPORT
 from pipeline.verdict.delivery import scale_findings
 from pipeline.verdict.gates import decide
@@ -93,7 +93,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 
 
 @contextmanager
-def _advised(step: Callable[[Exception], Step], refusals: tuple[type[Exception], ...] = (GateRefusal,)) -> Iterator[None]:
+def _advised(step: Callable[[Exception], NextStep], refusals: tuple[type[Exception], ...] = (GateRefusal,)) -> Iterator[None]:
     """Print the next step if the block is refused."""
     try:
         yield
@@ -157,7 +157,7 @@ def verify(run: Run) -> None:
         identity = evidence.identity
         console.show("findings", tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))
 
-    def after(error: Exception) -> Step:
+    def after(error: Exception) -> NextStep:
         return next_steps.after_difference(differs=isinstance(error, GateRefusal))
 
     with _advised(after, (GateRefusal, MissingRequirement)):

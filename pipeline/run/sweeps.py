@@ -30,7 +30,7 @@ from pipeline.run.runner import holding, run
 from pipeline.run.showing import compare_in_mlflow, show
 from pipeline.terminal import commands, console, next_steps, tables
 from pipeline.terminal.junit import JUNIT, write_junit
-from pipeline.terminal.next_steps import Step
+from pipeline.terminal.next_steps import NextStep
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
 UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
@@ -41,7 +41,7 @@ UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
 class Ended:
     code: int
     said: str = ""
-    step: Step | None = None
+    step: NextStep | None = None
     """Next step that follows from the error."""
 
 
@@ -63,11 +63,11 @@ class Task:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         number, config = HydraConfig.get().job.num, to_config(composed)
         console.configure(config.log, verbose=config.verbose)
-        job = console.Job(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
+        job = console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
         return _attempt(config, self.sweep, job)
 
 
-def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = True) -> Ended:
+def _attempt(config: Config, sweep: str, job: console.RunningJob, *, sweeping: bool = True) -> Ended:
     """Run a job and return how it ended. An error does not stop a sweep."""
     try:
         run(config, sweep, job, sweeping=sweeping)
@@ -89,7 +89,7 @@ def run_command(planned: Plan) -> int:
         with holding(planned.jobs[0]):  # held between jobs too
             return _sweep(planned, new_sweep())
     config, name = planned.jobs[0], planned.names[0]
-    return _attempt(config, new_sweep(), console.Job(config.stage, name), sweeping=False).code
+    return _attempt(config, new_sweep(), console.RunningJob(config.stage, name), sweeping=False).code
 
 
 def _sweep(planned: Plan, sweep: str) -> int:
@@ -104,7 +104,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
     try:
         if launcher == BASIC:
             jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
-            ended = [_attempt(one, sweep, console.Job(one.stage, name, n, len(planned.jobs))) for n, (one, name) in jobs]
+            ended = [_attempt(one, sweep, console.RunningJob(one.stage, name, n, len(planned.jobs))) for n, (one, name) in jobs]
         else:
             ended = launch(planned, more, Task(sweep, planned.names, tuple(commands.typed())))
             finish(launcher)
@@ -127,12 +127,12 @@ def _sweep(planned: Plan, sweep: str) -> int:
 def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
     """Repeat the refusals that jobs wrote to their log files."""
     for number, (job, name) in enumerate(zip(ended, planned.names, strict=True), start=1):
-        place = console.Job(planned.jobs[0].stage, name, number, len(ended)).name
+        place = console.RunningJob(planned.jobs[0].stage, name, number, len(ended)).name
         for line in job.said.splitlines():
             console.error(f"{place}{line}", exit_code=job.code)
 
 
-def _conclude(planned: Plan, sweep: str, code: int = 0, step: Step | None = None) -> int:
+def _conclude(planned: Plan, sweep: str, code: int = 0, step: NextStep | None = None) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
     The result is the worst of `code` and the jobs' exit codes. If all are 0, it tells whether a candidate passed.

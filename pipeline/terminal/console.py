@@ -52,7 +52,7 @@ def relative(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunningJob:
     """The job of this process."""
 
     stage: str
@@ -86,7 +86,7 @@ class _Speech:
     mode: str = "human"
     verbose: bool = False
     """Whether details are shown to people."""
-    job: Job | None = None
+    job: RunningJob | None = None
     streams: Streams | None = None
     """The process's stdout and stderr with `log=json`."""
     report: Console | None = None
@@ -106,7 +106,7 @@ _speech = _Speech()
 _showing = threading.Lock()
 
 
-def begin(job: Job, about: str | None) -> None:
+def begin(job: RunningJob, about: str | None) -> None:
     """Announce a job. `about`: description for people; None announces it in JSON only."""
     _speech.job = job
     text = f"{job.place}{job.stage} {job.policy}{about or ''}"

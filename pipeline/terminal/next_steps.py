@@ -33,7 +33,7 @@ SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """Model shape for comparing the bytes of policies."""
 
 
-class Step(StrictModel):
+class NextStep(StrictModel):
     """A suggestion for the next step."""
 
     why: str
@@ -41,7 +41,7 @@ class Step(StrictModel):
     """Shell command; null if the step is not a command."""
 
 
-def show(step: Step) -> None:
+def show(step: NextStep) -> None:
     """Print a suggestion."""
     lines = ["", f"[bold]Next[/]: {escape(step.why)}{':' if step.command is not None else ''}"]
     if step.command is not None:
@@ -49,11 +49,11 @@ def show(step: Step) -> None:
     console.result("next", *lines, paste=True, **step.model_dump())
 
 
-def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> Step:
+def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> NextStep:
     """Return the next step after stage=quantize or stage=build."""
     after = {"quantize": ("build", "build the engine"), "build": ("evaluate", "judge it against the FP16-KV engine")}
     following, why = after[stage]
-    return Step(why=why, command=judging(base, f"stage={following}", sweep=sweep))
+    return NextStep(why=why, command=judging(base, f"stage={following}", sweep=sweep))
 
 
 def after_judging(
@@ -64,7 +64,7 @@ def after_judging(
     swept: Sequence[str] = (),
     unfinished: bool = False,
     asking_s: float = 0.0,
-) -> Step:
+) -> NextStep:
     """Return the next step after the verdicts of an evaluation or a sweep.
 
     Args:
@@ -76,43 +76,45 @@ def after_judging(
         asking_s: Seconds for the questions of a quick look; 0 if unknown.
     """
     if unfinished:
-        return Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
+        return NextStep(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
     if all(one.is_blind for one in candidates):
-        return Step(
+        return NextStep(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache changed nothing that was "
             "measured, so no policy can be told from another (docs/verdict.md#inconclusive-what-now)"
         )
     if QUICK in base and any(one.verdict != "FAIL" for one in candidates):
         takes = f", about {duration(FULL_TIMES * asking_s)} more if all are asked" if asking_s else ""
         why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
-        return Step(why=why, command=judging([part for part in base if part != QUICK], sweep=bool(swept)))
+        return NextStep(why=why, command=judging([part for part in base if part != QUICK], sweep=bool(swept)))
     if any(one.verdict == PASS for one in candidates):
         if config.tracking.enabled:
-            return Step(why="make the best that passed the champion", command=promoting(config))
+            return NextStep(why="make the best that passed the champion", command=promoting(config))
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (what was made is reused)"
-        return Step(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
+        return NextStep(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
     failed = [one.policy for one in candidates]
     return _ask_more(config, undecided, base, swept) if undecided else _finer(config, failed, base, swept)
 
 
-def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False) -> Step:
+def after_weak(
+    config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False
+) -> NextStep:
     """Return the next step if the baseline fails the workloads in `weak` but can answer the workloads in `able`."""
     asked = config.workloads.samples
     if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
         without = [f"++workloads.samples.{name}=0" for name in weak]
-        return Step(why=f"judge it on what it can do ({', '.join(able)})", command=judging(base, *without, sweep=sweep))
+        return NextStep(why=f"judge it on what it can do ({', '.join(able)})", command=judging(base, *without, sweep=sweep))
     if set(weak) <= TRAINED:
         why = "ask what language models can do, instead of what the tiny model was trained on"
-        return Step(why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
-    return Step(
+        return NextStep(why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
+    return NextStep(
         why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE "
         "(docs/start.md#my-questions)"
     )
 
 
-def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> Step:
+def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step with enough questions to decide these candidates, or with the reason why no number would decide."""
     needed: dict[str, int] = {}
     for workload, count in (item for one in undecided for item in one.samples_needed.items()):
@@ -135,7 +137,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     own = [name for name in needed if name not in (*counts, "all", "gsm8k")]
     if stuck is not None or not (changes or own):
         reason = next((check.reason for check in (stuck, *still_open) if check is not None), "no check was recorded")
-        return Step(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
+        return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
     if max((*counts.values(), *needed.values())) > MOST_SAMPLES:
         finer = _finer(config, [one.policy for one in undecided], base, swept)
         return finer.model_copy(update={"why": f"{said}, too near the limit for any number of questions: {finer.why}"})
@@ -146,10 +148,10 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     asking = ", ".join(f"{needed[name]:,} of {name}" for name in own)
     parts = [f"add questions to {config.workloads.jsonl} (about {asking})"] if own else []
     why = "; ".join([said, *parts, "ask enough questions to decide it"])
-    return Step(why=why, command=judging(base, *changes, sweep=len(undecided) > 1 or not only_policies))
+    return NextStep(why=why, command=judging(base, *changes, sweep=len(undecided) > 1 or not only_policies))
 
 
-def _finer(config: Config, failed: Sequence[str], base: Sequence[str], swept: Sequence[str] = ()) -> Step:
+def _finer(config: Config, failed: Sequence[str], base: Sequence[str], swept: Sequence[str] = ()) -> NextStep:
     """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
     known = {path.stem for path in (CONF / "kv").glob("*.yaml")}
     tried = [config.kv, *load_policies("kv", [name for name in failed if name in known])]
@@ -158,18 +160,18 @@ def _finer(config: Config, failed: Sequence[str], base: Sequence[str], swept: Se
     finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in failed), None)
     if finer is not None:
         still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
-        return Step(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}", sweep=still))
+        return NextStep(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}", sweep=still))
     why = "no uniform policy that keeps more is left: search formats by layer and side"
-    return Step(why=why, command=standing(config, "tune"))
+    return NextStep(why=why, command=standing(config, "tune"))
 
 
-def after_promotion(config: Config, engine: Path) -> Step:
+def after_promotion(config: Config, engine: Path) -> NextStep:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
     bundle = f"bundle={written(str(engine))}"
-    return Step(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
+    return NextStep(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
 
 
-def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> Step:
+def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> NextStep:
     """Return the next step after a refused promotion."""
     failed = [one.policy for one in candidates if one.verdict == "FAIL"]
     if failed and not any(one.verdict == PASS for one in candidates):
@@ -177,15 +179,15 @@ def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> Step:
     return after_move(config)
 
 
-def after_move(config: Config) -> Step:
-    return Step(why="see what serves now", command=standing(config, "status"))
+def after_move(config: Config) -> NextStep:
+    return NextStep(why="see what serves now", command=standing(config, "status"))
 
 
-def after_capacity(base: Sequence[str]) -> Step:
-    return Step(why="ask which policy has evidence for this use", command=judging(base, "stage=recommend"))
+def after_capacity(base: Sequence[str]) -> NextStep:
+    return NextStep(why="ask which policy has evidence for this use", command=judging(base, "stage=recommend"))
 
 
-def after_tuning(config: Config, chosen: str, folder: Path | None) -> Step:
+def after_tuning(config: Config, chosen: str, folder: Path | None) -> NextStep:
     """Return the step that judges the policy chosen by a search.
 
     Args:
@@ -197,10 +199,10 @@ def after_tuning(config: Config, chosen: str, folder: Path | None) -> Step:
     if folder is not None:
         base = searching_too(base, folder)
     base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
-    return Step(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))
+    return NextStep(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))
 
 
-def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> Step | None:
+def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> NextStep | None:
     """Return the next step for a work directory; None without a suggestion.
 
     Args:
@@ -211,42 +213,42 @@ def after_status(config: Config, *, judged: bool, promotable: bool, champion: Pa
         prunable: Whether there are unused artifacts.
     """
     if not judged:
-        return Step(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8"))
+        return NextStep(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8"))
     if promotable:
-        return Step(why="make the best of the last sweep the champion, by its gates", command=promoting(config))
+        return NextStep(why="make the best of the last sweep the champion, by its gates", command=promoting(config))
     if prunable:
-        return Step(why="see what nothing needs any more", command=standing(config, "prune"))
+        return NextStep(why="see what nothing needs any more", command=standing(config, "prune"))
     return after_promotion(config, champion) if champion is not None else None
 
 
-def after_no_recommendation(base: Sequence[str]) -> Step:
-    return Step(why="make the evidence with a command from above, and ask again", command=judging(base, "stage=recommend"))
+def after_no_recommendation(base: Sequence[str]) -> NextStep:
+    return NextStep(why="make the evidence with a command from above, and ask again", command=judging(base, "stage=recommend"))
 
 
-def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> Step:
+def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> NextStep:
     """Return the step that promotes the recommended policy by name, if it is a candidate of the last sweep; else `status`."""
     if any(one.name == chosen and one.registration is not None for one in candidates):
-        return Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
-    return Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))
+        return NextStep(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
+    return NextStep(why="see which sweep judged it, and what serves", command=standing(config, "status"))
 
 
-def after_verify(config: Config) -> Step:
+def after_verify(config: Config) -> NextStep:
     """Return the step that loads a verified engine."""
     loaded = f"load({json.dumps(config.bundle)})"
     program = f'from pipeline.api import load; print({loaded}.generate("Copy: 04 Bergen 14 Tartu"))'
     python = begun().removesuffix(" -m pipeline")
-    return Step(why="it is the engine that was judged: load it", command=f"{python} -c {shlex.quote(program)}")
+    return NextStep(why="it is the engine that was judged: load it", command=f"{python} -c {shlex.quote(program)}")
 
 
-def after_difference(*, differs: bool) -> Step:
+def after_difference(*, differs: bool) -> NextStep:
     """Return the next step for an engine that differs from the judged engine, or that lacks some files."""
     why = "do not serve it; fetch it again, or judge it again" if differs else "bring what is missing, or judge it again"
-    return Step(why=f"{why}: what is whole is reused, what was altered is made anew")
+    return NextStep(why=f"{why}: what is whole is reused, what was altered is made anew")
 
 
-def after_prune(config: Config, *, would_free: bool) -> Step:
+def after_prune(config: Config, *, would_free: bool) -> NextStep:
     """Return the step that removes the listed artifacts; if they are removed, the step that shows the rest."""
     keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
     if would_free:
-        return Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))
-    return Step(why="see what is left", command=standing(config, "status"))
+        return NextStep(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))
+    return NextStep(why="see what is left", command=standing(config, "status"))

@@ -14,7 +14,7 @@ from pipeline.planning.capacity import Capacity
 from pipeline.planning.recommend import NO_EVIDENCE, Recommendation
 from pipeline.planning.use import GIB
 from pipeline.registry import promotion
-from pipeline.registry.promotion import PASS, Finding, Move
+from pipeline.registry.promotion import PASS, Finding, PromotionMove
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
 from pipeline.terminal.commands import command_line
@@ -159,7 +159,7 @@ def _saved(candidate: Candidate) -> str:
     return f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
 
 
-def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
+def print_promotion(candidates: Sequence[Candidate], move: PromotionMove) -> None:
     """Print the engine that serves now, and the reason why every other candidate does not serve."""
     print_comparison(candidates)
     console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
@@ -167,7 +167,7 @@ def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
         console.result("not_chosen", f"  not {escape(name)}: {escape(reason)}", candidate=name, reason=reason)
 
 
-def passed_over(candidates: Sequence[Candidate], move: Move) -> dict[str, str]:
+def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
     """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
     champion = next((c for c in candidates if c.name == move.champion), None)
     reasons = {}

@@ -33,7 +33,7 @@ from pipeline.evidence.identity import IDENTITY_FILE, Identity, read_identity
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import locate
-from pipeline.upkeep.registered import Model, read_registered
+from pipeline.upkeep.registered import RegisteredModel, read_registered
 
 UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
 """Kinds of pieces that are not artifacts: resumable work of an interrupted command, and temporary directories."""
@@ -125,7 +125,7 @@ class Found:
     pieces: Sequence[Piece]
     evidence: Mapping[str, Held]
     """Identities by the sha256 of identity.json."""
-    models: Sequence[Model]
+    models: Sequence[RegisteredModel]
     sweeps: Sequence[Sweep]
     """Sweeps, the latest first."""
     problems: Sequence[Exception]
@@ -135,7 +135,7 @@ class Found:
 def find(config: Config) -> Found:
     """Read a work directory and the tracking store. Nothing is written or made."""
     root, problems = config.work / "artifacts", list[Exception]()
-    pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Sweep](), list[Model]()
+    pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Sweep](), list[RegisteredModel]()
     for piece in pieces:
         if piece.kind == "identity":
             try:

@@ -28,7 +28,7 @@ FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrunePlan:
     """Pieces to remove from a store, in this order, and the reasons for pieces that stay."""
 
     gone: tuple[Piece, ...]
@@ -61,7 +61,7 @@ def prune(config: Config) -> None:
     next_steps.show(next_steps.after_prune(config, would_free=not config.prune.apply and bool(plan.gone)))
 
 
-def make_plan(config: Config) -> Plan:
+def make_plan(config: Config) -> PrunePlan:
     """Return the pieces to remove and to keep. Raises UserError or MissingRequirement if the needs cannot be determined."""
     found = find(config)
     for problem in found.problems:
@@ -82,7 +82,7 @@ def make_plan(config: Config) -> Plan:
     ]
     stays = [piece for piece in found.pieces if piece.place in reasons]
     freed = distinct_bytes(found.pieces) - distinct_bytes(stays)
-    return Plan(tuple(gone), freed, dict(Counter(reasons.values())), tuple(behind))
+    return PrunePlan(tuple(gone), freed, dict(Counter(reasons.values())), tuple(behind))
 
 
 def _check_known(config: Config, found: Found) -> None:
@@ -117,7 +117,7 @@ def remove(root: Path, gone: Sequence[Piece]) -> None:
             file.unlink()
 
 
-def _print(plan: Plan, *, applied: bool) -> None:
+def _print(plan: PrunePlan, *, applied: bool) -> None:
     if plan.gone:
         kinds = dict.fromkeys(piece.kind for piece in plan.gone)
         of_kind = {kind: [piece for piece in plan.gone if piece.kind == kind] for kind in kinds}

@@ -8,7 +8,7 @@ from pipeline.registry.tracking import IDENTITY_TAG, Location, Version
 
 
 @dataclass(frozen=True)
-class Model:
+class RegisteredModel:
     """A registered model: its versions and aliases."""
 
     name: str
@@ -21,7 +21,7 @@ class Model:
         return {alias: self.versions.get(number, Version(number, {})) for alias, number in self.aliases.items()}
 
 
-def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
+def read_registered(location: Location, identities: Collection[str]) -> list[RegisteredModel]:
     """Read the configured registered model, and each model with a version that cites a given identity.
 
     If a SQLite file does not exist, nothing is read, and the file is not created.
@@ -31,7 +31,7 @@ def read_registered(location: Location, identities: Collection[str]) -> list[Mod
         return []
     from pipeline.registry.mlflow_client import Client, MlflowException, version_of
 
-    client, models = Client(location), list[Model]()
+    client, models = Client(location), list[RegisteredModel]()
     names = {location.model_name}
     for digest in identities:
         names |= {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}
@@ -41,5 +41,5 @@ def read_registered(location: Location, identities: Collection[str]) -> list[Mod
             found = client.search_model_versions(f"name = '{name}'")
             versions = {str(one.version): version_of(one) for one in found}
             aliases = {alias: str(number) for alias, number in model.aliases.items()}
-            models.append(Model(name, versions, aliases))
+            models.append(RegisteredModel(name, versions, aliases))
     return models

@@ -10,10 +10,10 @@ from pipeline.config.config import Config
 from pipeline.registry.promotion import PASS, PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
 from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
-from pipeline.terminal.next_steps import Step
+from pipeline.terminal.next_steps import NextStep
 from pipeline.terminal.tables import COLOURS
 from pipeline.upkeep.needs import Found, Sweep, distinct_bytes, find, last_sweeps, needs_of
-from pipeline.upkeep.registered import Model
+from pipeline.upkeep.registered import RegisteredModel
 
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 """Order of the aliases in the list. Routes have position 2."""
@@ -44,7 +44,7 @@ def show_status(config: Config) -> None:
         next_steps.show(step)
 
 
-def _show_model(model: Model, found: Found) -> None:
+def _show_model(model: RegisteredModel, found: Found) -> None:
     judged = {one.identity.digest: one for sweep in found.sweeps for one in sweep.summary.candidates}
     rows, pointed_at = [], model.pointed_at
     for alias, version in sorted(pointed_at.items(), key=lambda item: (ORDER.get(item[0], 2), item[0])):
@@ -91,7 +91,7 @@ def _show_artifacts(found: Found) -> None:
         console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
 
 
-def _step(config: Config, found: Found, needed: Collection[str]) -> Step | None:
+def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | None:
     champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
     here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
     candidates = [[one for one in sweep.summary.candidates if one.model == config.model.label] for sweep in found.sweeps]

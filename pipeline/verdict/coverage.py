@@ -205,7 +205,7 @@ class Speculated(Record):
     accepted: int
 
 
-class Deviation(Record):
+class PoolDeviation(Record):
     """A request whose logits changed in a full pool, with the counters that the engine exposes."""
 
     request: str
@@ -247,7 +247,7 @@ class Pressure(Record):
     """Prompt tokens that were taken from the prefix cache."""
     limit_kl: float | None = None
     """Maximum mean KL in nats, between a request in the small pool and in the large pool, that counts as noise."""
-    deviations: tuple[Deviation, ...] = ()
+    deviations: tuple[PoolDeviation, ...] = ()
     """Requests that differ by more than noise, the worst first."""
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class GateInput:
     """The input of a gate: a whole evaluation, or its samples up to some round."""
 
     report: EvaluationReport
@@ -113,7 +113,7 @@ class Gate:
 
     lines: Mapping[str, Line]
     """Kinds of lines by key."""
-    figures: Callable[[Evidence, Gates], Iterable[Figure]] | None = None
+    figures: Callable[[GateInput, Gates], Iterable[Figure]] | None = None
     """Yields the figures that are tested after every round."""
-    check: Callable[[Evidence, Gates], Iterable[Check]] | None = None
+    check: Callable[[GateInput, Gates], Iterable[Check]] | None = None
     """Yields the checks of the complete report, once after all rounds that ran."""

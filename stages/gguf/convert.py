@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from pipeline.checkpoint.ends import write_ends
 from pipeline.checkpoint.files import INDEX, SINGLE
 from pipeline.core.records import Progress
-from pipeline.gguf.header import Tensor
+from pipeline.gguf.header import GGUFTensor
 from pipeline.gguf.model import GGUFModel, inspect_gguf, pairs_neighbours
 from stages.gguf.tokenizer import write_tokenizer
 
@@ -115,7 +115,7 @@ def _weights(model: GGUFModel, name: str) -> torch.Tensor:
     return values - 1 if model.config["model_type"] == "gemma3_text" and values.dim() == 1 else values
 
 
-def read_tensor(path: Path, tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Return a GGUF tensor's values as float32."""
     stored = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(*tensor.shape[:-1], -1)
     values = dequantize(np.array(stored), GGMLQuantizationType[tensor.kind])

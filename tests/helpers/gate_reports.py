@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.verdict.coverage import EngineProbes, FreeAnswers, Pressure
 from pipeline.verdict.gates import GATES as ALL_GATES
 from pipeline.verdict.gates import Gates, decide
-from pipeline.verdict.registry import Evidence
+from pipeline.verdict.registry import GateInput
 from pipeline.verdict.report import (
     Acceptance,
     Accuracy,
@@ -142,7 +142,7 @@ def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object)
 
 def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Gates = GATES) -> list[Check]:
     """Return the lines of the gate that writes lines named `key`, decided at the last look as if it were the only gate."""
-    evidence = Evidence(judged, rows)
+    evidence = GateInput(judged, rows)
     gate = next(one for one in ALL_GATES if key in one.lines)
     figures = list(gate.figures(evidence, thresholds)) if gate.figures is not None and rows else []
     tested = [(figure, figure.test(thresholds.alpha / 2 / len(figures), thresholds, last=True)) for figure in figures]

@@ -10,7 +10,7 @@ from pipeline.config.policies import shipped_policies
 from pipeline.registry.promotion import ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
-from pipeline.routing.engines import Engine, Engines
+from pipeline.routing.engines import Engines, RoutableEngine
 from pipeline.routing.files import RoutingConfig
 from pipeline.routing.stages import route
 from pipeline.verdict.report import EvaluationReport, SampleRow
@@ -62,9 +62,9 @@ class Fleet:
     def route(self, workload: str) -> str | None:
         return self.registry.alias(f"route-{workload}")
 
-    def _find(self, version: Version) -> Engine:
+    def _find(self, version: Version) -> RoutableEngine:
         candidate, live = self.candidates[version.number], self.live[version.number]
-        return Engine(candidate, POLICIES[candidate.policy], live, (1.0, 1024), frozenset(CLASSES))
+        return RoutableEngine(candidate, POLICIES[candidate.policy], live, (1.0, 1024), frozenset(CLASSES))
 
     def _replay(self, candidate: Candidate) -> ReplayedEvidence:
         self.replays.append(candidate.name)

@@ -13,7 +13,7 @@ from onnx_fixtures import BY_NAME, POLICIES, make_engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample, no_progress
-from pipeline.verdict.coverage import Deviation, Pressure
+from pipeline.verdict.coverage import PoolDeviation, Pressure
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.paged import waiting
 from stages.engines.paged.pool import PagedPool
@@ -104,7 +104,7 @@ def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_fault_of_a_full_pool_is_refused_and_the_requests_that_it_met_are_named(
     plant: Callable[[pytest.MonkeyPatch], None],
-    says: Callable[[Deviation], bool],
+    says: Callable[[PoolDeviation], bool],
     decoder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

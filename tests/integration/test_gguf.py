@@ -35,7 +35,7 @@ from pipeline.checkpoint.finite import EXPONENTS
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
-from pipeline.gguf.header import Header, Tensor
+from pipeline.gguf.header import GGUFTensor, Header
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.run.inputs import check_draft, check_inputs
@@ -123,7 +123,7 @@ def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, 
             dequantized = dequantize(stored.reshape(3, size), GGMLQuantizationType[kind])
         assert np.isfinite(dequantized).all() == (place is None), "gguf itself reads it so"
         stored.tofile(tmp_path / "m.gguf")
-        header = Header(tmp_path / "m.gguf", {}, {"w": Tensor(kind, (3, values), 0, stored.nbytes)})
+        header = Header(tmp_path / "m.gguf", {}, {"w": GGUFTensor(kind, (3, values), 0, stored.nbytes)})
         with nullcontext() if place is None else pytest.raises(UserError, match="w holds a value that is not finite"):
             check_finite(header)
 

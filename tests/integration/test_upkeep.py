@@ -27,7 +27,7 @@ from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
 from pipeline.run import runner
 from pipeline.upkeep.needs import Piece, distinct_bytes, find, last_sweeps, needs_of, walk
-from pipeline.upkeep.prune import Plan, make_plan, remove
+from pipeline.upkeep.prune import PrunePlan, make_plan, remove
 from pipeline.upkeep.registered import read_registered
 
 MODEL = "model.path=/models/some-llm"
@@ -76,7 +76,7 @@ class Ground:
         version = self.store.alias(name)
         return None if version is None else (self.store.tags(version) or {})["kv"]
 
-    def plan(self, *overrides: str) -> Plan:
+    def plan(self, *overrides: str) -> PrunePlan:
         return make_plan(config_of(f"workdir={self.work}", MODEL, "stage=prune", *overrides))
 
 

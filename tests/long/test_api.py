@@ -171,7 +171,7 @@ def test_the_machines_errors_are_missing_requirements_and_defects_stay(
 
 
 def test_a_refusal_before_the_verdict_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(config: Config, sweep: str, _: console.Job) -> None:
+    def refused(config: Config, sweep: str, _: console.RunningJob) -> None:
         summary.begin(config.work, sweep, ["int8"])
         raise GateRefusal("a scale does not arrive")
 

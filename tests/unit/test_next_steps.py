@@ -17,7 +17,7 @@ from pipeline.config.config import Config
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.run.inputs import check_inputs
 from pipeline.terminal import commands, next_steps
-from pipeline.terminal.next_steps import Step
+from pipeline.terminal.next_steps import NextStep
 from pipeline.verdict.gates.recovery import RECOVERY
 from pipeline.verdict.thresholds import Check, Status
 
@@ -41,7 +41,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
 
 
-def composed(step: Step | None) -> Config:
+def composed(step: NextStep | None) -> Config:
     """Parse and compose a printed kvgate command; return its first job. Asserts that all jobs find their inputs."""
     assert step is not None
     assert step.command is not None, step.why
@@ -222,7 +222,7 @@ def test_a_command_begins_with_the_python_that_has_kvgate(
 
 
 BASE = [*TYPED, "kv=fp8"]
-ENDINGS: list[tuple[str, Callable[[Config], Step | None]]] = [
+ENDINGS: list[tuple[str, Callable[[Config], NextStep | None]]] = [
     ("build", lambda _: next_steps.after_making("quantize", ["kv=fp8,int8"], sweep=True)),
     ("evaluate", lambda _: next_steps.after_making("build", BASE)),
     ("recommend", lambda _: next_steps.after_capacity(BASE)),
@@ -243,7 +243,7 @@ ENDINGS: list[tuple[str, Callable[[Config], Step | None]]] = [
 
 
 @pytest.mark.parametrize(("stage", "ending"), ENDINGS)
-def test_every_other_ending_names_a_command_that_composes(stage: str, ending: Callable[[Config], Step | None]) -> None:
+def test_every_other_ending_names_a_command_that_composes(stage: str, ending: Callable[[Config], NextStep | None]) -> None:
     config = config_of(*BASE, "stage=prune", "prune.keep_sweeps=7")
     after = composed(ending(config))
     assert after.stage == stage

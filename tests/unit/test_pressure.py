@@ -8,7 +8,7 @@ from fake_engine import VOCAB, FakeEngine
 from gate_reports import pressure_line
 
 from pipeline.core.records import Pressed, Sample, no_progress
-from pipeline.verdict.coverage import Deviation, Pressure
+from pipeline.verdict.coverage import PoolDeviation, Pressure
 from stages.evaluate.decoding.pressure import LEAST_KL, pressure, requests
 from stages.evaluate.inputs.tokens import EncodedSample
 
@@ -18,7 +18,7 @@ ITEMS = [
     )
     for i in range(120)
 ]
-DEVIATION = Deviation(
+DEVIATION = PoolDeviation(
     request="sample 3", play=2, kl=0.5, position=201, changed=4, preempted=1, reused=64, pages=[7, 9]
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from refusals import refused
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry import promotion
-from pipeline.registry.promotion import Finding, Move, Prove, Replay, ReplayedEvidence, choose
+from pipeline.registry.promotion import Finding, PromotionMove, Prove, Replay, ReplayedEvidence, choose
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.registry.tracking import Version
 from pipeline.verdict.coverage import Exercised, Limits
@@ -49,11 +49,11 @@ def promote(
     replay: Replay = replay_without_findings,
     decide: Decide = decide_pass,
     name: str | None = None,
-) -> Move:
+) -> PromotionMove:
     return promotion.promote(candidates, registry, replay, decide, name=name)
 
 
-def rollback(registry: MemoryRegistry, prove: Prove = proven) -> Move:
+def rollback(registry: MemoryRegistry, prove: Prove = proven) -> PromotionMove:
     return promotion.rollback(registry, prove)
 
 
@@ -81,7 +81,7 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
         evidence = SimpleNamespace(report=None, rows=[])
         return promotion.incumbent("1", registered, lambda *_: (champion, evidence), decide, judged)
 
-    def moved(*judged: Candidate, name: str | None = None) -> Move:
+    def moved(*judged: Candidate, name: str | None = None) -> PromotionMove:
         options: dict[str, Any] = {"name": name, "rival": rival(*judged)}
         return promotion.promote(judged, registry, replay_without_findings, decide_pass, **options)
 

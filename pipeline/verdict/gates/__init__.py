@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from pipeline.verdict.gates import acceptance, answers, canary, conformance, delivery, distances, evaluation, pressure, probes
 from pipeline.verdict.gates.recovery import RECOVERY, needed, recovery
-from pipeline.verdict.registry import Evidence, Gate, Line
+from pipeline.verdict.registry import Gate, GateInput, Line
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, RULES, Check, Gates, Status, Verdict
 
@@ -117,7 +117,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
         rows: The report's samples, from all rounds that ran.
         gates: The thresholds.
     """
-    whole = Evidence(report, rows)
+    whole = GateInput(report, rows)
     problems = list(evaluation.complete(whole, gates))
     if problems:
         return conclude(problems, {}, looks=0)
@@ -145,7 +145,7 @@ def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
     return verdict.status == "FAIL" or not undecided or verdict.round >= len(report.planned_rounds)
 
 
-def _look(evidence: Evidence, gates: Gates, number: int) -> Iterator[Check]:
+def _look(evidence: GateInput, gates: Gates, number: int) -> Iterator[Check]:
     """Yield the lines of all figures at the look after round `number`."""
     rounds = len(evidence.report.planned_rounds)
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
@@ -159,7 +159,7 @@ def _look(evidence: Evidence, gates: Gates, number: int) -> Iterator[Check]:
             yield check.model_copy(update={"reason": check.reason + place})
 
 
-def _advised(checks: Sequence[Check], whole: Evidence, gates: Gates) -> tuple[list[Check], dict[str, int]]:
+def _advised(checks: Sequence[Check], whole: GateInput, gates: Gates) -> tuple[list[Check], dict[str, int]]:
     """Return the checks with advice in their reasons, and the number of samples by workload that would decide recovery."""
     still_open = {check.where for check in checks if check.gate == RECOVERY and check.status == "INCONCLUSIVE"}
     numbers = needed(whole, gates, still_open)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 from pipeline import statistics
 from pipeline.verdict.gates.distances import means
-from pipeline.verdict.registry import Evidence, Figure, by_workload
+from pipeline.verdict.registry import Figure, GateInput, by_workload
 from pipeline.verdict.report import Acceptance
 from pipeline.verdict.thresholds import Check, Gates
 
 KEY = "max_acceptance_loss"
 
 
-def acceptance(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
+def acceptance(evidence: GateInput, gates: Gates) -> Iterator[Figure]:
     """Yield the loss of acceptance length of every drafter and workload.
 
     The loss of an answer is the log of the ratio between the baseline's tokens per pass and the candidate's. With the log,
@@ -27,7 +27,7 @@ def acceptance(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
             yield Figure(KEY, where, mean, threshold, label, lambda loss: -math.expm1(-loss))
 
 
-def unmeasured(evidence: Evidence, gates: Gates) -> Iterator[Check]:
+def unmeasured(evidence: GateInput, gates: Gates) -> Iterator[Check]:
     """Yield a WARNING for every drafter if no sample has an answer."""
     for drafter in () if evidence.judged else evidence.report.drafters:
         where, threshold = f"all, drafts by {drafter}", gates.max_acceptance_loss

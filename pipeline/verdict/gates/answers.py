@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline import statistics
-from pipeline.verdict.registry import Evidence, Figure, by_workload
+from pipeline.verdict.registry import Figure, GateInput, by_workload
 from pipeline.verdict.report import Accuracy, SampleRow
 from pipeline.verdict.thresholds import Check, Gates
 
@@ -38,7 +38,7 @@ class Answers(Figure):
         return self.line(result, -result.value, -result.bound, reason)
 
 
-def accuracy(evidence: Evidence, gates: Gates) -> Iterator[Answers]:
+def accuracy(evidence: GateInput, gates: Gates) -> Iterator[Answers]:
     """Yield a figure for every workload, and for every context bin that is not a whole workload."""
     judged = by_workload(evidence.judged)
     for name, rows in judged.items():

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from pipeline.verdict.gates.distances import measured
 from pipeline.verdict.record import finite
-from pipeline.verdict.registry import Evidence
+from pipeline.verdict.registry import GateInput
 from pipeline.verdict.thresholds import Check, Gates
 
 
-def canary(evidence: Evidence, gates: Gates) -> Iterator[Check]:
+def canary(evidence: GateInput, gates: Gates) -> Iterator[Check]:
     """Yield a FAIL unless the gates on distances fail the engine with corrupted key scales.
 
     The corruption also counts as noticed if the logits are not finite.

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from pipeline.verdict.conformance import describe, limits
 from pipeline.verdict.record import finite
-from pipeline.verdict.registry import Evidence
+from pipeline.verdict.registry import GateInput
 from pipeline.verdict.thresholds import Check, Gates, Status
 
 
-def conformance(evidence: Evidence, _: Gates) -> Iterator[Check]:
+def conformance(evidence: GateInput, _: Gates) -> Iterator[Check]:
     """Yield a FAIL if any request of an engine differs from the reference engine by more than rounding."""
     record = evidence.report.conformance
     if record is None:

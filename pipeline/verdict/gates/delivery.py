@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from pipeline.verdict.delivery import describe_changes
-from pipeline.verdict.registry import Evidence
+from pipeline.verdict.registry import GateInput
 from pipeline.verdict.thresholds import Check, Gates, LineStatus
 
 
-def scale_delivery(evidence: Evidence, gates: Gates) -> Iterator[Check]:
+def scale_delivery(evidence: GateInput, gates: Gates) -> Iterator[Check]:
     """Yield a FAIL if the engine uses other scales than the checkpoint's, or a WARNING if all these changes are allowed."""
     changes = evidence.report.scale_changes
     if changes is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline import statistics
-from pipeline.verdict.registry import Evidence, Figure, by_workload
+from pipeline.verdict.registry import Figure, GateInput, by_workload
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.thresholds import Gates
 
@@ -43,7 +43,7 @@ def means(rows: Sequence[SampleRow], values: Sequence[float | None], weights: Se
     return statistics.bets.by_document(values, weights, [row.document for row in rows])
 
 
-def distances(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
+def distances(evidence: GateInput, gates: Gates) -> Iterator[Figure]:
     """Yield the figures on the mean distances of every workload.
 
     If other workloads have answers, a workload with only a few texts can fail but need not pass: it has too little data for a
@@ -69,7 +69,7 @@ class Ruined(Figure):
         return replace(result, decision="PASS") if none and result.decision is None else result
 
 
-def rare(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
+def rare(evidence: GateInput, gates: Gates) -> Iterator[Figure]:
     """Yield the figures on the shares of ruined requests and of far tokens, over all workloads.
 
     Far tokens can only fail, because showing a share below 1/1000 would take thousands of documents.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from pipeline.verdict.registry import Evidence, by_workload
+from pipeline.verdict.registry import GateInput, by_workload
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.thresholds import Check, Gates
 
@@ -16,7 +16,7 @@ UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the 
 """Group of policy keys -> clause for a message that the group had no effect."""
 
 
-def complete(evidence: Evidence, _: Gates) -> Iterator[Check]:
+def complete(evidence: GateInput, _: Gates) -> Iterator[Check]:
     """Yield a FAIL for samples that are missing or duplicated, have a number that is not finite, or an unplanned round."""
     report, rows = evidence.report, evidence.rows
     problems: list[tuple[str, str]] = []
@@ -43,7 +43,7 @@ def _is_complete(row: SampleRow) -> bool:
     return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
 
 
-def documents(evidence: Evidence, gates: Gates) -> Iterator[Check]:
+def documents(evidence: GateInput, gates: Gates) -> Iterator[Check]:
     """Yield INCONCLUSIVE for planned workloads that did not run yet.
 
     If no sample has an answer, also check the number of documents over all workloads together. If some samples have answers,
@@ -66,7 +66,7 @@ def documents(evidence: Evidence, gates: Gates) -> Iterator[Check]:
         )
 
 
-def takes_effect(evidence: Evidence, _: Gates) -> Iterator[Check]:
+def takes_effect(evidence: GateInput, _: Gates) -> Iterator[Check]:
     """Yield INCONCLUSIVE if the policy evicts, ages or rounds tokens only in sequences longer than every sample."""
     longest = max((row.context_tokens + row.scored_tokens - 1 for row in evidence.rows), default=0)
     tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
@@ -79,7 +79,7 @@ def takes_effect(evidence: Evidence, _: Gates) -> Iterator[Check]:
         yield Check(gate="takes_effect", where="all", value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
 
 
-def noise_floor(evidence: Evidence, gates: Gates) -> Iterator[Check]:
+def noise_floor(evidence: GateInput, gates: Gates) -> Iterator[Check]:
     """Yield INCONCLUSIVE if a KL threshold is not above an engine's KL to itself, or if that KL is unknown."""
     report = evidence.report
     if report.noise is None:

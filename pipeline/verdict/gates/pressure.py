@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from pipeline.verdict.conformance import bounded
-from pipeline.verdict.registry import Evidence
+from pipeline.verdict.registry import GateInput
 from pipeline.verdict.thresholds import Check, Gates, Status
 
 SHOWN = 3
 
 
-def pressure(evidence: Evidence, _: Gates) -> Iterator[Check]:
+def pressure(evidence: GateInput, _: Gates) -> Iterator[Check]:
     """Yield a FAIL if a request differs from itself in a large pool by more than noise; INCONCLUSIVE if no pool was full."""
     found = evidence.report.probes.pressure
     if found is None:

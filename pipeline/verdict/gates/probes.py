@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from pipeline.verdict.conformance import bounded
-from pipeline.verdict.registry import Evidence
+from pipeline.verdict.registry import GateInput
 from pipeline.verdict.thresholds import Check, Gates, LineStatus
 
 FAILURES_SHOWN = 4
 
 
-def probes(evidence: Evidence, _: Gates) -> Iterator[Check]:
+def probes(evidence: GateInput, _: Gates) -> Iterator[Check]:
     """Yield the checks of candidate and baseline.
 
     An engine fails if it deviates from the oracle on random tokens, allocates other bytes than its policy claims, gives a free

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline import statistics
-from pipeline.verdict.registry import Evidence, Figure, by_workload
+from pipeline.verdict.registry import Figure, GateInput, by_workload
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, Check, Gates
 
@@ -88,14 +88,14 @@ class Recovery(Figure):
         return self.line(result, value, bound, reason).model_copy(update={"status": status})
 
 
-def recovery(evidence: Evidence, gates: Gates) -> Iterator[Recovery]:
+def recovery(evidence: GateInput, gates: Gates) -> Iterator[Recovery]:
     """Yield a figure for all questions together, then one for every workload."""
     judged = evidence.judged
     for place, rows in [(ALL, judged), *by_workload(judged).items()] if judged else ():
         yield Recovery.of(place, rows, gates)
 
 
-def needed(evidence: Evidence, gates: Gates, still_open: Collection[str]) -> dict[str, int]:
+def needed(evidence: GateInput, gates: Gates, still_open: Collection[str]) -> dict[str, int]:
     """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
 
     Workloads that passed are included if the next attempt needs more, because it has a smaller share of alpha. A workload that

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, page_count
 from pipeline.core.records import Pressed, Progress, no_progress
-from pipeline.verdict.coverage import Deviation, Pressure
+from pipeline.verdict.coverage import PoolDeviation, Pressure
 from pipeline.verdict.record import finite, or_infinite
 from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
@@ -119,10 +119,10 @@ def _distances(calm: Pressed, pressed: Pressed) -> Array:
     return kl_of_logits(calm.logits[-rows:], pressed.logits[-rows:])
 
 
-def _beside(named: Named, play: int, calm: Pressed, pressed: Pressed) -> Deviation:
+def _beside(named: Named, play: int, calm: Pressed, pressed: Pressed) -> PoolDeviation:
     name, (tokens, _) = named
     kls = _distances(calm, pressed)
-    return Deviation(
+    return PoolDeviation(
         request=name,
         play=play,
         kl=finite(float(np.mean(kls))),
@@ -134,5 +134,5 @@ def _beside(named: Named, play: int, calm: Pressed, pressed: Pressed) -> Deviati
     )
 
 
-def _size(deviation: Deviation) -> float:
+def _size(deviation: PoolDeviation) -> float:
     return or_infinite(deviation.kl)
