@@ -1,1 +1,1 @@
-"""Benchmarks, each beside a peer: run as `python -m benchmarks.NAME` from the repository's root."""
+"""Benchmarks. Run them as `python -m benchmarks.NAME` from the repository's root."""

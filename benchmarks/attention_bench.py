@@ -1,7 +1,7 @@
-"""What the benchmarks of the attention kernels share: random caches, kernels and candidates, timing on a GPU, rows of results.
+"""Helpers for the benchmarks of the attention kernels: random caches, kernels and candidates, timing on a GPU, result rows.
 
-Beside the rows a results file describes the GPU, its driver and CUDA (`gpu`). decode_attention.py takes the fastest candidate
-of each kernel, whose output is checked in the same run.
+A results file also describes the GPU, its driver and CUDA (`gpu`). decode_attention.py selects the fastest candidate of every
+kernel and checks its output in the same run.
 
 Shapes: B sequences, N pages, P pages of the longest sequence, H KV heads in groups of G query heads, Hq = H * G, D head_dim.
 """
@@ -28,7 +28,7 @@ from plugins.kv_attention.layout import PAGE_TOKENS
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
-    """Return what the figures depend on: the GPU, its driver ("" without nvidia-smi) and CUDA."""
+    """Return the description of the GPU, its driver ("" without nvidia-smi) and CUDA."""
     properties = torch.cuda.get_device_properties(device)
     query = ["nvidia-smi", f"--id={device.index or 0}", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() if which("nvidia-smi") else ""
@@ -44,7 +44,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def lacks_gpu(name: str) -> bool:
-    """Say what the benchmark of this name lacks here, and return whether that is anything."""
+    """Log and return whether a GPU or Triton is missing for the benchmark `name`."""
     lacking = [
         *(["an NVIDIA GPU"] if not torch.cuda.is_available() else []),
         *(["Triton"] if find_spec("triton") is None else []),
@@ -57,7 +57,7 @@ def lacks_gpu(name: str) -> bool:
 def measured_rows(
     name: str, description: str | None, measure: Callable[[torch.device], Iterator[Row]], argv: Sequence[str] | None
 ) -> list[Row] | None:
-    """Run a benchmark whose one option is the file of its rows. Returns the rows; None without a GPU or Triton."""
+    """Run a benchmark with the single option --json. Returns the rows; None without a GPU or Triton."""
     parser = argparse.ArgumentParser(
         f"python -m benchmarks.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,14 +75,14 @@ def measured_rows(
 
 
 FILL_PAGES = 512
-"""Pages that are filled with random numbers at once."""
+"""Number of pages to fill with random numbers at once."""
 
 
 class Step:
-    """A random cache whose pages lie in random order, and the bfloat16 inputs of one decode step.
+    """A random cache with pages in random order, and the bfloat16 inputs of one decode step.
 
-    Static scales are 1, which the numbers suit, normally distributed as they are: some peers apply another scale of the values
-    in a kernel of its own, which their format does not need.
+    Static scales are 1, which fits normally distributed numbers. For another scale of the values, some peers would run an extra
+    kernel that their format does not need.
     """
 
     def __init__(self, case: Case, storage: str, device: torch.device, seed: int) -> None:
@@ -105,7 +105,7 @@ class Step:
                 if scales is not None:
                     self.cache[f"{side}_scale_pool"][first : first + count] = scales.transpose(1, 2)
         self.pages = torch.randperm(pages, generator=rng, device=device).int()
-        """Page numbers of all sequences, one after the other."""
+        """Page numbers of all sequences, concatenated."""
         self.page_table = torch.zeros(case.batch, case.pages, dtype=torch.int32, device=device)
         first = 0
         for b, count in enumerate(case.page_counts):
@@ -132,43 +132,43 @@ class Step:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration of a kernel; of several, the fastest counts."""
+    """One configuration of a kernel. The fastest candidate of a kernel counts."""
 
     prepare: Callable[[], Callable[[], Tensor]]
-    """Returns a function that runs the kernel and returns (B, Hq, D). If it fails for a peer, the peer's other candidates
+    """Returns a function that runs the kernel and returns (B, Hq, D). If one candidate of a peer fails, its other candidates
     still count."""
     chosen: str = ""
-    """In what it differs from the kernel's other candidates."""
+    """Label that distinguishes the candidate from the kernel's others."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel over one storage."""
+    """A kernel that reads one storage."""
 
     name: str
     storage: str
     candidates: Callable[[Step], Iterator[Candidate]]
     """Yields the candidates for a step, the default one first."""
     tolerance: float
-    """Largest relative L2 error of the outputs. Rounding to bfloat16 alone gives 1.7e-3, 2^-9 at most per number."""
+    """Maximum relative L2 error of the outputs. Rounding to bfloat16 alone gives 1.7e-3 (at most 2^-9 per number)."""
     with_new: bool = False
-    """Whether it attends to the new token besides the cached ones, which is one token more in thousands."""
+    """Whether the kernel also attends to the new token, which is one token in thousands."""
     extra_copies: int = 0
-    """Copies of the cache that it allocates for itself."""
+    """Number of copies of the cache that the kernel allocates."""
     library: str | None = None
-    """Package that it is of, None for kvgate's. Where that is not installed it is skipped, and a failure of it is recorded;
-    a kernel of kvgate must not fail."""
+    """Package of a peer's kernel; None for kvgate's kernels. If the package is missing, the kernel is skipped. A peer's failure
+    is recorded; a failure of kvgate's kernels is an error."""
     ragged: bool = True
-    """Whether it takes sequences of different lengths."""
+    """Whether the kernel supports sequences of different lengths."""
 
     @property
     def peer(self) -> bool:
-        """Whether it is not one of kvgate's."""
+        """Whether the kernel belongs to a peer."""
         return self.library is not None
 
 
 def relative_error(kernel: Kernel, step: Step, out: Tensor) -> float:
-    """Return the relative L2 error of out (B, Hq, D): the larger of those of the first and the last sequence."""
+    """Return the relative L2 error of out (B, Hq, D): the maximum over the first and the last sequence."""
     errors = []
     for b in {0, step.case.batch - 1}:
         expected = step.expected(b, kernel.with_new)
@@ -182,22 +182,22 @@ WARM_UP = 3
 TUNING_RUNS = 5
 MIN_RUNS, MAX_RUNS = 20, 200
 TIMED_MICROSECONDS = 200_000
-"""Duration that the runs of one kernel in one case add up to, within MIN_RUNS and MAX_RUNS."""
+"""Total duration of the timed runs of one kernel in one case, within MIN_RUNS and MAX_RUNS."""
 FLUSHED_L2 = 4
-"""Multiple of the L2 cache's size that is read before each run to flush it."""
+"""Multiple of the L2 cache's size that is read before every run to flush the cache."""
 ROOM_BYTES = 4 << 30
-"""Memory that is left free for workspaces, partial sums and fragmentation."""
+"""Free memory reserved for workspaces, partial sums and fragmentation."""
 
 Timer = Callable[[Callable[[], Tensor], int | None], tuple[float, Tensor]]
-"""Takes a function that runs a kernel, and the number of runs or None to choose it by the time of one. Returns the median
+"""Takes a function that runs a kernel, and the number of runs (None: chosen from the time of one run). Returns the median
 microseconds and the floating-point output of the last timed run."""
 
 
 class GpuTimer:
-    """Medians over replays of a CUDA graph, between events, after a flush of the L2 cache.
+    """Measures the median time over replays of a CUDA graph, between events, after a flush of the L2 cache.
 
-    The flush reads memory, because written lines would have to be written back while the kernel runs. While the flush runs,
-    the host enqueues the rest, so that no launch is waited for between two events.
+    The flush reads memory, because written lines would have to be written back while the kernel runs. During the flush, the
+    host enqueues the replay and its events, so that the times do not include waiting for a launch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -217,7 +217,7 @@ class GpuTimer:
         if runs is None:
             first = self._times(graph, TUNING_RUNS)
             runs = int(min(MAX_RUNS, max(MIN_RUNS, TIMED_MICROSECONDS / first)))
-        # The output is filled with NaN so that the returned numbers are from the replays. It is copied because its memory is
+        # NaN in the output proves that the returned numbers come from the replays. The output is copied because its memory is
         # freed with the graph.
         out.fill_(torch.nan)
         microseconds = self._times(graph, runs)
@@ -242,7 +242,7 @@ def _event() -> Any:
 def copy_rate(timer: Timer, device: torch.device) -> float:
     """Return the bytes per second of a copy by a kernel, bytes read and written together.
 
-    A graph's own node for a copy moved 2.8 TB/s on an H200 on which SDPA moved 4.4 (benchmarks/results).
+    A kernel is used because a CUDA graph's copy node moved only 2.8 TB/s on an H200, and SDPA 4.4 TB/s (benchmarks/results).
     """
     source = torch.rand(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
@@ -255,10 +255,10 @@ def copy_rate(timer: Timer, device: torch.device) -> float:
 def run_case(
     case: Case, kernels: Sequence[Kernel], timer: Timer, device: torch.device, copy_bytes_per_s: float, seed: int
 ) -> list[Row]:
-    """Measure and check every kernel over fresh random inputs.
+    """Measure and check every kernel on fresh random inputs.
 
     Returns:
-        A row per kernel, with its figures or with the reason why it was skipped.
+        A row per kernel, with its figures or the reason why it was skipped.
     """
     rows: list[Row] = []
     for storage in attention_cases.STORAGES:
@@ -277,16 +277,16 @@ def run_case(
 
 
 def _unavailable(kernel: Kernel, case: Case) -> str | None:
-    """Why a kernel cannot run on this machine or over these sequences, None when it can."""
+    """Return the reason why a kernel cannot run on this machine or for this case; None if it can."""
     if kernel.library is not None and find_spec(kernel.library) is None:
         return f"{kernel.library} is not installed"
     return None if kernel.ragged or not case.ragged else "takes sequences of one length only"
 
 
 def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) -> Row:
-    """Time the fastest of the kernel's candidates again with more runs, and check the output of the last one.
+    """Time the fastest candidate of the kernel again with more runs, and check the output of the last run.
 
-    A peer that fails, when it is prepared or when it runs, gets a reason instead of figures. A kernel of kvgate raises.
+    If a peer fails to prepare or run, the row has a reason instead of figures. Failures of kvgate's kernels are raised.
     """
     tried: list[tuple[float, Callable[[], Tensor], Candidate]] = []
     failed: list[str] = []
@@ -318,12 +318,12 @@ def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) 
 
 
 def _reason(error: Exception) -> str:
-    """The error in one line."""
+    """Return the error as one line."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
 
 
 def _does_not_fit(case: Case, needed: int, device: torch.device) -> str | None:
-    """Reason why `needed` bytes, the memory of the check and ROOM_BYTES exceed the device's free memory, or None."""
+    """Return the reason if `needed` bytes, the check and ROOM_BYTES exceed the device's free memory, else None."""
     if device.type == "cpu":
         return None
     torch.cuda.empty_cache()

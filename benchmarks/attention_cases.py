@@ -1,4 +1,4 @@
-"""Cases of decode_attention.py, the bytes they move, the targets, and the table of results. Does not import torch.
+"""Cases of decode_attention.py, the bytes that they move, the targets, and the table of results. Does not import torch.
 
 Shapes: B sequences of T tokens, H KV heads in groups of G query heads, D head_dim. A row is the result of one kernel in one
 case.
@@ -25,37 +25,37 @@ STORAGES = {
     "fp8": (FP8, FP8),
     "bf16": (SideLayout("bf16"), SideLayout("bf16")),
 }
-"""Formats of keys and values; every kernel reads one of these."""
+"""Formats of keys and values by storage. Every kernel reads one storage."""
 
 JUDGED_KERNEL = "fp8k_int4v"
-"""Name of the kernel that the targets are about, and of its storage."""
+"""Name of the kernel that the targets judge, and of its storage."""
 
 LARGE_BYTES = 400_000_000
-"""Bytes of keys and values from which the targets apply to sequences of one length. Below, launches and the join of splits take
-a part of the time."""
+"""Minimum bytes of keys and values for the targets to apply to sequences of one length. In smaller cases, launches and the join
+of splits take a significant part of the time."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step of one layer: one query token of each sequence."""
+    """One decode step of one layer, with one query token per sequence."""
 
     batch: int
     tokens: int
-    """Of each sequence; of the longest one where lengths are ragged."""
+    """Tokens per sequence; in ragged batches, tokens of the longest sequence."""
     group: int
     kv_heads: int = 8
     head_dim: int = 128
     ragged: str = ""
-    """Name of the batch in RAGGED where lengths differ."""
+    """Name of the batch in RAGGED; "" if all lengths are equal."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence."""
+        """Tokens by sequence."""
         return RAGGED[self.ragged] if self.ragged else (self.tokens,) * self.batch
 
     @property
     def page_counts(self) -> tuple[int, ...]:
-        """Pages of each sequence."""
+        """Pages by sequence."""
         return tuple(-(-length // PAGE_TOKENS) for length in self.lengths)
 
     @property
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """Pages of the longest sequence, which are the columns of the page table."""
+        """Pages of the longest sequence, the number of columns of the page table."""
         return max(self.page_counts)
 
     def layout(self, storage: str) -> CacheLayout:
@@ -76,10 +76,10 @@ class Case:
         return sum(self.lengths) * self.layout(storage).token_bytes
 
     def moved_bytes(self, storage: str) -> int:
-        """Return the least bytes that a kernel can move.
+        """Return the minimum bytes that a kernel must move.
 
-        These are the cache, the queries, the new token's keys and values and the outputs (all bfloat16), and the pages' numbers
-        with the lengths. Partial sums of splits do not count: a kernel may do without.
+        These are the cache, the queries, the new token's keys and values, the outputs (all bfloat16), the page numbers and the
+        lengths. Partial sums of splits do not count, because a kernel may not need them.
         """
         activations = 2 * self.batch * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
         return self.kv_bytes(storage) + activations + 4 * (sum(self.page_counts) + self.batch)
@@ -97,7 +97,7 @@ RAGGED = {
     "one long": (131072, *(1024,) * 31),
     "mixed": tuple(512 << i % 8 for i in range(32)),
 }
-"""Batches of sequences of different lengths: one of 128k tokens beside 31 of 1k, and four each of 512, 1k, ... 64k."""
+"""Lengths of ragged batches: 128k tokens and 31 times 1k; and four times each of 512, 1k, ... 64k."""
 
 
 def grid(
@@ -106,7 +106,7 @@ def grid(
     groups: Sequence[int] = GROUPS,
     ragged: Sequence[str] = tuple(RAGGED),
 ) -> Iterator[Case]:
-    """Return every combination of batch, tokens and group, and for each group the named ragged batches."""
+    """Yield every combination of batch, tokens and group, and the named ragged batches for every group."""
     for g in groups:
         yield from (Case(b, t, g) for b, t in product(batches, tokens))
         yield from (Case(len(RAGGED[name]), max(RAGGED[name]), g, ragged=name) for name in ragged)
@@ -125,7 +125,7 @@ def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: fl
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Add to every correct row of one case its speed relative to the fastest correct peer over fp8, and over bf16."""
+    """Add speeds relative to the fastest correct fp8 peer and bf16 peer to every correct row of one case."""
     right = [row for row in rows if row.get("correct")]
     for storage in ("fp8", "bf16"):
         times = [row["microseconds"] for row in right if row["storage"] == storage and row["peer"]]
@@ -138,14 +138,14 @@ TARGETS = {
     "over_best_fp8": (1.25, "times the fastest FP8 peer"),
     "over_best_bf16": (2.3, "times the fastest bf16 peer"),
 }
-"""Figures that JUDGED_KERNEL must reach in every large case: field of a row -> minimum, and what it is of."""
+"""Targets of JUDGED_KERNEL in every large case, by field of a row: (minimum, its unit as text)."""
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
     """Return a verdict on every target over the measured large cases and the ragged ones.
 
-    "missed": a case is below the minimum, is not a number, or its output is wrong. "not measured": there is no case with the
-    figure, for lack of a peer say. Otherwise "met".
+    "missed": a case is below the minimum, is NaN, or has a wrong output. "not measured": no case has the figure, for example
+    because there is no peer. Otherwise "met".
     """
     large = [
         row

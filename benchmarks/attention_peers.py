@@ -1,6 +1,6 @@
-"""The kernels of decode_attention.py: kvgate's as shipped, and as peers torch's SDPA and FlashInfer, where installed.
+"""The kernels of decode_attention.py: kvgate's as shipped, and the peers torch's SDPA and, if installed, FlashInfer.
 
-FlashInfer reads kvgate's pools as they are (its layout HND). Calls follow the signatures of FlashInfer 0.6.18.
+FlashInfer reads kvgate's pools without conversion (its layout HND). Calls follow the signatures of FlashInfer 0.6.18.
 
 Shapes: B sequences of at most T tokens, N pages, P pages of a sequence, H KV heads in groups of G query heads, Hq = H * G, D
 head_dim.
@@ -19,11 +19,11 @@ from plugins.kv_attention import launch
 from plugins.kv_attention.layout import PAGE_TOKENS
 
 WORKSPACE_BYTES = 512 << 20
-"""FlashInfer's workspace, for the partial sums of its splits; XQA's must be zero at first."""
+"""Bytes of FlashInfer's workspace for the partial sums of its splits. XQA needs a workspace filled with zeros."""
 
 
 def _shipped(step: Step) -> Iterator[Candidate]:
-    """kvgate's launch, with the work list that a step makes once for all its layers."""
+    """Yield kvgate's launch, with a ready work list, because a step makes it once for all layers."""
     programs = launch.default_programs(step.layout, step.query, step.page_table, step.scaling)
     plan = launch.plan_decode(step.layout, step.lengths, programs=programs)
     inputs = (step.layout, step.query, step.key_new, step.value_new, step.cache, step.page_table, step.lengths)
@@ -32,10 +32,10 @@ def _shipped(step: Step) -> Iterator[Candidate]:
 
 
 def _sdpa(step: Step) -> Iterator[Candidate]:
-    """torch's scaled_dot_product_attention over contiguous keys and values (B, H, T, D).
+    """Yield torch's scaled_dot_product_attention over contiguous keys and values (B, H, T, D).
 
-    One candidate uses grouped heads, as documented. The other passes the query heads of a group as rows of one attention, so
-    that keys and values are not read again for each of them.
+    One candidate uses grouped heads, as documented. The other candidate passes the query heads of a group as rows of one
+    attention, so that keys and values are read once per group.
     """
     case = step.case
 
@@ -58,7 +58,7 @@ def _sdpa(step: Step) -> Iterator[Candidate]:
 
 
 def _wrapper(step: Step, tensor_cores: bool, backend: str) -> Callable[[], Tensor]:
-    """Plan FlashInfer's batch decode over the pages of every sequence, and return the run."""
+    """Plan FlashInfer's batch decode over the pages of every sequence, and return the function that runs it."""
     import flashinfer
 
     case, device = step.case, step.query.device
@@ -85,14 +85,14 @@ def _wrapper(step: Step, tensor_cores: bool, backend: str) -> Callable[[], Tenso
 
 
 def _flashinfer(step: Step) -> Iterator[Candidate]:
-    """FlashInfer's batch decode wrapper with its kernels for bfloat16 queries. FA3 has none over an FP8 cache."""
+    """Yield FlashInfer's batch decode with its kernels for bfloat16 queries. FA3 does not support an FP8 cache."""
     backends = ((True, "fa2"), (False, "auto")) if step.storage == "fp8" else ((True, "fa2"), (True, "fa3"), (False, "auto"))
     for tensor_cores, backend in backends:
         yield Candidate(partial(_wrapper, step, tensor_cores, backend), f"{backend}{', tensor cores' * tensor_cores}")
 
 
 def _flashinfer_xqa(step: Step) -> Iterator[Candidate]:
-    """FlashInfer's choice by GPU: XQA, and on compute capability 10 trtllm-gen."""
+    """Yield the kernel that FlashInfer selects for the GPU: XQA, or trtllm-gen on compute capability 10."""
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
     def prepare() -> Callable[[], Tensor]:
@@ -121,4 +121,4 @@ KERNELS = (
     Kernel("flashinfer xqa bf16", "bf16", _flashinfer_xqa, 1e-2, library="flashinfer"),
     Kernel("sdpa bf16", "bf16", _sdpa, 1e-2, extra_copies=2, library="torch", ragged=False),
 )
-"""Kernels that round weights to FP8 may be off by a few of its steps of 1/16."""
+"""All kernels. Kernels that round weights to FP8 get a tolerance of a few FP8 steps (1/16)."""

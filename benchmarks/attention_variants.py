@@ -1,4 +1,4 @@
-"""What decides the decode kernels' speed on a GPU: tiles and how many are under way, programs of an SM, and the reduce.
+"""Parameters that determine the decode kernels' speed on a GPU: tiles, pipeline stages, programs per SM, and the reduction.
 
     python -m benchmarks.attention_variants --json benchmarks/results/attention_variants_h200.json
 
@@ -22,9 +22,9 @@ from benchmarks.attention_cases import JUDGED_KERNEL, Case, Row
 CASES = (Case(32, 8192, 8), Case(32, 2048, 4), Case(8, 8192, 8))
 STORAGES = ("fp8k_int4v", "fp8", "bf16")
 RESIDENT = (2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Programs that are launched for each SM. Of more than fit, the later ones begin where earlier ones have ended."""
+"""Numbers of programs launched per SM. If they do not all fit, later programs start when earlier programs end."""
 REDUCES = tuple(product(((4, 16), (1, 16), (1, 8), (1, 4)), (False, True)))
-"""(warps, parts at once) of decode_reduce, and whether it may begin before decode_partial has ended."""
+"""(warps, parts at once) of decode_reduce, and whether decode_reduce may start before decode_partial has ended."""
 TILES = (
     (64, 5, (4, 8, 12, 16)),
     (64, 7, (2, 3, 4, 5)),
@@ -32,7 +32,7 @@ TILES = (
     (32, 7, (4, 8)),
     (32, 9, (4, 8)),
 )
-"""Tokens of a tile and pipeline stages of decode_partial over JUDGED_KERNEL's storage, and programs launched for each SM.
+"""(tokens of a tile, pipeline stages, programs launched per SM) of decode_partial over JUDGED_KERNEL's storage.
 
 5, 7 and 9 stages hold two, three and four tiles in shared memory. None of the variants spills on sm_90. An SM runs 7 programs
 at once with 64 tokens and 5 stages, 5 programs with 64 tokens and 7 stages, and 12, 10 and 8 programs with 32 tokens. An SM has
@@ -41,7 +41,7 @@ four schedulers, so 4, 8 and 12 programs load them evenly.
 
 
 def measure(device: torch.device) -> Iterator[Row]:
-    """Yield a row of every variant: its case, what varies, and microseconds."""
+    """Yield a row per variant: the case, the varied parameters, and microseconds."""
     from plugins.kv_attention import launch
     from plugins.kv_attention.kernels.variants import decode_variant as shipped_decode
     from plugins.kv_attention.kernels.variants import reduce_variant as shipped

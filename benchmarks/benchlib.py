@@ -1,4 +1,4 @@
-"""The tiny checkpoint as benchmarks of engines use it: its model, tokens, policies, scales and ONNX bundles."""
+"""Helpers for benchmarks of engines: the tiny checkpoint's model and tokens, policies, scales and ONNX bundles."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def load_model(checkpoint: Path = CHECKPOINT) -> Any:
 
 
 def story_tokens(rows: int, length: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Return token ids (rows, length) of generated prose, a different text in each row."""
+    """Return token ids (rows, length) of generated prose, with a different text per row."""
     tokenizer, out = load_tokenizer(CHECKPOINT), np.empty((rows, length), np.int64)
     for row in range(rows):
         rng, ids = random.Random(f"{seed} {row}"), list[int]()
@@ -61,8 +61,8 @@ def make_bundle(policy: KVPolicy, scales: KVScales, work: Path, checkpoint: Path
 
 
 def static_scales_on(checkpoint: Path, texts: Sequence[Sequence[int]]) -> Callable[[KVPolicy], KVScales]:
-    """Return what makes a policy's static scales, calibrated on texts of token ids, as the pipeline calibrates them."""
-    from stages.quantize import modelopt_adapter as adapter  # a GPU's benchmarks do without
+    """Return a function that computes a policy's static scales as the pipeline does, calibrated on texts of token ids."""
+    from stages.quantize import modelopt_adapter as adapter  # not installed for GPU benchmarks
     from stages.quantize import run
 
     info = inspect_checkpoint(checkpoint)

@@ -1,10 +1,10 @@
-"""Attention of several new tokens over a quantized history on a GPU, beside torch's SDPA over the same keys and values in bf16.
+"""Attention of several new tokens over a quantized history on a GPU, compared with torch's SDPA over bf16 keys and values.
 
     python -m benchmarks.context_attention --json benchmarks/results/context_attention_h200.json
 
-Every storage is measured both ways: "pages" by the kernels over the quantized pages, "dense" by FlashAttention over the
-dequantized history. "chosen" marks the way that launch.context_attention takes by itself.
-Exit code 4 without a GPU or Triton, 1 when an output was wrong.
+Every storage is measured in two ways: "pages" (the kernels over the quantized pages) and "dense" (FlashAttention over the
+dequantized history). "chosen" marks the default of launch.context_attention.
+Exit code 4 without a GPU or Triton, 1 if an output is wrong.
 """
 
 import sys
@@ -20,14 +20,14 @@ from benchmarks.attention_cases import STORAGES, Case, Row
 from plugins.kv_attention import reference
 
 HISTORIES = ((8192, 512), (8192, 2048), (512, 512), (8192, 128), (8192, 4))
-"""Cached tokens, and new tokens, of each sequence."""
+"""(cached tokens, new tokens) per sequence."""
 CASES = tuple((Case(batch, history, 8), new) for history, new in HISTORIES for batch in (1, 4))
-"""Sequences with their history, and new tokens of each."""
+"""(sequences with their history, new tokens per sequence)."""
 TOLERANCE = 5e-3
 
 
 def measure(device: torch.device) -> Iterator[Row]:
-    """Yield a row of each storage and way, and one of SDPA."""
+    """Yield rows for every storage: "pages", "dense" and SDPA."""
     from plugins.kv_attention.launch import context_attention, prefers_dense
 
     timer = GpuTimer(device)
@@ -53,7 +53,7 @@ def measure(device: torch.device) -> Iterator[Row]:
             chosen = prefers_dense(step.layout, query, step.page_table)
             for dense in (False, True):
                 microseconds, out = timer(partial(context_attention, *inputs, scaling=step.scaling, dense=dense), None)
-                # The last sequence is compared, so that an error in where the others begin is seen as well.
+                # Compare the last sequence, to also detect errors in the start of the other sequences.
                 error = float((out[-new:].float() - exact).norm() / exact.norm())
                 yield what | {
                     "kernel": storage,

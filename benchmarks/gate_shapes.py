@@ -1,10 +1,10 @@
-"""What distances and flips of real KV caches look like, request by request: what the gates' error rates are simulated on.
+"""Distances and flips of real KV caches by request, the input of the simulations of the gates' error rates.
 
     python -m pipeline -m kv=fp8,int8,fp8k_int4v,int4 'workloads.rounds=[1.0]' tracking=none workdir=work/shapes
     python -m pipeline -m experiment=smollm2 kv=fp8,int8,fp8k_int4v,int4_g32 tracking=none workdir=work/shapes_smollm2
     python -m benchmarks.gate_shapes tiny=work/shapes smollm2=work/shapes_smollm2       # writes the file that `load` reads
 
-The file has one row for each request of an evaluation; of SmolLM2 at INT4 those of the first round, after which it has failed.
+The file has one row per request of an evaluation. For SmolLM2 at INT4, it has only the first round, which decided FAIL.
 """
 
 import argparse
@@ -24,21 +24,21 @@ COLUMNS = ("scored_tokens", "context_tokens", "mean_kl", "max_kl", "nll_differen
 
 @dataclass(frozen=True)
 class Shape:
-    """The requests of one workload to one engine."""
+    """The requests of one workload with one engine."""
 
     model: str
     policy: str
     workload: str
     values: dict[str, npt.NDArray[np.float64]]
-    """COLUMNS by name, each of shape (requests,)."""
+    """Values (requests,) by column of COLUMNS."""
     documents: npt.NDArray[np.int64]
-    """Number of each request's document within the evaluation."""
+    """Number of the document within the evaluation, by request."""
     flips: npt.NDArray[np.int64]
-    """Of each request -1 (lost), 0 or 1 (gained)."""
+    """Change of the greedy answer by request: -1 (lost), 0 or 1 (gained)."""
 
 
 def load(file: Path = FILE) -> list[Shape]:
-    """Return the shapes that were measured."""
+    """Return the measured shapes."""
     with np.load(file) as stored:
         arrays = {name: stored[name] for name in stored.files}
     shapes = []
@@ -59,7 +59,7 @@ def _column(row: SampleRow, name: str) -> float:
 
 
 def collect(model: str, workdir: Path) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the arrays of all evaluations in a work directory, by the names under which they are stored."""
+    """Return the arrays of all evaluations in a work directory, by their names in the file."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     for directory in sorted(path.parent for path in (workdir / "artifacts" / "evaluate").glob(f"*/{REPORT_FILE}")):
         policy, rows = load_report(directory).policy, load_rows(directory)

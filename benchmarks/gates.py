@@ -1,18 +1,18 @@
-"""How often the gates pass and fail wrongly at their limits, and how often they decide about sound and broken caches.
+"""Error rates of the gates at their limits, and their power: how often they decide about sound and broken caches.
 
     python -m benchmarks.recovery                     # two hours: 3,000 questions to SmolLM2, a file that this reads
     python -m benchmarks.gates                        # five minutes: the figures of docs/verdict.md, results/error_rates.json
 
-**Recovery.** A candidate at its limit is made from measured ones: by a loss in proportion to the probability (`proportional`),
-by the losses of a cache that loses more, made smaller (`scaled`), or by a broken cache's rows for some questions (`questions`)
-or for some whole pages (`pages`). Pages are drawn with replacement. The last is what no test can exclude with few pages: where
-one page in eight is broken, 15 pages hold none in 13 %.
+**Recovery.** Candidates at the limit are made from measured candidates in four ways. `proportional`: all probabilities shrink
+by the same factor. `scaled`: the losses of a worse cache, made smaller. `questions`: a broken cache's rows for some questions.
+`pages`: a broken cache's rows for some whole pages. Pages are drawn with replacement. With few pages, no test can exclude
+`pages`: if one page in eight is broken, 13 % of draws of 15 pages contain no broken page.
 
-**Mean KL.** A measured shape (`benchmarks.gate_shapes`) is scaled until the mean of its documents, each cut at OUTLIER times
-the limit, is the limit: a PASS is wrong there. Where nothing is cut, a FAIL is wrong.
+**Mean KL.** A measured shape (`benchmarks.gate_shapes`) is scaled until its mean is the limit. To count wrong PASSes, this mean
+is over documents that are cut at OUTLIER times the limit. To count wrong FAILs, documents are not cut.
 
-**Greedy answers.** Documents of four answers, which flip with the correlation rho: a document flips as a whole with probability
-rho and otherwise answer by answer.
+**Greedy answers.** Documents of four answers, which flip with correlation rho: with probability rho all answers of a document
+flip together, otherwise independently.
 """
 
 import argparse
@@ -45,25 +45,25 @@ FILE = Path(__file__).resolve().parent / "results" / "error_rates.json"
 GATES = Gates()
 RUNS, SEED = 500, 20_261_125
 MIXTURES = 40
-"""How often each candidate at the limit is made: which questions are broken changes what passes."""
+"""Number of versions of every candidate at the limit. They differ in which questions are broken, which changes the rates."""
 LOOKS = ((15,), (36,), (144,), (15, 36, 72, 108, 144))
-"""Pages at each look. The last are the looks of conf/workloads/chat.yaml."""
+"""Sequences of looks, in pages. The last sequence is from conf/workloads/chat.yaml."""
 SOUND = ("int8", "fp8")
 SOUND_KL = ("fp8", "int8", "fp8k_int4v")
 RHO = (0.0, 0.2, 0.5)
 LOST = ((0.05, 0.0), (0.1, 0.05), (0.2, 0.0))
-"""Shares of greedy answers that are lost and gained: two candidates at the margin, and a broken one."""
+"""(lost, gained) shares of greedy answers: two candidates at the margin, then a broken candidate."""
 Shapes = Iterator[tuple[str, Array, Array]]
 
 
 def losses(base: Array, kept: Array, limit: float) -> Mean:
-    """Return the losses of runs, shape (runs, pages), in units of the allowed loss (`pipeline.verdict.gates.recovery`)."""
+    """Return the losses (runs, pages) in units of the allowed loss (`pipeline.verdict.gates.recovery`)."""
     allowed = (1 - limit) * base.mean(axis=1, keepdims=True)
     return Mean(1 - (kept - limit * base) / allowed, 1.0, -OUTLIER, WORST, whole=True)
 
 
 def passing(base: Array, kept: Array, limit: float, looks: Sequence[int]) -> Array:
-    """Return in which runs the gate on recovery passes at any look."""
+    """Return, for every run, whether the gate on recovery passes at any look."""
     passed, level = np.zeros(len(base), bool), GATES.pass_alpha
     for pages in looks:
         mean = losses(base[:, :pages], kept[:, :pages], limit)
@@ -74,14 +74,14 @@ def passing(base: Array, kept: Array, limit: float, looks: Sequence[int]) -> Arr
 
 
 def failing(base: Array, kept: Array, limit: float, looks: Sequence[int], figures: int) -> Array:
-    """Return in which runs the gate on recovery, one of so many figures, fails at any look."""
+    """Return, for every run, whether the gate on recovery fails at any look. `figures`: number of figures that share alpha."""
     means = [losses(base[:, :pages], kept[:, :pages], limit) for pages in looks]
     enough = -math.log(GATES.alpha / 2 / figures)
     return np.asarray(np.logical_or.reduce([log_score(mean.fail_gains(1.0), FAIL_STAKES) >= enough for mean in means]))
 
 
 def _mixed(base: Array, kept: Array, broken: Array, limit: float, rng: np.random.Generator, *, pages: bool) -> Array:
-    """Return `kept` with as many questions, or pages, of `broken` as bring recovery to the limit; shape (pages, questions)."""
+    """Return `kept` (pages, questions) with random questions or pages from `broken`, so that recovery is at the limit."""
     have, lose = kept.sum() / base.sum(), (kept.sum() - broken.sum()) / base.sum()
     chosen = rng.random((len(base), 1) if pages else base.shape) < (have - limit) / lose
     mixed = np.where(chosen, broken, kept)
@@ -89,7 +89,7 @@ def _mixed(base: Array, kept: Array, broken: Array, limit: float, rng: np.random
 
 
 def at_limit(answers: Answers, limit: float, columns: Sequence[int], rng: np.random.Generator) -> Shapes:
-    """Yield candidates whose recovery is the limit: name, and the probabilities of baseline and candidate by question."""
+    """Yield candidates with recovery at the limit: (name, baseline's probabilities, candidate's probabilities) by question."""
     worst = min(answers.candidates, key=lambda policy: answers.candidates[policy].mean())
     broken = answers.candidates[worst][:, columns]
     for policy, rows in answers.candidates.items():
@@ -104,7 +104,7 @@ def at_limit(answers: Answers, limit: float, columns: Sequence[int], rng: np.ran
 
 
 def drawn(base: Array, kept: Array, pages: int, rng: np.random.Generator, runs: int = RUNS) -> tuple[Array, Array]:
-    """Draw pages of both engines with replacement, shape (runs, pages)."""
+    """Draw pages with replacement; return baseline and candidate, (runs, pages)."""
     chosen = rng.integers(len(base), size=(runs, pages))
     return base.mean(axis=1)[chosen], kept.mean(axis=1)[chosen]
 
@@ -132,7 +132,7 @@ def recovery(answers: Answers, columns: Sequence[int], limit: float, looks: Sequ
 
 
 def scaled(values: Array, limit: float) -> Array | None:
-    """Return `values` times the factor with which their cut mean is `limit`; None where so few have all of the KL."""
+    """Scale `values` until their cut mean is `limit`; return None if the positive values cannot reach the limit."""
     cut = OUTLIER * limit
     if float((values > 0).mean()) * cut <= limit:
         return None
@@ -144,7 +144,7 @@ def scaled(values: Array, limit: float) -> Array | None:
 
 
 def mean_kl(documents: int) -> dict[str, float]:
-    """Return error rates and power of the gate on the mean KL of one look, in percent."""
+    """Return error rates and power of the gate on mean KL at one look, in percent."""
     rng, limit, wrong, wrong_fail, power = np.random.default_rng(SEED), GATES.max_mean_kl, 0.0, 0.0, 1.0
     for shape in gate_shapes.load():
         kl = shape.values["mean_kl"]
@@ -162,7 +162,7 @@ def mean_kl(documents: int) -> dict[str, float]:
 
 
 def greedy(documents: int, rates: tuple[float, float], rho: float, figures: int) -> float:
-    """Return how often greedy answers, one of so many figures, fail in documents of four, at any tenth look; in percent."""
+    """Return how often the gate on greedy answers fails at any of ten looks, in percent. `figures` share alpha."""
     rng, shape = np.random.default_rng(SEED), (4 * RUNS, documents, 4)
     together = rng.random((*shape[:2], 1)) < rho
     chance = np.where(together, rng.random((*shape[:2], 1)), rng.random(shape))

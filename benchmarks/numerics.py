@@ -1,10 +1,11 @@
-"""What the formats of keys and values cost, policy by policy, and which claims of the literature hold on three models.
+"""The cost of the formats of keys and values by policy, and a test of the literature's claims on three models.
 
     python -m benchmarks.numerics tiny smollm2 gemma3       # prints the tables of docs/numerics.md
 
-Every policy is measured in the oracle's forced decode, where each scored token reads the quantized cache, against the same
-model with an FP16 cache. The tiny model reads generated text, the others read pages of Python's documentation; Gemma 3, whose
-vocabulary takes longer than its layers, reads fewer and shorter ones under SHORT, and long ones under LONG.
+Every policy is measured in the reference engine's forced decode: every scored token reads the quantized cache. The baseline is
+the same model over an FP16 cache. The tiny model reads generated text; SmolLM2 and Gemma 3 read pages of Python's
+documentation. Gemma 3's large vocabulary takes longer than its layers, so Gemma 3 reads fewer and shorter pages (policies
+SHORT), and long texts under only a few policies (LONG).
 """
 
 import argparse
@@ -32,24 +33,24 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import generate
 
 COUNTS = {"prose": 16, "retrieval": 24, "tool_call": 16, "copy": 24, "multi_turn": 16}
-"""Samples of each workload that the tiny model reads."""
+"""Number of samples for the tiny model, by workload."""
 MAX_SCORED = 192
-"""Tokens of generated prose that are scored per sample."""
+"""Maximum scored tokens of generated prose per sample."""
 CALIBRATION = 6
-"""Calibration texts of each workload."""
+"""Number of calibration texts per workload."""
 PAGES, PAGE_TOKENS, PAGE_FIRST = 10, 384, 64
-"""Pages that SmolLM2 reads, tokens of each, and tokens at its beginning that are not scored."""
+"""For SmolLM2: number of pages, tokens per page, and first tokens of a page that are not scored."""
 GEMMA_PAGES, GEMMA_TOKENS, LAST = 4, 192, 32
-"""Pages that Gemma 3 reads, tokens of each, and how many at its end are scored: a row of its logits is 262,144 numbers."""
+"""For Gemma 3: number of pages, tokens per page, and scored last tokens (few, since a row of logits has 262,144 numbers)."""
 LENGTHS = (256, 480, 544, 1024, 2048, 4096, 8192)
-"""Lengths of the longer texts that Gemma 3 reads, of which LAST tokens are scored, too; its windows are of 512."""
+"""Lengths of Gemma 3's longer texts; the last LAST tokens are scored. Gemma 3's windows have 512 tokens."""
 
 EXACT = Format(dtype="fp16")
 NVFP4 = load_policy("nvfp4").key
 
 
 def dynamic(dtype: str, group: int | None = None, symmetric: bool = True, rotation: Rotation = "none") -> Format:
-    """Return a format with dynamic scales: per token and head, or per `group` channels of it."""
+    """Return a format with dynamic scales per token and head, or per `group` channels."""
     granularity: Granularity = "per_token" if group is None else "per_group"
     return Format(
         dtype=dtype, granularity=granularity, group_size=group, symmetric=symmetric, scale="dynamic", rotation=rotation
@@ -62,7 +63,7 @@ def static(dtype: str, granularity: Granularity = "per_tensor", **fields: Any) -
 
 
 def policy(key: Format, value: Format | None = None, sinks: int = 0, recent: int = 0) -> KVPolicy:
-    """Return a policy with keys in one format and values in another one, or in the same one by default."""
+    """Return a policy for a format of keys and a format of values, which defaults to the keys' format."""
     return KVPolicy(name="measured", key=key, value=value or key, sink_tokens=sinks, recent_tokens=recent)
 
 
@@ -129,9 +130,9 @@ SHORT = (
     "fp8 keys, int4 g64 values",
     "nvfp4",
 )
-"""Policies that Gemma 3 is measured under."""
+"""Policies for Gemma 3."""
 LONG = ("fp8 per tensor", "int8 per token", "fp8 keys, int4 g64 values", "int4 g32")
-"""Those of them over length: what `make real MODEL=gemma3` judges."""
+"""Policies for Gemma 3's longer texts: the policies that `make real MODEL=gemma3` judges."""
 
 CLAIMS: tuple[tuple[str, str, str], ...] = (
     ("fp8 per token is better than int8 per token (published: PPL +0.01 against +0.02)", "fp8 per token", "int8 per token"),
@@ -172,12 +173,12 @@ CLAIMS: tuple[tuple[str, str, str], ...] = (
         "vllm int4_per_token_head",
     ),
 )
-"""What is claimed, the policy that should have the smaller mean KL, and the other one."""
+"""(claim, policy that should have the smaller mean KL, policy to compare with)."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of which those from `first` on are fed one by one, and what each of these should predict."""
+    """Token ids and targets. Tokens from `first` on are fed one by one, and `targets` are the tokens that follow them."""
 
     document: str
     tokens: tuple[int, ...]
@@ -186,7 +187,7 @@ class Text:
 
 
 def tiny_texts(counts: Mapping[str, int] = COUNTS) -> list[Text]:
-    """Return samples for the tiny model. A prompt's last token is decoded, so that every scored logit reads the cache."""
+    """Return samples for the tiny model. The prompt's last token is decoded, so that every scored logit reads the cache."""
     samples = [sample for workload, count in counts.items() for sample in generate(workload, count, 0)]
     return [
         Text(item.sample.cluster, (*item.prompt, *item.reference[:-1]), len(item.prompt) - 1, item.reference)
@@ -195,26 +196,26 @@ def tiny_texts(counts: Mapping[str, int] = COUNTS) -> list[Text]:
 
 
 def tiny_calibration() -> list[tuple[int, ...]]:
-    """Return token ids of prompts with their answers, from the calibration split."""
+    """Return token ids of prompts and answers from the calibration split."""
     tokenizer = BundleTokenizer(CHECKPOINT)
     samples = [sample for workload in COUNTS for sample in generate(workload, CALIBRATION, 0, "calibration")]
     return [(*tokenizer.prompt_ids(sample), *tokenizer.text_ids(sample.reference)) for sample in samples]
 
 
 def page_texts(tokens: npt.NDArray[np.int64], pages: int, length: int, first: int = PAGE_FIRST) -> list[Text]:
-    """Return so many pages of Python's documentation, of which the tokens from `first` on are scored."""
+    """Return `pages` pages of Python's documentation; tokens from `first` on are scored."""
     texts = [tokens[at : at + length].tolist() for at in starts(len(tokens), [length] * pages)]
     return [Text(f"page {i}", tuple(page[:-1]), first, tuple(page[first + 1 :])) for i, page in enumerate(texts)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one policy costs on one model."""
+    """The cost of one policy on one model."""
 
     bytes_per_token: int
-    """Of the cache, all layers."""
+    """Bytes of the cache per token, for all layers."""
     sums: Array
-    """Of each text the KL in nats, the rise of the negative log-likelihood in nats, and the scored tokens: (texts, 3)."""
+    """Sums (texts, 3): KL in nats, increase of the negative log-likelihood in nats, and number of scored tokens."""
 
     @property
     def mean_kl(self) -> float:
@@ -248,7 +249,7 @@ def _log_likelihood(logits: npt.NDArray[np.float32], targets: Sequence[int]) -> 
 
 
 def verdict(better: Measured, worse: Measured, documents: Sequence[str]) -> str:
-    """Return how many times the mean KL of `better` that of `worse` is, its 95 % interval by document, and a verdict."""
+    """Return the ratio of mean KL of `worse` to `better`, its 95 % interval over documents, and a verdict, as text."""
     sums = np.stack([worse.sums[:, 0], better.sums[:, 0]], axis=1)
     drawn, ratio = resampled_sums(sums, documents), worse.mean_kl / better.mean_kl
     low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
@@ -257,7 +258,7 @@ def verdict(better: Measured, worse: Measured, documents: Sequence[str]) -> str:
 
 
 def show(measured: Mapping[str, Measured], texts: Sequence[Text]) -> None:
-    """Print what each policy costs, and the verdict on each claim."""
+    """Print the cost of every policy, and the verdict on every claim."""
     print("| policy | bytes/token | mean KL | PPL ratio |\n|---|---:|---:|---:|")
     for name, one in measured.items():
         print(f"| {name} | {one.bytes_per_token:,} | {one.mean_kl:.1e} | {one.perplexity_ratio:.4f} |")
@@ -269,7 +270,7 @@ def show(measured: Mapping[str, Measured], texts: Sequence[Text]) -> None:
 
 
 def show_lengths(model: Any, tokens: npt.NDArray[np.int64], scales: Callable[[KVPolicy], KVScales]) -> None:
-    """Print the mean KL of the last tokens of longer and longer texts."""
+    """Print the mean KL of the last tokens, by length of the text."""
     print(f"\n| tokens | {' | '.join(LONG)} |\n|---:|{'---:|' * len(LONG)}")
     for length in LENGTHS:
         texts = page_texts(tokens, 1, length, length - LAST - 1)

@@ -1,13 +1,13 @@
-"""The first hour on a GPU: each part of a step runs in a process of its own, in limited time, and says PASS, FAIL or MISSING.
+"""The first hour on a GPU: every part of a step runs in a separate process with a time limit; results: PASS, FAIL or MISSING.
 
     python -m benchmarks.on_gpu --step correctness            # or verdicts, speed, peers, causes; `make gpu` runs all five
     python -m benchmarks.on_gpu --step speed --out FOLDER     # results and outputs of the parts (default: work/gpu)
 
-Standard library only: the parts import what they need. A step takes at most ten minutes and writes FOLDER/STEP.json after
-each part, so that a step that is cut off keeps what it had. MISSING names the package, the program or the variable that a part
-needs: KVGATE_VLLM_PYTHON, a Python that has vLLM.
+This module imports only the standard library; the parts import their own libraries. A step takes at most ten minutes. It
+rewrites FOLDER/STEP.json after every part, so an interrupted step keeps its results. MISSING names the package, program or
+environment variable that a part needs, such as KVGATE_VLLM_PYTHON (a Python with vLLM).
 
-Exit code 0 when no part failed, 3 when one did, 4 without a GPU.
+Exit code 0 if no part failed, 3 if a part failed, 4 without a GPU.
 """
 
 import argparse
@@ -41,11 +41,11 @@ LIBRARIES = (
     "cupy-cuda13x",
 )
 STEP_SECONDS = 600
-"""Of a whole step: a lent machine ends a command then."""
+"""Time limit of a step: a borrowed machine ends a command after ten minutes."""
 LAST_LINES = 30
-"""Of a part's output, which the results keep."""
+"""Number of last lines of a part's output to keep in the results."""
 ENVIRONMENT = {"REQUIRE_GPU": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
-"""cuBLAS adds in a fixed order only with a workspace of a fixed size."""
+"""Environment of all parts. cuBLAS adds in a fixed order only if its workspace has a fixed size."""
 
 PYTHON = sys.executable
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -54,7 +54,7 @@ KERNELS = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/
 KV = "fp8k_int4v,fp8,bf16,sdpa bf16"
 """Kernels of every run of the attention benchmark."""
 TESTED = ("pytest", "hypothesis", "pydantic", "hydra", "triton")
-"""Packages of every part that is tests."""
+"""Packages that all parts with tests need."""
 
 
 @dataclass(frozen=True)
@@ -63,29 +63,29 @@ class Part:
 
     name: str
     command: tuple[str, ...]
-    """`{out}` stands for the folder of the results."""
+    """Words of the command; `{out}` is replaced by the folder of the results."""
     seconds: int
     """Time limit."""
     needs: tuple[str, ...] = ()
-    """Modules that Python must find, programs on the path (`bin:ncu`), and variables of the environment (`env:NAME`)."""
+    """Required Python modules, programs on the path (`bin:ncu`) and environment variables (`env:NAME`)."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a part gave."""
+    """The result of a part."""
 
     name: str
     status: Status
     seconds: float
     detail: str
-    """What is missing, or why the part failed; "" for a part that passed."""
+    """The missing requirements or the reason of the failure; "" if the part passed."""
     command: str
     output: tuple[str, ...] = ()
-    """The last lines."""
+    """Last lines of the output."""
 
 
 def slug(name: str) -> str:
-    """Return a name as part of a file's.
+    """Return a name in a form for file names.
 
     >>> slug("8B, batch 32")
     '8b_batch_32'
@@ -94,14 +94,14 @@ def slug(name: str) -> str:
 
 
 def tests(name: str, seconds: int, needs: tuple[str, ...], *arguments: str) -> Part:
-    """Return tests as a part."""
+    """Return a part that runs tests."""
     return Part(name, (*PYTEST, *arguments), seconds, (*TESTED, *needs))
 
 
 def attention(
     name: str, seconds: int, kernels: str, *needs: str, batches: str = "8,32", tokens: str = "8k", group: int = 8
 ) -> Part:
-    """Return a run of the attention benchmark as a part."""
+    """Return a part that runs the attention benchmark."""
     sizes = ("--batches", batches, "--tokens", tokens, "--groups", str(group), "--ragged", "")
     command = (
         PYTHON,
@@ -117,13 +117,13 @@ def attention(
 
 
 def judged(name: str, seconds: int, needs: tuple[str, ...], *arguments: str) -> Part:
-    """Return an evaluation as a part; it must end in PASS."""
+    """Return a part that runs an evaluation, which must end in PASS."""
     command = (PYTHON, "-m", "pipeline", "stage=evaluate", "tracking=none", f"workdir={{out}}/{slug(name)}", *arguments)
     return Part(name, command, seconds, ("hydra", "pydantic", "modelopt", "transformers", "triton", *needs))
 
 
 def watched(name: str, seconds: int, program: str, *arguments: str) -> Part:
-    """Return a decode step of each kernel under one of CUDA's tools as a part."""
+    """Return a part that runs every kernel's decode step under a CUDA tool."""
     kernels = ("tests/gpu/test_kernels_on_gpu.py", "-k", "captured_step and fp8k_int4v")
     return Part(name, (program, *arguments, *PYTEST, *kernels), seconds, (f"bin:{program}", *TESTED))
 
@@ -173,15 +173,15 @@ STEPS: dict[str, tuple[Part, ...]] = {
     "causes": (
         watched("races", 150, "compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1"),
         watched("memory", 150, "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"),
-        # The clocks of a card that others use stay as they are.
+        # Do not change the clocks of a shared card.
         watched("counters", 200, "ncu", "--clock-control", "none", *(f"--section={name}" for name in SECTIONS), "-c", "20"),
     ),
 }
-"""What the first GPU has to answer: is it right, does a cache pass, how fast, beside whom, and why."""
+"""Parts by step. The steps answer: are results correct, do caches pass, how fast are they, how fast are peers, and why."""
 
 
 def gpus() -> int:
-    """Return how many GPUs the CUDA driver finds; 0 without a driver."""
+    """Return the number of GPUs that the CUDA driver finds; 0 without a driver."""
     try:
         cuda, count = CDLL("libcuda.so.1"), c_int(0)
     except OSError:
@@ -190,14 +190,14 @@ def gpus() -> int:
 
 
 def missing(part: Part) -> list[str]:
-    """Return what a part needs that this machine lacks."""
+    """Return the requirements of a part that this machine lacks."""
     looks: dict[str, Callable[[str], object]] = {"bin": which, "env": os.environ.get, "": find_spec}
     split = {need: need.rpartition(":") for need in part.needs}
     return [need for need, (kind, _, name) in split.items() if not looks[kind](name)]
 
 
 def run_part(part: Part, out: Path, seconds: float) -> Outcome:
-    """Run a part, all its processes at an end when it is."""
+    """Run a part, and kill all its processes at its end."""
     command = tuple(word.replace("{out}", str(out)) for word in part.command)
     written = " ".join(command).replace(PYTHON, "python")
     lacking = missing(part)
@@ -227,7 +227,7 @@ def run_part(part: Part, out: Path, seconds: float) -> Outcome:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with all that it started."""
+    """Kill a process and all its child processes."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -236,7 +236,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_step(name: str, out: Path, say: Callable[[str], None] = print) -> list[Outcome]:
-    """Run the parts of a step one after the other, and write the results after each."""
+    """Run the parts of a step in order, and write the results after every part."""
     out.mkdir(parents=True, exist_ok=True)
     outcomes, started = list[Outcome](), time.monotonic()
     for part in STEPS[name]:
@@ -248,7 +248,7 @@ def run_step(name: str, out: Path, say: Callable[[str], None] = print) -> list[O
 
 
 def line(step: str, outcome: Outcome) -> str:
-    """Return a part's line of the table."""
+    """Return a part's line in the table."""
     return f"{outcome.status:8} {step:12} {outcome.name:36} {outcome.seconds:6.1f} s  {outcome.detail}".rstrip()
 
 

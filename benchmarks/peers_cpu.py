@@ -1,7 +1,7 @@
-"""Other CPU engines with a quantized KV cache beside kvgate's: `python -m benchmarks.peers_cpu`.
+"""Compares kvgate with other CPU engines that quantize their KV cache: `python -m benchmarks.peers_cpu`.
 
-All engines get the same checkpoint, texts, threads and forced tokens. Each format runs alone, in a process of its own, and its
-distance is measured to its engine's own float cache. README.md has the details.
+All engines get the same checkpoint, texts, threads and forced tokens. Every format runs alone, in a separate process. Its
+distance is measured to the same engine's float cache. README.md has the details.
 """
 
 import argparse
@@ -30,16 +30,16 @@ Logits = npt.NDArray[np.float32]
 Cell = dict[str, Any]
 PREPARE = "prepare"
 WARM_UP = 8
-"""Tokens of a first prefill, which is not timed."""
+"""Tokens of a first prefill that is not timed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every engine of a run is opened with."""
+    """Settings that all formats of a peer share."""
 
     checkpoint: str
     models: str
-    """Folder of this engine's own form of the model."""
+    """Folder of the model in the peer's format."""
     threads: int
     capacity: int
     """Maximum tokens of a sequence."""
@@ -52,11 +52,11 @@ class Peer(ABC):
 
     title: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]]
-    """Distributions whose versions are recorded."""
+    """Packages whose versions are recorded."""
     install: ClassVar[str] = ""
     """Arguments of `pip install --target`."""
     formats: ClassVar[dict[str, str]]
-    """KV formats and their widths; the first one is float."""
+    """Width by KV format; the first format is float."""
 
     def __init__(self, kv: str, setting: Setting) -> None:
         self.kv, self.setting, self.models = kv, setting, Path(setting.models)
@@ -64,11 +64,11 @@ class Peer(ABC):
     @classmethod
     @abstractmethod
     def prepare(cls, setting: Setting) -> None:
-        """Bring the checkpoint into the engine's form, if that is not done yet."""
+        """Convert the checkpoint to the engine's format, unless that is already done."""
 
     @abstractmethod
     def prefill(self, tokens: Sequence[int]) -> Logits:
-        """Start a sequence and drop the last one; return the logits (V,) after the last token."""
+        """Drop the previous sequence and start a new one; return the logits (V,) after the last token."""
 
     @abstractmethod
     def step(self, token: int) -> Logits:
@@ -117,7 +117,7 @@ class Kvgate(Peer):
 
 
 class Genai(Peer):
-    """onnxruntime-genai: its model builder, its calibration of static scales per channel, its generator, in float32."""
+    """onnxruntime-genai in float32: its model builder, its calibration of static scales per channel, and its generator."""
 
     title = "onnxruntime-genai"
     distributions = ("onnxruntime-genai", "onnxruntime")
@@ -192,9 +192,9 @@ model.save_pretrained(sys.argv[2])
 
 
 class OpenVino(Peer):
-    """OpenVINO: optimum-intel's stateful model on the CPU plugin, with KV_CACHE_PRECISION as asked.
+    """OpenVINO: optimum-intel's stateful model on the CPU plugin, with an explicit KV_CACHE_PRECISION.
 
-    The plugin computes in bfloat16 if the processor has bfloat16 products, its default.
+    By default, the plugin computes in bfloat16 if the processor supports it.
     """
 
     title = "OpenVINO"
@@ -250,7 +250,7 @@ class OpenVino(Peer):
     def bytes_per_token(self) -> float:
         config = json.loads((Path(self.setting.checkpoint) / "config.json").read_text())
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        # Codes and, with a group of the whole head, a float32 scale and zero point.
+        # Codes and, for one group per head, a float32 scale and zero point.
         vector = head_dim * {"f16": 16, "u8": 8, "u4": 4}[self.kv] / 8 + (0 if self.kv == "f16" else 8)
         return float(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * vector)
 
@@ -259,14 +259,14 @@ PEERS: dict[str, type[Peer]] = {"kvgate": Kvgate, "genai": Genai, "openvino": Op
 
 
 def run_python(*arguments: str) -> None:
-    """Run Python in a process of its own, so that its imports hold no memory while an engine is timed."""
+    """Run Python in a separate process, so that its imports do not occupy memory while an engine is timed."""
     process = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(f"{arguments[1][:60].strip()} failed: {process.stderr.strip()[-600:]}")
 
 
 def measure(engine: Peer, tokens: Sequence[int], context: int, logits: Path) -> Cell:
-    """Time a prefill of `context` tokens and the steps of the tokens that follow; write the steps' logits (N, V) to a file."""
+    """Time a prefill of `context` tokens and a step for every further token; write the steps' logits (N, V) to a file."""
     engine.prefill(tokens[:WARM_UP])
     begun = time.process_time()
     engine.prefill(tokens[:context])
@@ -280,7 +280,7 @@ def measure(engine: Peer, tokens: Sequence[int], context: int, logits: Path) -> 
 
 
 def in_own_process(job: Path, out: Path) -> None:
-    """Prepare a peer, or measure one format; write what was found, or why it could not be."""
+    """Prepare a peer or measure one format, and write the result or the error."""
     given = json.loads(job.read_text())
     peer, setting = PEERS[given["peer"]], Setting(**given["setting"])
     Path(setting.models).mkdir(parents=True, exist_ok=True)
@@ -290,13 +290,13 @@ def in_own_process(job: Path, out: Path) -> None:
             found: Cell = {"versions": {name: version(name) for name in peer.distributions}}
         else:
             found = measure(peer(given["kv"], setting), given["tokens"], given["context"], Path(given["logits"]))
-    except Exception as error:  # the failure of a peer is a result
+    except Exception as error:  # a peer's failure is a result
         found = {"cannot": f"{type(error).__name__}: {error}"}
     out.write_text(json.dumps(found))
 
 
 def ask(sites: Path, work: Path, peer: str, kv: str, setting: Setting, **more: Any) -> Cell:
-    """Run a job in a process of its own, with the peer's own folder first on the module path."""
+    """Run a job in a separate process, with the peer's folder first on the module path."""
     job, out = work / "job.json", work / "found.json"
     job.write_text(json.dumps({"peer": peer, "kv": kv, "setting": asdict(setting), **more}))
     out.unlink(missing_ok=True)
@@ -311,7 +311,7 @@ def ask(sites: Path, work: Path, peer: str, kv: str, setting: Setting, **more: A
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Return all formats in one table."""
+    """Return a Markdown table of all formats."""
     rows = ["| tokens | engine | cache | bytes a token | mean KL | first token, CPU s | step, CPU ms |", "|---" * 7 + "|"]
     for cell in (cell for cell in cells if "cannot" not in cell):
         figures = f"{cell['mean_kl']:.1e} | {cell['first_token_cpu_s']:,.1f} | {1e3 * cell['step_cpu_s']:,.1f}"

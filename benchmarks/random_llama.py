@@ -1,9 +1,9 @@
-"""Write a Llama checkpoint of a published size with random weights, to time verdicts of models that cannot be shipped.
+"""Write a Llama checkpoint of a published size with random weights, to time verdicts on models that cannot be shipped.
 
     python -m benchmarks.random_llama 8B /tmp/llama-8b      # 16 GB; 20 seconds on a GPU machine
 
-The tokenizer is the tiny model's, whose vocabulary is smaller than the model's. Such a model answers nothing right: pass
-`gates.min_baseline_probability=0` to judge a cache on it, and read nothing but seconds and bytes.
+The tokenizer is the tiny model's; its vocabulary is smaller than the new model's. The model answers no question right. To judge
+a cache with this model, pass `gates.min_baseline_probability=0`. Only the seconds and bytes of the report are meaningful.
 """
 
 import argparse
@@ -28,9 +28,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
-"""1B and 8B have the shapes of Llama 3.2 1B, but for its tied embeddings, and of Llama 3.1 8B; micro is for tests."""
+"""Shapes by size. 1B is Llama 3.2 1B without tied embeddings, 8B is Llama 3.1 8B, and micro is for tests."""
 DEVIATION = 0.02
-"""Standard deviation of a weight, that of Llama's initialization."""
+"""Standard deviation of weights, as in Llama's initialization."""
 
 
 def config_of(size: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnx", "numpy")
-"""Distributions whose versions a results file records, unless a benchmark names others."""
+"""Packages whose versions a results file records by default."""
 
 
 def log(text: str) -> None:
@@ -39,7 +39,7 @@ def results_record(results: list[dict[str, Any]], libraries: Sequence[str] = LIB
 
 
 def machine() -> dict[str, Any]:
-    """Return the CPU, its cores and the memory of this machine; benchmarks of engines run on one thread."""
+    """Return the CPU, its cores and the memory of this machine. `threads` is 1, because engine benchmarks use one thread."""
     cpu = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": cpu or platform.processor(), "cores": os.cpu_count(), "memory_gib": round(memory / 2**30, 1), "threads": 1}
@@ -50,7 +50,7 @@ def _lines(path: str) -> list[str]:
 
 
 def version(name: str) -> str | None:
-    """Return the version of an installed distribution, None if it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return installed_version(name)
     except PackageNotFoundError:
@@ -58,7 +58,7 @@ def version(name: str) -> str | None:
 
 
 def checkout() -> str:
-    """Commit of the checkout, with "+" when files differ from it; "" outside a checkout, or without git."""
+    """Return the checkout's commit, with "+" if files have changed; "" outside a checkout or without git."""
     if which("git") is None:
         return ""
     process = subprocess.run(
@@ -71,7 +71,7 @@ def checkout() -> str:
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Write `content` to a file, creating its folder; do nothing without a path."""
+    """Write `content` to a file and create its folder; do nothing if `path` is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""What caches keep of the probability of right answers, and of the greedy answers, on 3,000 questions to SmolLM2.
+"""Recovery of the right answers' probability, and of greedy answers, by quantized caches on 3,000 questions to SmolLM2.
 
-    python -m benchmarks.recovery        # two hours on two cores; writes what `load` reads, prints the table of docs/verdict.md
+    python -m benchmarks.recovery        # two hours on two cores; writes the file of `load`, prints docs/verdict.md's table
 
-The file has each question's probability of the reference answer, and whether the greedy answer is right, under each engine. It
-was made at 0d2fe82, where the reference's words were always scored; int4_g32 was asked in a run of its own, in which the
-baseline's probabilities differ by at most 7e-4.
+For every engine and question, the file has the probability of the reference answer, and whether the greedy answer is right. It
+was made at commit 0d2fe82, which always scored the reference's words. int4_g32 was measured in a separate run, with baseline
+probabilities that differ by at most 7e-4.
 """
 
 import argparse
@@ -34,26 +34,26 @@ POLICIES = ("int8", "fp8", "fp8k_int4v", "int4_g32")
 PAGES = 750
 KINDS = ("lookup", "extraction", "quotation", "recall")
 DIGITS = 5
-"""Of a probability."""
+"""Decimal digits of a stored probability."""
 LOOKS = (15, 38, 150, 750)
 """Pages of the printed decisions: 60, 152, 600 and 3,000 questions."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Questions, one of each kind about each page, in the order in which they were asked."""
+    """Results for questions: one question per kind and page, in the order of the run."""
 
     kinds: Sequence[str]
     baseline: Array
     """Probability of the right answer, shape (pages, kinds)."""
     candidates: dict[str, Array]
-    """Policy -> the same under the candidate, of as many pages from the first on as it was asked about."""
+    """Candidate's probabilities by policy, (pages, kinds). A candidate may have only the first pages."""
     right: dict[str, Array]
-    """Engine, `fp16` for the baseline -> whether the greedy answer is right (0 or 1), shape (pages, kinds)."""
+    """Whether the greedy answer is right (0 or 1), (pages, kinds), by policy; `fp16` is the baseline."""
 
 
 def load(file: Path = FILE) -> Answers:
-    """Return the questions of the file."""
+    """Return the results in the file."""
     stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     probability, right = (
         {name: np.array(rows, np.float64) for name, rows in stored[key].items()} for key in ("probability", "right")
@@ -62,7 +62,7 @@ def load(file: Path = FILE) -> Answers:
 
 
 def measure(workdir: Path) -> dict[str, Any]:
-    """Ask all questions of all engines, or read what was asked before, and return the contents of the file."""
+    """Run all questions on all engines, reusing stored runs, and return the file's content."""
     samples = "workloads.samples={documentation: 0, " + ", ".join(f"{kind}: {PAGES}" for kind in KINDS) + "}"
     command = ["experiment=smollm2", "stage=evaluate", f"kv={','.join(POLICIES)}", f"workdir={workdir}", samples]
     probability: dict[str, list[list[float]]] = {}
@@ -86,7 +86,7 @@ def measure(workdir: Path) -> dict[str, Any]:
 
 
 def rows_of(answers: Answers, policy: str, pages: Sequence[int]) -> list[SampleRow]:
-    """Return the questions about some pages as the gates on answers read them."""
+    """Return the questions about these pages as rows for the gates on answers."""
     kept, right = answers.candidates[policy], answers.right
     return [
         SampleRow.model_construct(
@@ -107,7 +107,7 @@ def rows_of(answers: Answers, policy: str, pages: Sequence[int]) -> list[SampleR
 
 
 def show(answers: Answers) -> None:
-    """Print what each cache keeps, and what the gates on answers decide at each look, were it the only one."""
+    """Print the recovery of every cache, and the decisions of the gates on answers if every look were the only look."""
     gates, nothing = Gates(), EvaluationReport.model_construct(slices=[])
     counts = [f"{count * len(answers.kinds):,} questions" for count in LOOKS]
     print(f"| cache | {' | '.join(counts)} |\n|---|{'---|' * len(counts)}")

@@ -1,4 +1,4 @@
-"""Ask a running server the questions of an evaluation, and compare its answers with those of the judged engine.
+"""Send an evaluation's questions to a running server, and compare its answers with the judged engine's answers.
 
     vllm serve ENGINE/checkpoint --config ENGINE/engine_args.yaml --port 8000 &
     python -m benchmarks.served_answers work/artifacts/evaluate/KEY work/artifacts/encode/KEY http://127.0.0.1:8000
@@ -20,11 +20,11 @@ from benchmarks.recording import results_record, write_json
 from stages.evaluate.inputs.tokens import read_encoded
 
 EXTRA_TOKENS = 16
-"""Tokens that an answer may be longer than its reference: the default of workloads.extra_new_tokens."""
+"""Maximum tokens of an answer beyond its reference: the default of workloads.extra_new_tokens."""
 
 
 def post(url: str, **body: Any) -> Any:
-    """Return the JSON answer to a JSON request."""
+    """Post a JSON request and return the JSON response."""
     request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=120) as response:
         return json.load(response)
@@ -44,7 +44,7 @@ def wait_for(url: str, seconds: float) -> str:
 
 
 def compare(evaluation: Path, encoded: Path, url: str, questions: int) -> list[dict[str, Any]]:
-    """Return for some judged questions what the server and the judged engine answered."""
+    """Return the answers of the server and of the judged engine to `questions` judged questions."""
     items = {item.sample.id: item for item in read_encoded(encoded).items}
     rows = [json.loads(line) for line in (evaluation / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     judged = [row for row in rows if row["judged"]]
@@ -64,7 +64,7 @@ def compare(evaluation: Path, encoded: Path, url: str, questions: int) -> list[d
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the answers that the command line names. Returns the exit code."""
+    """Run the comparison with command-line arguments. Returns the exit code."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.served_answers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

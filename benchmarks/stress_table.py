@@ -1,6 +1,6 @@
-"""Wrong FAILs of the stress test: sound caches of the tiny model on every engine of a CPU, several seeds each.
+"""Wrong FAILs of the stress test: sound caches of the tiny model on every CPU engine, with several seeds.
 
-python -m benchmarks.stress_table --match int8 --json benchmarks/results/stress_cpu.json    # adds these policies
+python -m benchmarks.stress_table --match int8 --json benchmarks/results/stress_cpu.json    # adds the matching policies
 """
 
 import argparse
@@ -24,7 +24,7 @@ CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=
 BATCH, CLAIMED = 8, 400
 Kind = Literal["native", "graph", "reference"]
 TOO_WIDE = {"int4_g128"}
-"""Policies whose groups are wider than a head of the tiny model."""
+"""Policies with groups wider than a head of the tiny model."""
 
 
 def engines(policy: KVPolicy) -> tuple[Kind, ...]:
