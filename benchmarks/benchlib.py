@@ -62,7 +62,7 @@ def make_bundle(policy: KVPolicy, scales: KVScales, work: Path, checkpoint: Path
 
 def static_scales_on(checkpoint: Path, texts: Sequence[Sequence[int]]) -> Callable[[KVPolicy], KVScales]:
     """Return a function that computes a policy's static scales as the pipeline does, calibrated on texts of token ids."""
-    from stages.quantize import modelopt_adapter as adapter  # not installed for GPU benchmarks
+    from stages.quantize import modelopt_adapter as adapter  # imported here because GPU benchmarks do not need it
     from stages.quantize import run
 
     info = inspect_checkpoint(checkpoint)

@@ -37,7 +37,7 @@ class ModelInfo(StrictModel):
     softcap: float | None = None
     """Cap c in all layers: scores become c * tanh(scores / c). None: no cap."""
     sinks: bool = False
-    """Whether every query head has a learned score that takes part in the softmax, as an input of the attention."""
+    """Whether every query head has a learned score that takes part in the softmax. The scores are an input of the attention."""
 
     @property
     def shape(self) -> KVShape:

@@ -110,7 +110,7 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
     AttentionInterface.register(_ATTENTION, _attention_node)
     AttentionMaskInterface.register(_ATTENTION, no_mask)
     model.config._attn_implementation = _ATTENTION
-    model.config._experts_implementation = "batched_mm"  # the default, a loop over the chosen experts, cannot be traced
+    model.config._experts_implementation = "batched_mm"  # a loop over the chosen experts cannot be traced
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
     # Sizes 2 and 3, because torch.export would treat a size of 1 as a constant.
     example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))

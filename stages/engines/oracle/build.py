@@ -14,7 +14,7 @@ BACKEND = "torch"
 
 
 def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write a bundle. Its weights are links to the checkpoint's artifact if the file system allows links."""
+    """Write a bundle. Its weights are linked from the checkpoint's artifact, or copied if linking fails."""
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     write_policy(out, policy, read_scales(scales, policy, info.shape))

@@ -68,7 +68,7 @@ class Replay:
 
 @dataclass
 class Tape:
-    """State that both rows of a replay share."""
+    """State that the undisturbed and the disturbed row of a sequence share."""
 
     policy: KVPolicy
     storages: Sequence[LayerStorage]
@@ -110,7 +110,10 @@ class ReplayView(BlockView):
     def _replaced(
         self, layer: int, side: Side, own: Copies, x: Tensor, shown: Copies, evicted: tuple[int, int] = (0, 0)
     ) -> Copies:
-        """Record the errors of the engine's copy, and return it; evicted tokens come from the reference engine's own copy."""
+        """Record the errors of the engine's copy; return the reference engine's own copy with the engine's tokens in it.
+
+        Evicted tokens keep the reference engine's values.
+        """
         tape, first = self.tape, shown.begin
         end = min(own.tokens.shape[1], first + shown.tokens.shape[1])
         part = slice(first, end)

@@ -59,7 +59,7 @@ class PrefixCache:
             The sequence's handle, and its number of tokens.
 
         Raises:
-            UserError: The engine cannot hold the prompt. The sequence is released.
+            UserError: The engine cannot hold the prompt. No sequence remains started.
         """
         keys = self.keys(prompt)
         found = self._found(keys)

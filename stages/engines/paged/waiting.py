@@ -45,8 +45,8 @@ class PooledEngine(Engine):
 def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
     """Prefill the oldest waiting requests that fit into the pool; if none fits, decode one token of every running request.
 
-    Returns the requests that advanced, and the logits (B, V) after their stored tokens. Raises PoolFull if a single request
-    does not fit.
+    If a decode step finds no free page, the youngest running request is preempted. Returns the requests that advanced, and the
+    logits (B, V) after their stored tokens. Raises PoolFull if a single request does not fit.
     """
     running = [one for one in live if one.sequence >= 0]
     joining = [one for one in live if one.sequence < 0]

@@ -3,9 +3,9 @@
 Dimensions are named as in the graphs: B sequences, S new tokens per sequence, P pages of a sequence's table, N pages of the
 pool, M exact buffers, Y pages of a sequence in the window, NW pages of the window's pool.
 
-The function body of attention gathers and scores all positions of the largest sequence that a plan is built for, even if the
-actual sequences are short. This limits the number of prompts that can prefill together. The attention plugin has no such
-tensor, and its kernels compute addresses in 64 bits.
+The function body of attention gathers and scores all positions of the page table, and a plan's memory is sized for the largest
+table, even if the actual sequences are short. This limits the number of prompts that can prefill together. The attention plugin
+has no such tensor, and its kernels compute addresses in 64 bits.
 """
 
 from collections.abc import Iterable, Sequence
