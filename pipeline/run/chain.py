@@ -27,7 +27,7 @@ from pipeline.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
     from stages.evaluate.inputs.tokens import BundleTokenizer, Encoded
-    from stages.evaluate.joining import Evaluation
+    from stages.evaluate.joining import JoinedEvaluation
     from stages.evaluate.reference.engine import ReferenceEngine
 
 
@@ -190,7 +190,7 @@ class Chain(BuildChain):
 
         require_able(self._encoded.round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
 
-    def _joined(self, made: Mapping[str, Artifact]) -> "Evaluation":
+    def _joined(self, made: Mapping[str, Artifact]) -> "JoinedEvaluation":
         from stages.evaluate.decoding.stored import Once, read_round
         from stages.evaluate.joining import join
 

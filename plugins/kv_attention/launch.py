@@ -45,7 +45,7 @@ INTERPRETED_PROGRAMS = 4
 """Programs of all KV heads in the interpreter, which runs them in turn: a few, so that the reduce has work."""
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """The work list of a decode step, which all layers with the same exact tokens share (kernels/decode.py)."""
 
     work: Tensor
@@ -79,19 +79,19 @@ def setting_of(layout: CacheLayout, new: Tensor, scaling: float = 1.0, rows: int
     return Setting(layout, dtype, compute_capability(new.device), group, scaling, rows)
 
 
-def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Plan:
+def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> DecodePlan:
     """Make the work list of a decode step on the device. `lengths`: (B) int32, tokens before the current one."""
     if programs < 1:
         raise ValueError(f"programs must be at least 1, got {programs}")
     check({"lengths": lengths}, {"lengths": (INT32, ("B",))})
     batch = len(lengths)
     rows = work_rows(programs, batch, exact=layout.exact_tokens > 0)
-    plan = Plan(lengths.new_empty(rows, 5), lengths.new_empty(batch, 4))
+    plan = DecodePlan(lengths.new_empty(rows, 5), lengths.new_empty(batch, 4))
     run(plan_work, (plan_grid(programs),), plan_variant(Setting(layout)), lengths, batch, programs, *plan)
     return plan
 
 
-def decode_attention(layout: CacheLayout, query: Tensor, *inputs: Any, plan: Plan, **options: Any) -> Tensor:
+def decode_attention(layout: CacheLayout, query: Tensor, *inputs: Any, plan: DecodePlan, **options: Any) -> Tensor:
     """Run the attention of one decode step of one layer: (B, Hq, D) in the query's type. Arguments as in decode_partials."""
     return reduce_partials(layout, *decode_partials(layout, query, *inputs, plan=plan, **options), plan, query.dtype)
 
@@ -105,7 +105,7 @@ def decode_partials(
     page_table: Tensor,
     lengths: Tensor,
     *,
-    plan: Plan,
+    plan: DecodePlan,
     scaling: float,
     exact_slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,9 @@ def partial_type(dtype: torch.dtype) -> torch.dtype:
     return kind
 
 
-def reduce_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
+def reduce_partials(
+    layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, plan: DecodePlan, dtype: torch.dtype
+) -> Tensor:
     """Run decode_reduce: join the parts of decode_partials to the attention's output (B, Hq, D) in `dtype`."""
     batch, q_heads, dim = len(plan.sequences), *partial_acc.shape[1:]
     out = partial_acc.new_empty((batch, q_heads, dim), dtype=dtype)

@@ -14,7 +14,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.record import Number
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import Run, run_samples, unjudged_rows
+from stages.evaluate.decoding.rows import SampleRun, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
@@ -70,10 +70,10 @@ def decode_again(
         assert result.heads is not None, "a baseline's heads are made"
         heads[encoded[i].sample.id] = result.heads
 
-    run_samples(baseline, Run(encoded, None, no_progress, done=keep), batch_size)
+    run_samples(baseline, SampleRun(encoded, None, no_progress, done=keep), batch_size)
     del baseline  # memory may not suffice for two engines
     give_back()
-    results = run_samples(open_engine(), Run(encoded, heads.__getitem__, no_progress), batch_size)
+    results = run_samples(open_engine(), SampleRun(encoded, heads.__getitem__, no_progress), batch_size)
     return {row.id: row for row in unjudged_rows(encoded, results)}
 
 

@@ -12,7 +12,7 @@ from pipeline.core.records import Progress
 from pipeline.core.workloads import CANARY_FACTOR, WorkloadsConfig
 from pipeline.verdict.report import Canary
 from stages.evaluate.decoding.noise import canary_samples
-from stages.evaluate.decoding.rows import Run, labelled, run_samples, unjudged_rows
+from stages.evaluate.decoding.rows import SampleRun, labelled, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 
@@ -32,7 +32,7 @@ def canary(
     policy = engine.policy
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
     subset = canary_samples(encoded, config, least)
-    run = Run(subset, heads, labelled(progress, "must-fail control: "))
+    run = SampleRun(subset, heads, labelled(progress, "must-fail control: "))
     corrupt = partial(engine.corrupt_key_scale, CANARY_FACTOR)
     results = run_samples(engine, run, len(subset), after_prefill=corrupt)  # one batch, so that there is one prefill
     return Canary(factor=CANARY_FACTOR, rows=unjudged_rows(subset, results))

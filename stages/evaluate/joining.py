@@ -23,7 +23,7 @@ TOKENS = "tokens.safetensors"
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class JoinedEvaluation:
     """A report and the data that it is computed from."""
 
     report: EvaluationReport
@@ -46,7 +46,7 @@ def join(
     *,
     engine: str,
     baseline: str,
-) -> Evaluation:
+) -> JoinedEvaluation:
     """Join the rounds that ran into the report.
 
     Args:
@@ -104,7 +104,7 @@ def join(
         scale_changes=first.scale_changes,
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )
-    return Evaluation(report, rows, np.concatenate([steps.kl for steps in parts]))
+    return JoinedEvaluation(report, rows, np.concatenate([steps.kl for steps in parts]))
 
 
 def _planned_workloads(encoded: Encoded) -> dict[str, bool]:

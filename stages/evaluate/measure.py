@@ -22,7 +22,7 @@ from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinis
 from stages.evaluate.decoding.rows import (
     Answer,
     Observer,
-    Run,
+    SampleRun,
     greedy_of,
     interruption,
     judged_answers,
@@ -95,7 +95,7 @@ def measure(
         comparison = Comparison(
             engine,
             reference.with_rounding_of(usual),
-            Run(scored, heads, named),
+            SampleRun(scored, heads, named),
             chosen,
             batch_size=config.batch_size,
             limit=limit,
@@ -112,7 +112,7 @@ def measure(
                     raise UserError(f"{NOT_FINITE} on sample {items[i].sample.id}")
                 into.save(i, result)
 
-            asked = Run(items, heads, label, greedy, into.load(), keep, noted, repeated)
+            asked = SampleRun(items, heads, label, greedy, into.load(), keep, noted, repeated)
             return run_samples(engine, asked, config.batch_size, observe=observe)
 
         with interruption() as noted:

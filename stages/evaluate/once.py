@@ -12,7 +12,7 @@ from stages.evaluate.canary import canary
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
 from stages.evaluate.decoding.noise import noise_floor, repeated_samples
 from stages.evaluate.decoding.pressure import pressure
-from stages.evaluate.decoding.rows import Run, greedy_of, labelled, run_samples
+from stages.evaluate.decoding.rows import SampleRun, greedy_of, labelled, run_samples
 from stages.evaluate.decoding.speculation import speculated_by
 from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
@@ -65,7 +65,7 @@ def once(
     together = min(batch, len(subset))
     fewer = max(1, min(2, together - 1), together // 4) if batch > 1 else 2
     size = batch if engine.can(Engine.forced) and not in_requests else fewer
-    second = run_samples(engine, Run(subset, own, floor, greedy), size, one_pass=in_requests)
+    second = run_samples(engine, SampleRun(subset, own, floor, greedy), size, one_pass=in_requests)
     longest = max(map(greedy.longest, [*planned, *encoded]))
     found = Once(
         noise=noise_floor(second),

@@ -33,7 +33,7 @@ from pipeline.core.records import Sample
 from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
 from pipeline.loading import open_backend
 from stages.checkpoints import load_tokenizer
-from stages.evaluate.decoding.batches import Step
+from stages.evaluate.decoding.batches import DecodeStep
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.distances.distance import log_softmax
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -204,7 +204,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 owners.append(i)
                 encoded.append(EncodedSample(_NO_SAMPLE, tuple(prompt), tuple(reference)))
         for step in decode(self.engine, encoded, self.batch_size):
-            if not isinstance(step, Step):
+            if not isinstance(step, DecodeStep):
                 continue
             tokens = [encoded[i].reference[position] for i, position in zip(step.samples, step.positions, strict=True)]
             yield [owners[i] for i in step.samples], tokens, step.logits_BV

@@ -30,7 +30,7 @@ from stages.quantize.recipe import (
     SIDES,
     Attributes,
     Place,
-    Recipe,
+    QuantizationRecipe,
     check_enabled,
     measuring_recipe,
     quantizer_name,
@@ -41,7 +41,7 @@ ForwardLoop = Callable[[torch.nn.Module], None]
 """Function that runs every calibration text through a model."""
 
 
-def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: ForwardLoop | None) -> None:
+def quantize_model(model: torch.nn.Module, recipe: QuantizationRecipe, forward_loop: ForwardLoop | None) -> None:
     """Insert and calibrate the recipe's quantizers in place."""
     with quiet() as stdout:
 

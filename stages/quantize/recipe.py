@@ -57,7 +57,7 @@ _ALGORITHM: dict[WeightsFormat, Any] = {
 
 
 @dataclass(frozen=True)
-class Recipe:
+class QuantizationRecipe:
     """One quantization job for ModelOpt."""
 
     algorithm: Any
@@ -67,11 +67,11 @@ class Recipe:
     """Name -> attributes of exactly the quantizers that must be enabled afterwards."""
 
 
-NOTHING = Recipe("max", (), {})
+NOTHING = QuantizationRecipe("max", (), {})
 """A recipe that disables every quantizer."""
 
 
-def weight_recipe(weights: WeightsFormat, layers: int) -> Recipe:
+def weight_recipe(weights: WeightsFormat, layers: int) -> QuantizationRecipe:
     """Return the recipe for the linear layers of `layers` decoder layers."""
     expected = {
         f"model.layers.{layer}.{linear}.{name.removeprefix('*_proj.')}": attributes
@@ -79,7 +79,7 @@ def weight_recipe(weights: WeightsFormat, layers: int) -> Recipe:
         for linear in LINEARS
         for name, attributes in _WEIGHTS[weights]
     }
-    return Recipe(_ALGORITHM[weights], tuple(_WEIGHTS[weights]), expected)
+    return QuantizationRecipe(_ALGORITHM[weights], tuple(_WEIGHTS[weights]), expected)
 
 
 def quantizer_name(place: Place) -> str:
@@ -88,13 +88,13 @@ def quantizer_name(place: Place) -> str:
     return f"model.layers.{layer}.self_attn.{KV_QUANTIZER[side]}"
 
 
-def measuring_recipe(places: Collection[Place]) -> Recipe:
+def measuring_recipe(places: Collection[Place]) -> QuantizationRecipe:
     """Return the recipe that enables only the quantizers of `places` and lets them measure a maximum per channel.
 
     `num_bits` is arbitrary, because a maximum does not depend on it.
     """
     attributes = {quantizer_name(place): {"num_bits": 8, "axis": AXES["per_channel"]} for place in places}
-    return Recipe("max", tuple(attributes.items()), attributes)
+    return QuantizationRecipe("max", tuple(attributes.items()), attributes)
 
 
 def cache_quantizers(policy: KVPolicy, scales: KVScales) -> dict[str, tuple[Attributes, float]]:

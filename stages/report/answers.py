@@ -44,14 +44,14 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Answers:
+class ChangedAnswers:
     cards: list[Card]
     left_out: Counter[int]
     """Index of a policy -> number of its changed answers that are not shown, because of MOST_ANSWERS."""
     prompts_missing: bool
 
 
-def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> Answers:
+def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> ChangedAnswers:
     """Return at most `most` changed answers, taken alternately from policies, workloads and kinds.
 
     Answers of passed policies come first, because they show the cost of serving such a policy.
@@ -81,7 +81,7 @@ def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> An
     ordered = sorted(cards.values(), key=lambda c: (min(rank[flip.policy] for flip in c.flips), c.row.workload, c.row.id))
     for card in ordered:
         card.flips.sort(key=lambda flip: flip.policy)
-    return Answers(ordered, +left_out, any(not card.prompt for card in ordered))
+    return ChangedAnswers(ordered, +left_out, any(not card.prompt for card in ordered))
 
 
 def _flip(row: SampleRow, policy: int, kind: Kind) -> Flip:

@@ -34,7 +34,7 @@ BOUND stands for the bound of the recovery check."""
 
 
 @dataclass(frozen=True)
-class Row:
+class OverviewRow:
     """A row of the overview: an engine's verdict and metrics."""
 
     name: str
@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Gate:
+class GateRow:
     """A row of the matrix: a gate's worst check per policy, and all its checks by place."""
 
     line: Line
@@ -89,19 +89,19 @@ def _lead(candidates: Sequence[Candidate], champion: str | None) -> str:
     return f"{len(candidates)} {noun} judged against FP16 on the decode path: {told}.{keeps}"
 
 
-def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[Row]:
+def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[OverviewRow]:
     judged_by = {exhibit.candidate.baseline.digest: exhibit.candidate for exhibit in reversed(exhibits)}
     for digest, name in baseline_names(exhibits).items():
         judged = judged_by[digest]
         cells = tuple(_figure(judged, metric, form) if "/" in metric else metric for _, _, metric, form in OVERVIEW)
-        yield Row(name, None, champion=False, note="", cells=cells)
+        yield OverviewRow(name, None, champion=False, note="", cells=cells)
     for candidate in (exhibit.candidate for exhibit in exhibits):
         note = occasion.passed_over.get(candidate.name, "")
         if not note:
             note = candidate.reasons[0] if candidate.verdict != "PASS" and candidate.reasons else candidate.covered or ""
         note = "; ".join(filter(None, (note, candidate.contradiction)))
         cells = tuple(_figure(candidate, metric, form) for _, metric, _, form in OVERVIEW)
-        yield Row(candidate.name, candidate.verdict, candidate.name == occasion.champion, note, cells)
+        yield OverviewRow(candidate.name, candidate.verdict, candidate.name == occasion.champion, note, cells)
 
 
 def _figure(candidate: Candidate, metric: str, form: str) -> str:
@@ -110,7 +110,7 @@ def _figure(candidate: Candidate, metric: str, form: str) -> str:
     return number(value, form) if form else quantity(value)
 
 
-def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Gate]:
+def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[GateRow]:
     """Yield the rows of the matrix. Gates and places keep the order of the verdicts."""
     tables = [{(check.gate, check.where): check for check in exhibit.candidate.checks} for exhibit in exhibits]
     places: dict[str, dict[str, None]] = {}
@@ -123,7 +123,7 @@ def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Ga
         ]
         worst = (max(c, key=lambda check: WORST.index(check.status), default=None) for c in columns)
         counts = (f"{sum(check.status == 'PASS' for check in c)} of {len(c)}" if c else "" for c in columns)
-        yield Gate(LINES.get(key, Line(key, "", "all")), tuple(worst), tuple(counts), found)
+        yield GateRow(LINES.get(key, Line(key, "", "all")), tuple(worst), tuple(counts), found)
 
 
 def _workload(where: str, workloads: Sequence[str]) -> str | None:

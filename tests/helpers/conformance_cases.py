@@ -18,7 +18,7 @@ from pipeline.verdict.conformance import EngineConformance
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.decoding.rows import Run
+from stages.evaluate.decoding.rows import SampleRun
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.evaluate.reference.conformance import Comparison
@@ -50,7 +50,9 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
 
 def compare(engine: Engine, reference: ReferenceEngine, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
     """Force-decode samples on an engine and compare every sample with the reference."""
-    comparison = Comparison(engine, reference, Run(encoded, None, no_progress), range(len(encoded)), batch_size=batch_size)
+    comparison = Comparison(
+        engine, reference, SampleRun(encoded, None, no_progress), range(len(encoded)), batch_size=batch_size
+    )
     comparison.decode_missing()
     return comparison.result()
 

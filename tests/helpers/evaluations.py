@@ -13,7 +13,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport
 from stages.evaluate.decoding.stored import Once, read_round
 from stages.evaluate.inputs.tokens import Encoded, encode, encode_rounds
-from stages.evaluate.joining import Evaluation, join
+from stages.evaluate.joining import JoinedEvaluation, join
 from stages.evaluate.measure import measure
 from stages.evaluate.once import once
 from stages.evaluate.reference.engine import ReferenceEngine
@@ -63,7 +63,7 @@ def measure_candidate(
     once(engine, encoded, tokenizer, out, reference=reference, **options).write(out)
 
 
-def joined(encoded: Encoded, rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> Evaluation:
+def joined(encoded: Encoded, rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> JoinedEvaluation:
     """Join (baseline, candidate) rounds. The first round's directories also hold the once-only measurements."""
     baseline, candidate = rounds[0]
     measured = [(read_round(base), read_round(own)) for base, own in rounds]

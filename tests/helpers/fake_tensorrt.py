@@ -24,9 +24,9 @@ from pipeline.core.records import no_progress
 from stages.engines.base import Mode
 from stages.engines.onnx.weights import makers
 from stages.engines.tensorrt.build import build_bundle
-from stages.engines.tensorrt.bundle import PlanRecord, Tensor
+from stages.engines.tensorrt.bundle import GraphTensor, PlanRecord
 from stages.engines.tensorrt.library import Library
-from stages.engines.tensorrt.session import Device
+from stages.engines.tensorrt.session import CudaDevice
 
 trt = SimpleNamespace(
     ExecutionContextAllocationStrategy=tensorrt_rtx.ExecutionContextAllocationStrategy,
@@ -48,7 +48,7 @@ def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, **changes: Any) -
     return out
 
 
-class FakeDevice(Device):
+class FakeDevice(CudaDevice):
     """The CPU as a stand-in for a GPU; counts captures and replays."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class FakeContext:
                 assert not isinstance(dim, str) or sizes.setdefault(dim, size) == size, f"{dim} of {name}"
         return sizes
 
-    def _shape(self, tensor: Tensor) -> tuple[int, ...]:
+    def _shape(self, tensor: GraphTensor) -> tuple[int, ...]:
         sizes = self.sizes
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
 
@@ -202,7 +202,7 @@ class FakeContext:
         self.runs += 1
         return True
 
-    def _array(self, tensor: Tensor) -> npt.NDArray[Any]:
+    def _array(self, tensor: GraphTensor) -> npt.NDArray[Any]:
         """Return the memory bound to an input or output."""
         kind, shape = np.dtype(NUMPY[tensor.dtype]), self._shape(tensor)
         memory = (ctypes.c_uint8 * (kind.itemsize * math.prod(shape))).from_address(self.addresses[tensor.name])

@@ -127,7 +127,7 @@ def differing(actual: Tensor, expected: Tensor) -> Tensor:
     return unequal if expected.itemsize == 1 else unequal & ~(actual.cpu().isnan() & expected.isnan())
 
 
-def planned(layout: CacheLayout, lengths: Tensor, programs: int) -> launch.Plan:
+def planned(layout: CacheLayout, lengths: Tensor, programs: int) -> launch.DecodePlan:
     """Return a step's work list for such lengths, with `programs` programs over the pages of a KV head."""
     return launch.plan_decode(layout, lengths, programs=programs)
 

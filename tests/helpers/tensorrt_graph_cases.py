@@ -19,7 +19,7 @@ from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.plugin import use_plugin
-from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.shapes import PlanLimits
 
 PROGRAMS, SPLITS, SM = 3, 3, 89
 
@@ -41,7 +41,7 @@ class Surgery:
     model: onnx.ModelProto
     prefill: onnx.ModelProto
     layers: KernelLayers
-    limits: Limits
+    limits: PlanLimits
 
     def node(self, name: str) -> onnx.NodeProto:
         node: onnx.NodeProto
@@ -55,7 +55,7 @@ def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:
     layers = use_plugin(model, described.model, policy, "decode", programs=PROGRAMS, sm=SM)
     prefill = onnx.load(onnx_bundle / "prefill.onnx", load_external_data=False)
     assert use_plugin(prefill, described.model, policy, "prefill", programs=SPLITS, sm=SM) == layers
-    limits = Limits(policy, 4, 512, prefill_rows=3)
+    limits = PlanLimits(policy, 4, 512, prefill_rows=3)
     return Surgery(onnx_bundle, described, model, prefill, layers, limits)
 
 

@@ -76,7 +76,7 @@ def test_a_step_with_the_plugins_arguments_gives_what_launches_on_torch_tensors_
     batch, q_heads, dim = query.shape
     plugin, rows = Plugin(layout, query, tmp_path), work_rows(PROGRAMS, batch, exact=layout.exact_tokens > 0)
     plan = launch.plan_decode(layout, lengths, programs=PROGRAMS)
-    own = launch.Plan(torch.full_like(plan.work, -7), torch.full_like(plan.sequences, -7))
+    own = launch.DecodePlan(torch.full_like(plan.work, -7), torch.full_like(plan.sequences, -7))
     step = {"work": own.work, "sequences": own.sequences, "table_width": page_table.shape[1], **tables}
     plugin.run("plan_work", (plan_grid(PROGRAMS),), {**step, "batch": batch, "programs": PROGRAMS})
     assert torch.equal(own.work, plan.work)

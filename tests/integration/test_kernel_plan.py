@@ -23,18 +23,18 @@ PLAIN = CacheLayout(1, 64, side("fp16"), side("fp16"))
 KIB = 1024
 
 
-def plan_of(lengths: Sequence[int], max_tokens: int) -> launch.Plan:
+def plan_of(lengths: Sequence[int], max_tokens: int) -> launch.DecodePlan:
     """Return the plan for the device above, with a page table as wide as the longest possible sequence."""
     max_pages = -(-max_tokens // PAGE_TOKENS)
     programs = launch.choose_programs(len(lengths), HEADS, max_pages, sm_count=SMS, resident=RESIDENT)
-    return launch.Plan(*(x.cpu() for x in planned(PLAIN, tensor(lengths), programs)))
+    return launch.DecodePlan(*(x.cpu() for x in planned(PLAIN, tensor(lengths), programs)))
 
 
 def tensor(lengths: Sequence[int]) -> Tensor:
     return torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
-def tokens_by_program(plan: launch.Plan, lengths: Sequence[int]) -> list[int]:
+def tokens_by_program(plan: launch.DecodePlan, lengths: Sequence[int]) -> list[int]:
     """Return the tokens read per program, for the programs of a KV head that have work, without exact tokens."""
     tokens = []
     for first, stop, low, high, _ in plan.work.tolist():

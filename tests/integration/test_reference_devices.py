@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks import benchlib
 from pipeline.core.kv import Eviction, KVPolicy, Side
 from stages.engines.oracle import attention, engine, formats, placing
-from stages.engines.oracle.attention import Block, Fed, Piece
+from stages.engines.oracle.attention import AttentionPiece, Block, Fed
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import head
 from stages.engines.oracle.relatives import relatives
@@ -43,7 +43,7 @@ class OnDevice(TorchFunctionMode):
 def with_masks(block: Block, device: torch.device | str) -> Block:
     """Return a block with masks of the same shapes on a device."""
 
-    def moved(piece: Piece) -> Piece:
+    def moved(piece: AttentionPiece) -> AttentionPiece:
         mask = piece.mask_RT
         return piece if mask is None else replace(piece, mask_RT=torch.empty(mask.shape, dtype=mask.dtype, device=device))
 

@@ -18,7 +18,7 @@ from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine
 from stages.engines.tensorrt.pool import TorchPool
-from stages.engines.tensorrt.session import Step
+from stages.engines.tensorrt.session import PlanStep
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
 BATCH, TOKENS = 3, 320
@@ -114,7 +114,7 @@ def test_prompts_that_are_refused_together_leave_nothing(
     before, in_use, consume = pool_bytes(engine), engine.pool.in_use, TorchPool.consume
     place = [1, engine.shape.kv_heads, 6]
 
-    def broken(pool: TorchPool, step: Step) -> None:
+    def broken(pool: TorchPool, step: PlanStep) -> None:
         step.outputs[NOT_FINITE][tuple(place)] = torch.nan
         consume(pool, step)
 
@@ -155,9 +155,9 @@ def test_the_captured_run_stores_its_tokens(pairs: dict[str, Pair], monkeypatch:
     engine, _, _ = pairs["ages"].tensorrt()
     handles, _ = engine.prefill([[1] * 3, [2] * 63])
     stored: list[list[np.ndarray]] = []
-    run = Step.run
+    run = PlanStep.run
 
-    def watched(step: Step) -> None:
+    def watched(step: PlanStep) -> None:
         stored.append(pool_bytes(engine))
         run(step)
         stored.append(pool_bytes(engine))
@@ -166,7 +166,7 @@ def test_the_captured_run_stores_its_tokens(pairs: dict[str, Pair], monkeypatch:
         if turn == 3:
             engine.corrupt_scale(Side.KEY, 2.0)
         with monkeypatch.context() as patch:
-            patch.setattr(Step, "run", watched)
+            patch.setattr(PlanStep, "run", watched)
             engine.decode(handles, [1, 2])
         assert not same(*stored[-2:])
         assert same(stored[-1], pool_bytes(engine))
@@ -181,7 +181,7 @@ def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(
     (handles, _), (others, _) = engine.prefill(prompts), expected.prefill(prompts)
     before, consume = pool_bytes(engine), TorchPool.consume
 
-    def broken(pool: TorchPool, step: Step) -> None:
+    def broken(pool: TorchPool, step: PlanStep) -> None:
         step.outputs[NOT_FINITE][1, engine.shape.kv_heads] = torch.nan
         consume(pool, step)
 

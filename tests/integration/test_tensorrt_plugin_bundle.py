@@ -12,7 +12,7 @@ from tensorrt_graph_cases import AGED, INT4_KEYS
 from stages.engines.bundle import open_bundle
 from stages.engines.tensorrt import build as build_module
 from stages.engines.tensorrt.build import Parsed
-from stages.engines.tensorrt.bundle import PlanRecord, Tensor
+from stages.engines.tensorrt.bundle import GraphTensor, PlanRecord
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plugin import with_plugin
 
@@ -42,10 +42,12 @@ def parse_as_tensorrt(library: Library, path: Path) -> Parsed:
     """Return the inputs and outputs that TensorRT would read from a graph."""
     graph = onnx.load(path, load_external_data=False).graph
 
-    def described(value: onnx.ValueInfoProto) -> Tensor:
+    def described(value: onnx.ValueInfoProto) -> GraphTensor:
         kind = value.type.tensor_type
         name = onnx.TensorProto.DataType.Name(kind.elem_type)
-        return Tensor(name=value.name, dtype=TYPES.get(name, name), shape=[d.dim_param or d.dim_value for d in kind.shape.dim])
+        return GraphTensor(
+            name=value.name, dtype=TYPES.get(name, name), shape=[d.dim_param or d.dim_value for d in kind.shape.dim]
+        )
 
     return Parsed(library, None, None, None, [described(v) for v in graph.input], [described(v) for v in graph.output])
 

@@ -29,7 +29,7 @@ from stages.engines.tensorrt.build import GraphRefusal, build, parse
 from stages.engines.tensorrt.bundle import PlanRecord, load_weights
 from stages.engines.tensorrt.engine import load_engine
 from stages.engines.tensorrt.library import Library, load
-from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.shapes import PlanLimits
 
 E5M2 = [policy.name for policy in SHIPPED if any(form.dtype == "fp8_e5m2" for _, form in policy.formats)]
 """Policies with a type that TensorRT lacks: its parser refuses E5M2 pools as inputs."""
@@ -90,7 +90,7 @@ def test_every_shipped_policy_parses_into_a_network(
 def test_the_formats_of_every_shipped_policy_build_into_a_plan(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
     bundle = make_bundle(decoder, tmp_path / "bundle", policy)
     parsed = parse(load("tensorrt_rtx"), bundle / "decode.onnx")
-    plan = build(parsed, Limits(policy, 4, 512).ranges("decode"), [89], lambda *_: None)
+    plan = build(parsed, PlanLimits(policy, 4, 512).ranges("decode"), [89], lambda *_: None)
     assert len(plan) > (bundle / "weights.bin").stat().st_size
 
 

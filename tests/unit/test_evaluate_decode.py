@@ -13,7 +13,7 @@ from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.evaluate.decoding import noise
-from stages.evaluate.decoding.batches import Finished, Greedy, Logits, Step
+from stages.evaluate.decoding.batches import DecodeStep, Finished, Greedy, Logits
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.noise import canary_samples, repeated_samples
 from stages.evaluate.inputs.tokens import EncodedSample, encode, workloads_digest
@@ -30,8 +30,8 @@ def encoded() -> list[EncodedSample]:
     return encode(SAMPLES, CharTokenizer(), max_scored_tokens=5)
 
 
-def steps_of(*arguments: Any, **options: Any) -> Iterator[Step]:
-    return (event for event in decode(*arguments, **options) if isinstance(event, Step))
+def steps_of(*arguments: Any, **options: Any) -> Iterator[DecodeStep]:
+    return (event for event in decode(*arguments, **options) if isinstance(event, DecodeStep))
 
 
 Rows = dict[tuple[int, int], np.ndarray]
@@ -159,7 +159,7 @@ def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
     assert shortest.trace.longest_context == len("zz") + len(encoded()[2].reference) - 1
     whole = [event for event in decode(alone, encoded(), 3) if isinstance(event, Finished)]
     assert {event.trace.batch for event in whole} == {0}, "no decode step was taken"
-    by_sample = sorted((event for event in events if isinstance(event, Step)), key=lambda step: step.samples[0])
+    by_sample = sorted((event for event in events if isinstance(event, DecodeStep)), key=lambda step: step.samples[0])
     for one, other in zip(by_sample, steps_of(alone, encoded(), 3), strict=True):
         np.testing.assert_array_equal(one.logits_BV, other.logits_BV)
 

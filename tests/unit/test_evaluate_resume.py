@@ -18,7 +18,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport
 from stages.evaluate.decoding.results import UNFINISHED
 from stages.evaluate.inputs.tokens import encode_rounds
-from stages.evaluate.joining import Evaluation
+from stages.evaluate.joining import JoinedEvaluation
 
 SAMPLES = samples(12)
 CONFIG: WorkloadsConfig = brief_workloads()
@@ -65,7 +65,7 @@ def run(baseline: Path, out: Path, *engines: SharingFake, progress: Progress = n
     measure_candidate(lambda: left.pop(0) if left else engine(), SAMPLES, baseline, out, progress=progress)
 
 
-def report(baseline: Path, round_dir: Path) -> Evaluation:
+def report(baseline: Path, round_dir: Path) -> JoinedEvaluation:
     return joined(encode_rounds(SAMPLES, CharTokenizer(), CONFIG), [(baseline, round_dir)], CONFIG)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.core.formats import Format
 from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Window
-from stages.engines.oracle.attention import BLOCK_BYTES, BLOCK_ROWS, Piece, Span, plan
+from stages.engines.oracle.attention import BLOCK_BYTES, BLOCK_ROWS, AttentionPiece, Span, plan
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 INT4 = Format(dtype="int4", granularity="per_token", scale="dynamic")
@@ -52,7 +52,7 @@ def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row:
     return BASE
 
 
-def painted(pieces: tuple[Piece, ...], rows: int, columns: int) -> np.ndarray:
+def painted(pieces: tuple[AttentionPiece, ...], rows: int, columns: int) -> np.ndarray:
     """Return the source of every (row, column). Asserts that no two pieces claim the same place."""
     seen = np.full((rows, columns), UNSEEN)
     for piece in pieces:

@@ -10,7 +10,7 @@ from pipeline.core.kv import FP16_POLICY, KVShape
 from stages.engines.tensorrt.shapes import (
     MOST_ELEMENTS,
     MOST_SHARED_ELEMENTS,
-    Limits,
+    PlanLimits,
     bucket,
     check_extents,
     plan_run,
@@ -45,7 +45,7 @@ def test_a_pool_of_2_31_elements_is_one_too_many(max_batch: int, max_tokens: int
 def test_as_many_prompts_prefill_together_as_function_bodies_have_room_for(
     max_batch: int, max_tokens: int, native: bool, rows: int
 ) -> None:
-    limits = Limits(FP16_POLICY, max_batch, max_tokens)
+    limits = PlanLimits(FP16_POLICY, max_batch, max_tokens)
     assert prefill_rows(limits, Q_HEADS, native=native) == rows
     assert replace(limits, prefill_rows=rows).ranges("prefill")["B"].largest == rows
     assert limits.ranges("decode")["B"].largest == max_batch

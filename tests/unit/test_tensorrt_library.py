@@ -12,7 +12,7 @@ from pipeline.core.kv import KVPolicy, LayerOverride, Window
 from stages.engines.tensorrt import library as library_module
 from stages.engines.tensorrt.backend import cuda_gpu, refuse_caches
 from stages.engines.tensorrt.library import load
-from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.shapes import PlanLimits
 
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
 FP16 = Format(dtype="fp16")
@@ -60,7 +60,7 @@ def test_a_release_whose_calls_are_not_known_is_refused_with_both_versions(
 
 @pytest.mark.parametrize("tokens", [64, 65, 1000, 4096])
 def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
-    limits = Limits(LAYERED, max_batch=3, max_tokens=4096)
+    limits = PlanLimits(LAYERED, max_batch=3, max_tokens=4096)
     assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_window_pages
     assert limits.ranges("decode")["Y"].largest == 3
     assert limits.fixed == {"N": 192, "M": 3, "NW": 9}

@@ -17,7 +17,7 @@ from stages.engines.interpreter.process import Interpreter, WorkerError, probe
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.library import (
     PROGRAM,
-    Description,
+    VllmDescription,
     cache_dtype,
     check_boundaries,
     check_judging,
@@ -32,7 +32,7 @@ EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 def interpreter(**changes: Any) -> Interpreter:
     known = {"release": "0.32.0", "platform": "cpu", "cache_dtypes": ["auto", "bfloat16"], "refused": {}}
     given = {"python": "3.12.3", "devices": [], **known, **changes}
-    return Interpreter(PROGRAM, "python", Description.model_validate(given))
+    return Interpreter(PROGRAM, "python", VllmDescription.model_validate(given))
 
 
 def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class DecodePass:
         """New keys (L, B, H, D), layers in the order of the cache's groups."""
         self.values = torch.zeros(new, dtype=model.dtype, device=cache.device)
         self._lengths: Tensor
-        self._plans: dict[int, launch.Plan] = {}
+        self._plans: dict[int, launch.DecodePlan] = {}
         """Work lists of this step by the number of programs that fill the GPU."""
         self._logits: Tensor
         """Logits (batch, vocab_size)."""
@@ -127,7 +127,7 @@ class DecodePass:
             exact_slots=self.exact_slots,
         ).unsqueeze(1)
 
-    def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> launch.Plan:
+    def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> launch.DecodePlan:
         """Return the step's work list. Layers with equal numbers of programs share one: their exact tokens are the policy's."""
         programs = launch.default_programs(layout, query, self.page_table, scaling)
         if programs not in self._plans:

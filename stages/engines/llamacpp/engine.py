@@ -16,7 +16,7 @@ from stages.engines.interpreter.protocol import Generation
 from stages.engines.interpreter.requests import Bytes, Request, ShowingEngine
 from stages.engines.llamacpp.build import LlamaCppBundle, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
-from stages.engines.llamacpp.library import GGUF, PROGRAM, Facts
+from stages.engines.llamacpp.library import GGUF, PROGRAM, LlamaCppFacts
 
 
 class LlamaCppEngine(ShowingEngine):
@@ -57,7 +57,7 @@ class LlamaCppEngine(ShowingEngine):
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
         """Return the memory in whole pages of the policy, using the bytes per token measured from llama.cpp's state."""
         if lengths and not self._token_bytes:
-            self._token_bytes = self._call("facts", Facts).token_bytes
+            self._token_bytes = self._call("facts", LlamaCppFacts).token_bytes
         claimed = super()._memory_of(lengths, blocks)
         pool = claimed.pages * PAGE_TOKENS * self._token_bytes
         return MemoryReport(pool, 0, 0, claimed.pages, claimed.live_tokens)

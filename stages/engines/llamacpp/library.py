@@ -24,14 +24,14 @@ LEAST_ROTATED = 64
 """llama.cpp rotates only if the head size is a multiple of this number of channels, and rotates values in blocks this long."""
 
 
-class Description(protocol.Description):
+class LlamaCppDescription(protocol.Description):
     """Answer to `describe`."""
 
     types: list[str]
     """ggml types that the release supports."""
 
 
-class Facts(StrictModel):
+class LlamaCppFacts(StrictModel):
     """Answer to `facts`."""
 
     token_bytes: Annotated[int, Field(ge=1)]
@@ -46,7 +46,7 @@ PROGRAM = Program(
     f"environment with pip install llama-cpp-python=={READ}",
     read=("0.3",),
     oldest=(0, 3),
-    description=Description,
+    description=LlamaCppDescription,
 )
 
 

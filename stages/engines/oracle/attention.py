@@ -108,7 +108,7 @@ class Fed:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttentionPiece:
     """Columns [low, high) of one source, and the rows that attend to them (`mask_RT`; None: all rows).
 
     For source EVICTED, the mask selects the rows that do not attend.
@@ -126,7 +126,7 @@ class Block:
 
     begin: int
     end: int
-    pieces: Mapping[tuple[int | None, bool], tuple[Piece, ...]]
+    pieces: Mapping[tuple[int | None, bool], tuple[AttentionPiece, ...]]
     """Pieces by (the layer's sliding window or None, whether the side has finer copies in the policy's window)."""
 
 
@@ -260,14 +260,14 @@ def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, f
     return torch.stack([none, *borders])
 
 
-def _pieces(borders: Tensor, device: torch.device) -> Iterator[Piece]:
+def _pieces(borders: Tensor, device: torch.device) -> Iterator[AttentionPiece]:
     for part, source in enumerate(PARTS):
         low, high = borders[part], borders[part + 1]
         bands: tuple[tuple[int, int], ...]
         begin, last_low, first_high, end = int(low[0]), int(low[-1]), int(high[0]), int(high[-1])
         if last_low < first_high:  # all rows read these columns; only some rows read the two bands
             bands = ((begin, last_low), (first_high, end))
-            yield Piece(source, last_low, first_high, None)
+            yield AttentionPiece(source, last_low, first_high, None)
         else:
             bands = ((begin, end),)
         for a, b in bands:
@@ -275,15 +275,15 @@ def _pieces(borders: Tensor, device: torch.device) -> Iterator[Piece]:
             mask = (column >= low[:, None]) & (column < high[:, None])
             read = mask.any(0).nonzero().flatten().tolist()
             if read:  # a layer's own window may push both borders of some rows beyond the source's last token
-                yield Piece(source, a + read[0], a + read[-1] + 1, mask[:, read[0] : read[-1] + 1].to(device))
+                yield AttentionPiece(source, a + read[0], a + read[-1] + 1, mask[:, read[0] : read[-1] + 1].to(device))
 
 
 def attend(
     q: Tensor,
     keys: Sources,
     values: Sources,
-    key_pieces: Sequence[Piece],
-    value_pieces: Sequence[Piece],
+    key_pieces: Sequence[AttentionPiece],
+    value_pieces: Sequence[AttentionPiece],
     asked: LayerAttention = LayerAttention(),  # noqa: B008  (immutable)
 ) -> Tensor:
     """Return the attention (H, G, R, D) of scaled queries q (H, G, R, D); the last query is the pieces' last column."""
@@ -330,7 +330,7 @@ def attend(
     return (out / total).view(q.shape)
 
 
-def _read(sources: Sources, piece: Piece, dtype: torch.dtype) -> Tensor:
+def _read(sources: Sources, piece: AttentionPiece, dtype: torch.dtype) -> Tensor:
     copies = sources[piece.source]
     assert copies is not None
     return copies.part(piece.low, piece.high).to(dtype)

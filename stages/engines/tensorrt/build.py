@@ -24,9 +24,9 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Tensor, Weight, as_inputs
+from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, as_inputs
 from stages.engines.tensorrt.library import Library, Name, load
-from stages.engines.tensorrt.shapes import Limits, Range, prefill_rows
+from stages.engines.tensorrt.shapes import PlanLimits, Range, prefill_rows
 
 Steps = Callable[[int, int], None]
 """Called with the number of finished steps of the build, and the total number."""
@@ -63,8 +63,8 @@ class Parsed:
     network: Any
     parser: Any
     """Must outlive the network, which refers to the parser's weights."""
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+    inputs: list[GraphTensor]
+    outputs: list[GraphTensor]
 
 
 def parse(library: Library, graph: Path) -> Parsed:
@@ -134,8 +134,8 @@ def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: 
     )
 
 
-def _tensor(tensor: Any, dims: Mapping[str, list[int | str]]) -> Tensor:
-    return Tensor(name=tensor.name, dtype=tensor.dtype.name, shape=dims[tensor.name])
+def _tensor(tensor: Any, dims: Mapping[str, list[int | str]]) -> GraphTensor:
+    return GraphTensor(name=tensor.name, dtype=tensor.dtype.name, shape=dims[tensor.name])
 
 
 def _reason(error: Any) -> str:
@@ -169,7 +169,7 @@ def _monitor(trt: Any, steps: Steps) -> Any:
     return Monitor()
 
 
-GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, Limits], tuple[Mapping[Mode, Path], dict[int, str]]]
+GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, PlanLimits], tuple[Mapping[Mode, Path], dict[int, str]]]
 """Writes replacements of a bundle's graphs to a folder. Returns the new graphs, and the reason for every layer that keeps its
 function body instead of the plugin."""
 
@@ -192,7 +192,7 @@ def build_bundle(
     trt = load(library)
     described, built, _ = open_onnx_bundle(onnx_bundle)
     assert built == policy, f"{onnx_bundle} is a bundle of {built.name}, not of {policy.name}"
-    limits = Limits(policy, max_batch, max_tokens)
+    limits = PlanLimits(policy, max_batch, max_tokens)
     graphs: Mapping[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     plans: dict[Mode, Parsed] = {}
     native: dict[int, str] = {}

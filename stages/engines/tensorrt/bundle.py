@@ -23,7 +23,7 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.weights import makers
-from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.shapes import PlanLimits
 
 PLANS: dict[Mode, str] = {"prefill": "prefill.plan", "decode": "decode.plan"}
 
@@ -48,7 +48,7 @@ class Weight(StrictModel):
     """Whether the file holds the transpose of the input."""
 
 
-class Tensor(StrictModel):
+class GraphTensor(StrictModel):
     """One input or output of a graph. Dynamic dimensions are strings (their names)."""
 
     name: str
@@ -69,13 +69,13 @@ class PlanRecord(Bundle):
     max_tokens: int
     prefill_rows: int
     """Maximum sequences of a prefill run."""
-    inputs: dict[str, list[Tensor]]
+    inputs: dict[str, list[GraphTensor]]
     """The graph's inputs as TensorRT parsed them, by plan (`prefill` or `decode`)."""
-    outputs: dict[str, list[Tensor]]
+    outputs: dict[str, list[GraphTensor]]
 
-    def limits(self, policy: KVPolicy) -> Limits:
+    def limits(self, policy: KVPolicy) -> PlanLimits:
         """Return the sizes that the plans were built for."""
-        return Limits(policy, self.max_batch, self.max_tokens, self.prefill_rows)
+        return PlanLimits(policy, self.max_batch, self.max_tokens, self.prefill_rows)
 
 
 def as_inputs(model: onnx.ModelProto) -> list[Weight]:

@@ -21,8 +21,8 @@ from stages.engines.staging import aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
 from stages.engines.tensorrt.library import Library, Name, load, used_gpu
 from stages.engines.tensorrt.pool import TorchPool
-from stages.engines.tensorrt.session import Device, PlanSession
-from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
+from stages.engines.tensorrt.session import CudaDevice, PlanSession
+from stages.engines.tensorrt.shapes import PlanLimits, bucket, plan_run
 
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
@@ -35,7 +35,7 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngin
         plans[mode] = runtime.deserialize_cuda_engine((bundle / name).read_bytes())
         if plans[mode] is None:
             raise UserError(f"{bundle / name}: {trt.title} {trt.version} cannot load it: {'; '.join(trt.take_errors())}")
-    return PlanEngine(bundle, described, policy, scales, plans, trt, Device(), cuda_graphs=cuda_graphs)
+    return PlanEngine(bundle, described, policy, scales, plans, trt, CudaDevice(), cuda_graphs=cuda_graphs)
 
 
 def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
@@ -67,7 +67,7 @@ class PlanEngine(PagedEngine):
         scales: KVScales,
         plans: Mapping[Mode, Any],
         library: Library,
-        device: Device,
+        device: CudaDevice,
         *,
         cuda_graphs: bool,
     ) -> None:
@@ -185,7 +185,7 @@ class PlanEngine(PagedEngine):
         }
 
 
-def _too_large(limits: Limits, shape: KVShape, activations: int) -> UserError:
+def _too_large(limits: PlanLimits, shape: KVShape, activations: int) -> UserError:
     policy = limits.policy
     pool = policy.pool_bytes(shape, limits.pages) + policy.exact_bytes(shape, limits.max_batch)
     gib = 1 << 30

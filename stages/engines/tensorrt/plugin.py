@@ -35,7 +35,7 @@ from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
-from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.shapes import PlanLimits
 
 PLUGIN_VERSION = "1"
 """Version that TensorRT gives to all quickly deployable plugins."""
@@ -48,7 +48,7 @@ def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **give
 
 
 def with_plugin(
-    graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits, *, sm: int
+    graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: PlanLimits, *, sm: int
 ) -> tuple[Mapping[Mode, Path], dict[int, str]]:
     """Put the plugin into the layers that the kernels support, and write the graphs without weights to `folder`.
 
@@ -74,7 +74,7 @@ def register() -> None:
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Limits, sm: int) -> dict[Mode, int]:
+def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: PlanLimits, sm: int) -> dict[Mode, int]:
     """Return the counts that fill this GPU, as the minimum over all layouts.
 
     For decode: programs over a KV head's pages. For prefill: splits over a sequence's pages for a whole chunk.

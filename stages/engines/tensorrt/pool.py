@@ -20,8 +20,8 @@ from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.pool import Factor, Indices, PagedPool
 from stages.engines.paged.sequences import PageAllocator
 from stages.engines.staging import Section, scaled, stacked
-from stages.engines.tensorrt.session import Step
-from stages.engines.tensorrt.shapes import Limits
+from stages.engines.tensorrt.session import PlanStep
+from stages.engines.tensorrt.shapes import PlanLimits
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stack:
 class TorchPool(PagedPool):
     """A pool that is allocated once, because a plan's bindings and captured CUDA graphs contain addresses."""
 
-    def __init__(self, limits: Limits, shape: KVShape, device: torch.device) -> None:
+    def __init__(self, limits: PlanLimits, shape: KVShape, device: torch.device) -> None:
         self.limits, self.device = limits, device
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
@@ -134,7 +134,7 @@ class TorchPool(PagedPool):
         counts = {"tokens": sizes["B"], "stored_places": len(places)}
         return {name: (torch.int32, (count,)) for name, count in counts.items()} | places
 
-    def put_places(self, step: Step, handles: Sequence[int], tokens: Sequence[int]) -> None:
+    def put_places(self, step: PlanStep, handles: Sequence[int], tokens: Sequence[int]) -> None:
         """Set the places of the next `tokens[i]` tokens of every sequence i.
 
         A list is padded with its first place, which is then written several times with the same value. An empty list is not
@@ -160,12 +160,12 @@ class TorchPool(PagedPool):
         step.put("tokens", np.array(tokens, np.int32))
         step.put("stored_places", np.array(counts, np.int32))
 
-    def results(self, step: Step) -> Sequence[torch.Tensor]:
+    def results(self, step: PlanStep) -> Sequence[torch.Tensor]:
         """Return tensors for the logits (B, V) float32 and for the flag whether the tokens were stored."""
         logits = torch.zeros(step.outputs["logits"].shape, dtype=torch.float32, device=self.device)
         return logits, torch.zeros((), dtype=torch.bool, device=self.device)
 
-    def consume(self, step: Step) -> None:
+    def consume(self, step: PlanStep) -> None:
         """Write all new tokens to their places, or none if a key or value is not finite."""
         logits, stored = step.results
         sums, sizes = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]  # padding rows have 0 tokens

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
-from stages.engines.tensorrt.bundle import Tensor
+from stages.engines.tensorrt.bundle import GraphTensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
 
@@ -33,7 +33,7 @@ DTYPES = {
 """torch's type by the name of TensorRT's DataType. FP8 E4M3 codes are bytes, because torch has few operators for float8."""
 
 
-class Device:
+class CudaDevice:
     """The current GPU and a separate stream, because TensorRT synchronizes the whole device on the default stream."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class Consumer(Protocol):
 
     def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]: ...
 
-    def results(self, step: "Step") -> Sequence[torch.Tensor]: ...
+    def results(self, step: "PlanStep") -> Sequence[torch.Tensor]: ...
 
-    def consume(self, step: "Step") -> None: ...
+    def consume(self, step: "PlanStep") -> None: ...
 
 
-class Step:
+class PlanStep:
     """A plan at one shape: its context, its inputs and outputs, and its CUDA graph."""
 
     def __init__(self, session: "PlanSession", sizes: Mapping[str, int]) -> None:
@@ -156,9 +156,9 @@ class PlanSession:
         self,
         library: Library,
         engine: Any,
-        device: Device,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
+        device: CudaDevice,
+        inputs: list[GraphTensor],
+        outputs: list[GraphTensor],
         *,
         memory: torch.Tensor,
         bound: Mapping[str, torch.Tensor],
@@ -174,15 +174,15 @@ class PlanSession:
         self.inputs = {tensor.name: tensor for tensor in inputs if tensor.name in names}
         self.outputs = {tensor.name: tensor for tensor in outputs}
         self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
-        self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
+        self._steps: dict[tuple[tuple[str, int], ...], PlanStep] = {}
         self._compiled: Any = None
         """Kernels that TensorRT for RTX compiled for a context; contexts of other shapes reuse them."""
 
-    def step(self, **sizes: int) -> Step:
+    def step(self, **sizes: int) -> PlanStep:
         """Return the step of a shape, given by the sizes of its named dimensions."""
         key = tuple(sorted(sizes.items()))
         if key not in self._steps:
-            self._steps[key] = Step(self, sizes)
+            self._steps[key] = PlanStep(self, sizes)
         return self._steps[key]
 
     def forget_graphs(self) -> None:
@@ -214,7 +214,7 @@ class PlanSession:
             return bool(context.is_stream_capturable(self.device.stream))
         return self.captured
 
-    def shape(self, described: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def shape(self, described: GraphTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of an input or output for these sizes of the named dimensions."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in described.shape)
 

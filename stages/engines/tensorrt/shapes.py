@@ -38,7 +38,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class PlanLimits:
     """The sizes of the pools and plans of one engine."""
 
     policy: KVPolicy
@@ -120,7 +120,7 @@ def padded(values: npt.NDArray[np.generic], shape: tuple[int, ...]) -> npt.NDArr
     return out
 
 
-def prefill_rows(limits: Limits, q_heads: int, *, native: bool) -> int:
+def prefill_rows(limits: PlanLimits, q_heads: int, *, native: bool) -> int:
     """Return the maximum prompts of a prefill run. `native`: whether any layer keeps its function body."""
     rows = min(MOST_PREFILL_ROWS, limits.max_batch)
     if not native:
@@ -132,7 +132,7 @@ def check_extents(
     policy: KVPolicy, shape: KVShape, q_heads: int, layers: Iterable[int], *, max_batch: int, max_tokens: int
 ) -> None:
     """Raise UserError if the function body of any layer in `layers` would have a tensor that TensorRT cannot address."""
-    limits = Limits(policy, max_batch, max_tokens)
+    limits = PlanLimits(policy, max_batch, max_tokens)
     scores = max(_scores_of_chunks(limits, q_heads), max_batch * q_heads * (_positions(limits) + 1))
     for layer in layers:
         pools = [
@@ -151,11 +151,11 @@ def check_extents(
             )
 
 
-def _positions(limits: Limits) -> int:
+def _positions(limits: PlanLimits) -> int:
     """Return the number of positions that a function body scores for every query."""
     return PAGE_TOKENS * (limits.sequence_pages + limits.sequence_window_pages) + limits.policy.exact_tokens
 
 
-def _scores_of_chunks(limits: Limits, q_heads: int) -> int:
+def _scores_of_chunks(limits: PlanLimits, q_heads: int) -> int:
     """Return the number of elements of a prefill run's scores."""
     return limits.prefill_rows * q_heads * limits.chunk * (_positions(limits) + limits.chunk)

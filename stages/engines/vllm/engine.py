@@ -20,7 +20,7 @@ from stages.engines.interpreter.requests import Bytes, ShowingEngine, whole
 from stages.engines.vllm.build import VllmBundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.library import PROGRAM, Drafted, Facts, LayerScales, on_cpu
+from stages.engines.vllm.library import PROGRAM, Drafted, LayerScales, VllmFacts, on_cpu
 
 LOGPROBS = 20
 """Maximum log-probabilities per token that a request may ask for. An evaluation needs only the chosen token's."""
@@ -52,7 +52,7 @@ class VllmEngine(ShowingEngine):
         self.prefill_chunk = int(self._described.arguments["max_num_batched_tokens"])
         self.logit_step = LOGIT_STEP[str(self._described.arguments["dtype"])]
         self._evaluated = EVALUATED
-        self._facts: Facts | None = None
+        self._facts: VllmFacts | None = None
 
     def _check_machine(self, bundle: Path) -> None:
         super()._check_machine(bundle)
@@ -118,9 +118,9 @@ class VllmEngine(ShowingEngine):
         super().close()
         self._facts = None
 
-    def _loaded(self) -> Facts:
+    def _loaded(self) -> VllmFacts:
         if self._facts is None:
-            self._facts = self._call("facts", Facts)
+            self._facts = self._call("facts", VllmFacts)
         return self._facts
 
     @contextmanager

@@ -20,7 +20,7 @@ from stages.engines.vllm.audit import PAIRED, SEPARATE
 from stages.engines.vllm.config import VllmConfig
 
 
-class Description(protocol.Description):
+class VllmDescription(protocol.Description):
     """Answer to `describe`."""
 
     platform: str
@@ -39,7 +39,7 @@ class LayerScales(StrictModel):
     value: list[float]
 
 
-class Facts(StrictModel):
+class VllmFacts(StrictModel):
     """Answer to `facts`: scales, blocks and kernel of a loaded engine."""
 
     scales: list[LayerScales]
@@ -81,7 +81,7 @@ PROGRAM = Program(
     },
     read=("0.26", "0.32", "0.33"),
     oldest=(0, 26),
-    description=Description,
+    description=VllmDescription,
 )
 """Releases before 0.26 lack names that the worker uses."""
 

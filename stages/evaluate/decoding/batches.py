@@ -21,7 +21,7 @@ NOT_FINITE = -1
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodeStep:
     """Logits of one step of forced decode, one row per decoded token."""
 
     samples: list[int]
@@ -94,7 +94,7 @@ def most_likely(logits_BV: Logits) -> list[int]:
 
 
 @dataclass
-class _Sequence:
+class _SampleSequence:
     sample: int
     """Index of the sample."""
     handle: int
@@ -121,8 +121,8 @@ class Batch:
         self.engine, self.encoded, self.batch_size, self.greedy = engine, encoded, batch_size, greedy
         self.after_prefill, self.stopping = after_prefill, stopping
         self.queue: deque[int] = deque()
-        self.live: list[_Sequence] = []
-        self.forks: deque[_Sequence] = deque()
+        self.live: list[_SampleSequence] = []
+        self.forks: deque[_SampleSequence] = deque()
         """Forks waiting for a place in the batch."""
         self.answers: dict[int, list[int]] = {}
         """Answers that differ from the reference, by index of the sample in flight."""
@@ -130,7 +130,7 @@ class Batch:
         """Number of live sequences per sample in flight."""
         self.traces: defaultdict[int, Exercised] = defaultdict(Exercised)
 
-    def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
+    def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | Finished]:
         self.queue = deque(in_order(self.encoded, indices))
         while self.queue or self.live or self.forks:
             if self.stopping():
@@ -145,7 +145,7 @@ class Batch:
             forced = [row for row, s in enumerate(self.live) if s.answer is None]
             if forced:
                 rows = [self.live[row] for row in forced]
-                yield Step(
+                yield DecodeStep(
                     [s.sample for s in rows],
                     [s.position for s in rows],
                     [tokens[row] for row in forced],
@@ -173,14 +173,14 @@ class Batch:
         """Prefill each sample's prompt except its last token; return the sequence handles."""
         return self.engine.begin([self.encoded[i].prompt[:-1] for i in admitted])
 
-    def _sequence(self, sample: int, handle: int) -> _Sequence:
+    def _sequence(self, sample: int, handle: int) -> _SampleSequence:
         """Return the first sequence of a sample."""
-        return _Sequence(sample, handle, self.encoded[sample].prompt[-1])
+        return _SampleSequence(sample, handle, self.encoded[sample].prompt[-1])
 
     def _advance(self, tokens: Sequence[int]) -> Iterator[Finished]:
         """Set the next input of all sequences, release ended sequences, and yield finished samples."""
-        unfinished: list[_Sequence] = []
-        ended: list[_Sequence] = []
+        unfinished: list[_SampleSequence] = []
+        ended: list[_SampleSequence] = []
         for sequence, token in zip(self.live, tokens, strict=True):
             goes_on = self._feed_reference(sequence, token) if sequence.answer is None else self._feed_answer(sequence, token)
             sequence.position += 1
@@ -193,13 +193,13 @@ class Batch:
             if not self.running[sequence.sample]:
                 yield self._finish(sequence.sample)
 
-    def _feed_reference(self, sequence: _Sequence, token: int) -> bool:  # noqa: ARG002  (forks need the token)
+    def _feed_reference(self, sequence: _SampleSequence, token: int) -> bool:  # noqa: ARG002  (forks need the token)
         """Feed the next reference token; return whether the reference has another token to score."""
         reference = self.encoded[sequence.sample].reference
         sequence.input_token = reference[sequence.position]
         return sequence.position + 1 < len(reference)
 
-    def _feed_answer(self, sequence: _Sequence, token: int) -> bool:
+    def _feed_answer(self, sequence: _SampleSequence, token: int) -> bool:
         """Feed the most likely token; return whether the answer continues."""
         assert self.greedy is not None
         assert sequence.answer is not None
@@ -218,15 +218,15 @@ class Batch:
 class FreeBatch(Batch):
     """A batch that generates answers from the prompts."""
 
-    def _sequence(self, sample: int, handle: int) -> _Sequence:
+    def _sequence(self, sample: int, handle: int) -> _SampleSequence:
         self.answers[sample] = []
-        return _Sequence(sample, handle, self.encoded[sample].prompt[-1], answer=self.answers[sample])
+        return _SampleSequence(sample, handle, self.encoded[sample].prompt[-1], answer=self.answers[sample])
 
 
 class SharingBatch(Batch):
     """A batch that prefills a shared document once and forks a sequence when its output deviates from the reference."""
 
-    def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
+    def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | Finished]:
         self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)
         """Number of samples still to be admitted, by prefix."""
         self.prefixes: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -255,7 +255,7 @@ class SharingBatch(Batch):
         self.traces[sample].shared_prefixes = 1
         return handle
 
-    def _feed_reference(self, sequence: _Sequence, token: int) -> bool:
+    def _feed_reference(self, sequence: _SampleSequence, token: int) -> bool:
         item = self.encoded[sequence.sample]
         goes_on = super()._feed_reference(sequence, token)
         deviates = token != item.reference[sequence.position] and sequence.sample not in self.answers
@@ -269,7 +269,7 @@ class SharingBatch(Batch):
             return True
         fork = self.engine.fork(sequence.handle)
         self.traces[sequence.sample].forks += 1
-        self.forks.append(_Sequence(sequence.sample, fork, token, sequence.position + 1, answer))
+        self.forks.append(_SampleSequence(sequence.sample, fork, token, sequence.position + 1, answer))
         self.running[sequence.sample] += 1
         return True
 

@@ -15,12 +15,12 @@ from pipeline.core.engine import Engine
 from pipeline.verdict.coverage import Exercised
 from stages.evaluate.decoding.batches import (
     Batch,
+    DecodeStep,
     Finished,
     FreeBatch,
     Greedy,
     Logits,
     SharingBatch,
-    Step,
     in_order,
     most_likely,
 )
@@ -40,7 +40,7 @@ def decode(
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
     stopping: Callable[[], bool] = lambda: False,
-) -> Iterator[Step | Finished]:
+) -> Iterator[DecodeStep | Finished]:
     """Yield the logits that predict each reference token, and each sample when it has finished.
 
     Args:
@@ -83,7 +83,7 @@ def _whole_samples(
     batch_size: int,
     after_prefill: Callable[[], None] | None,
     stopping: Callable[[], bool],
-) -> Iterator[Step | Finished]:
+) -> Iterator[DecodeStep | Finished]:
     """Compute all positions of a sample in one pass.
 
     An engine that serves whole requests computes up to `batch_size` samples together, other engines compute single samples. The
@@ -111,23 +111,23 @@ def _whole_samples(
 
 def _scored(
     i: int, item: EncodedSample, logits_BV: Logits, trace: Exercised, request: int | None = None
-) -> Iterator[Step | Finished]:
+) -> Iterator[DecodeStep | Finished]:
     """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS rows, then `Finished`."""
     count = len(item.reference)
     for first in range(0, count, STEP_ROWS):
         rows = range(first, min(first + STEP_ROWS, count))
         part = logits_BV[first : rows.stop]
-        yield Step([i] * len(rows), list(rows), most_likely(part), part, request=request)
+        yield DecodeStep([i] * len(rows), list(rows), most_likely(part), part, request=request)
     yield Finished(i, None, trace)
 
 
 def _then_answers(
-    events: Iterator[Step | Finished], engine: Engine, encoded: Sequence[EncodedSample], batch_size: int, greedy: Greedy
-) -> Iterator[Step | Finished]:
+    events: Iterator[DecodeStep | Finished], engine: Engine, encoded: Sequence[EncodedSample], batch_size: int, greedy: Greedy
+) -> Iterator[DecodeStep | Finished]:
     """Yield the forced-decode events, then generate the answers that differ from the reference."""
     deviating: dict[int, Finished | None] = {}
     for event in events:
-        if isinstance(event, Step):
+        if isinstance(event, DecodeStep):
             for i, position, token in zip(event.samples, event.positions, event.greedy, strict=True):
                 if token != encoded[i].reference[position]:
                     deviating[i] = None

@@ -17,7 +17,7 @@ from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Acceptance, SampleRow
-from stages.evaluate.decoding.batches import Finished, Greedy, Step
+from stages.evaluate.decoding.batches import DecodeStep, Finished, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head
@@ -27,7 +27,7 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 Done = Callable[[int, SampleResult], None]
 """Called with a sample's index and its result, which includes the engine's own heads if they are recorded."""
-Observer = Callable[[Step], None]
+Observer = Callable[[DecodeStep], None]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Scorer:
         self.encoded, self.baseline, self.repeated = encoded, baseline, repeated
         self.in_flight: dict[int, _InFlight] = {}
 
-    def score(self, step: Step) -> None:
+    def score(self, step: DecodeStep) -> None:
         """Compare the rows of a step with the baseline's heads; a baseline is compared with its own heads."""
         distributions = Distributions(step.logits_BV)
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
@@ -152,7 +152,7 @@ class Scorer:
 
 
 @dataclass
-class Run:
+class SampleRun:
     """Samples to run on an engine, and the results of the finished samples."""
 
     encoded: Sequence[EncodedSample]
@@ -196,7 +196,7 @@ class Run:
 
 def run_samples(
     engine: Engine,
-    run: Run,
+    run: SampleRun,
     batch_size: int,
     *,
     after_prefill: Callable[[], None] | None = None,
@@ -238,7 +238,7 @@ def run_samples(
         if noted.requested and not announced:
             announced = True
             run.progress(f"finishing {len(scorer.in_flight)} samples in flight; Ctrl-C again stops at once", 0, 0)
-        if isinstance(event, Step):
+        if isinstance(event, DecodeStep):
             scorer.score(event)
             if observe is not None:
                 observe(event)

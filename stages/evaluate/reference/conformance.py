@@ -24,9 +24,9 @@ from pipeline.verdict.record import finite
 from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
-from stages.evaluate.decoding.batches import Logits, Step
+from stages.evaluate.decoding.batches import DecodeStep, Logits
 from stages.evaluate.decoding.decode import decode, shares
-from stages.evaluate.decoding.rows import Run
+from stages.evaluate.decoding.rows import SampleRun
 from stages.evaluate.distances.distance import Distributions, head_kl, kl_of_logits
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -43,7 +43,7 @@ class Comparison:
         self,
         engine: Engine,
         reference: ReferenceEngine,
-        run: Run,
+        run: SampleRun,
         chosen: Collection[int],
         *,
         batch_size: int,
@@ -72,7 +72,7 @@ class Comparison:
         """Index, engine logits (R, V) and stored layers of the worst request."""
         self._requests: dict[int, Request] = {}
 
-    def take(self, step: Step) -> None:
+    def take(self, step: DecodeStep) -> None:
         """Record a step. Call it while the sequences of the step are live."""
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
             if i not in self.chosen:
@@ -94,7 +94,7 @@ class Comparison:
         """Decode and compare chosen samples that are not compared yet, for example because of an interruption."""
         missing = sorted(self.chosen - self.records.keys())
         for event in decode(self.engine, self.run.encoded, self.batch_size, chosen=missing):
-            if isinstance(event, Step):
+            if isinstance(event, DecodeStep):
                 self.take(event)
 
     @property

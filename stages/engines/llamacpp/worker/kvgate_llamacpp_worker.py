@@ -98,7 +98,7 @@ def describe() -> dict[str, Any]:
     return {**known, "types": types}
 
 
-class Model:
+class LlamaCppModel:
     """A loaded model and a context with memory for several sequences."""
 
     def __init__(self, model: str, context: dict[str, Any], types: dict[str, str], threads: int | None) -> None:
@@ -283,4 +283,4 @@ def _alike(one: list[int], other: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    kvgate_channel.serve({"describe": describe}, Model)
+    kvgate_channel.serve({"describe": describe}, LlamaCppModel)

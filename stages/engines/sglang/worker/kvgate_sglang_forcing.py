@@ -14,7 +14,7 @@ REQUEST, ROWS = "kvgate_request", "kvgate_rows"
 """Keys of `custom_params`: the request without its prompt, and the path of its rows."""
 
 
-class ForcedTokens(CustomLogitProcessor):  # type: ignore[misc]
+class SglangForcedTokens(CustomLogitProcessor):  # type: ignore[misc]
     """Records the logits of each request's next token, and forces the token if it is known."""
 
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]] | None = None) -> Any:

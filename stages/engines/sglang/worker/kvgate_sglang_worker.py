@@ -39,7 +39,7 @@ def validate(model: str, server_args: dict[str, Any]) -> dict[str, Any]:
     return {"arguments": {name: resolved[name] for name in server_args}}
 
 
-class Model:
+class SglangModel:
     """A loaded model."""
 
     def __init__(self, model: str, server_args: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Model:
                 {**_greedy(request["tokens"]), "custom_params": {forcing.REQUEST: request, forcing.ROWS: path}}
                 for request, path in zip(requests, paths, strict=True)
             ],
-            custom_logit_processor=forcing.ForcedTokens.to_str(),
+            custom_logit_processor=forcing.SglangForcedTokens.to_str(),
         )
         return [output["output_ids"] for output in outputs]
 
@@ -96,4 +96,4 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    kvgate_channel.serve({"describe": describe, "validate": validate}, Model)
+    kvgate_channel.serve({"describe": describe, "validate": validate}, SglangModel)

@@ -99,7 +99,7 @@ def _switched_off(kind: Any) -> dict[str, bool]:
     return {name: False for name in SWITCHES if name in kind.model_fields}
 
 
-class Model:
+class TrtllmModel:
     """A loaded engine or checkpoint."""
 
     def __init__(self, target: str, model: str, llm_args: dict[str, Any], key_fault: float) -> None:
@@ -196,4 +196,4 @@ def _corrupt_attention(factor: float) -> list[object]:
 
 
 if __name__ == "__main__":
-    kvgate_channel.serve({"describe": describe, "build": build, "validate": validate}, Model)
+    kvgate_channel.serve({"describe": describe, "build": build, "validate": validate}, TrtllmModel)

@@ -29,7 +29,7 @@ class Recording:
         return logits
 
 
-class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]
+class VllmForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]
     """Creates the `Recording` that a request's `extra_args` describe."""
 
     def is_argmax_invariant(self) -> bool:

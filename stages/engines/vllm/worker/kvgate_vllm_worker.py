@@ -52,15 +52,15 @@ def validate(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     return {"arguments": resolved}
 
 
-class Model:
+class VllmModel:
     """A loaded model."""
 
     def __init__(self, model: str, engine_args: dict[str, Any], key_fault: float) -> None:
-        from kvgate_vllm_forcing import ForcedTokens
+        from kvgate_vllm_forcing import VllmForcedTokens
         from vllm import LLM
 
         self.operations: kvgate_channel.Operations = {"run": self.run, "load": self.load, "draft": self.draft}
-        processors = [] if "speculative_config" in engine_args else [ForcedTokens]  # vLLM refuses both together
+        processors = [] if "speculative_config" in engine_args else [VllmForcedTokens]  # vLLM refuses both together
         workers = engine_args["tensor_parallel_size"]
         if workers > 1:
             # The workers' sockets and rendezvous file are removed together with this process's folder.
@@ -189,4 +189,4 @@ def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    kvgate_channel.serve({"describe": describe, "validate": validate}, Model)
+    kvgate_channel.serve({"describe": describe, "validate": validate}, VllmModel)
