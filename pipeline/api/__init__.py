@@ -1,6 +1,6 @@
 """kvgate from Python: `evaluate` a model, `load` an engine or the `champion` (docs/start.md#from-python)."""
 
-from pipeline.api.calls import KVPolicy
+from pipeline.api.calls import make_policy
 from pipeline.api.champions import champion
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.api.evaluations import Evaluation, evaluate
@@ -9,11 +9,11 @@ from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 __all__ = [
     "Evaluation",
     "GateRefusal",
-    "KVPolicy",
     "LoadedEngine",
     "MissingRequirement",
     "UserError",
     "champion",
     "evaluate",
     "load",
+    "make_policy",
 ]

@@ -8,21 +8,9 @@ from pydantic import ValidationError
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.core import kv
 from pipeline.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code
+from pipeline.core.kv import KVPolicy
 from pipeline.core.overrides import written
-
-
-class KVPolicy(kv.KVPolicy):
-    """A custom policy, with the keys of `kv.*`. Raises UserError with a line for each problem."""
-
-    def __new__(cls, **values: Any) -> Any:
-        try:
-            return kv.KVPolicy(**values)
-        except ValidationError as error:
-            problems = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False)]
-            raise UserError("\n".join(f"KVPolicy.{key}: {said[0].lower()}{said[1:]}" for key, said in problems)) from None
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +36,15 @@ def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
             raise kind(describe(error)) from error
 
     return call
+
+
+def make_policy(**values: Any) -> KVPolicy:
+    """Return a custom policy from the keys of `kv.*`. Raises UserError with a line for each problem."""
+    try:
+        return KVPolicy(**values)
+    except ValidationError as error:
+        problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors(include_url=False)]
+        raise UserError("\n".join(f"KVPolicy.{key}: {reason[0].lower()}{reason[1:]}" for key, reason in problems)) from None
 
 
 def compose(values: Mapping[str, object]) -> Config:

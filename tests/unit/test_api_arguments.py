@@ -14,13 +14,13 @@ from refusals import refused
 
 from pipeline.api import (
     GateRefusal,
-    KVPolicy,
     MissingRequirement,
     UserError,
     champion,
     engines,
     evaluate,
     load,
+    make_policy,
 )
 from pipeline.api.engines import LoadedEngine
 from pipeline.core.overrides import written
@@ -129,9 +129,9 @@ def test_a_prompt_or_a_length_that_is_none_is_named(prompt: Any, most: Any, said
 
 def test_a_policy_that_is_none_is_said_a_line_a_problem() -> None:
     whole = config_of("kv=int8").kv
-    assert KVPolicy(**whole.model_dump()) == whole
+    assert make_policy(**whole.model_dump()) == whole
     with pytest.raises(UserError) as caught:
-        KVPolicy(**{**whole.model_dump(), "sink_tokens": -1, "sinks": 4})
+        make_policy(**{**whole.model_dump(), "sink_tokens": -1, "sinks": 4})
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["KVPolicy.sink_tokens", "KVPolicy.sinks"]
 
