@@ -19,7 +19,7 @@ import logging, os, subprocess, sys, warnings
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row
 console.configure("json")
-console.begin(console.Job("evaluate", "fp8", 2, 5), " of tiny")
+console.begin(console.RunningJob("evaluate", "fp8", 2, 5), " of tiny")
 print("printed by a library")
 os.write(2, b"written by native code\\n")
 warnings.warn("deprecated")
