@@ -131,11 +131,11 @@ def reachable_modules(entry: str) -> dict[str, Path]:
 @cache
 def code_digest(entry: str) -> str:
     """Return the digest of the code of `entry` and of every module that it can import, without comments and docstrings."""
-    return json_digest({name: _compiled_digest(path) for name, path in reachable_modules(entry).items()})
+    return json_digest({name: compiled_digest(path) for name, path in reachable_modules(entry).items()})
 
 
 @cache
-def _compiled_digest(path: Path) -> str:
+def compiled_digest(path: Path) -> str:
     """Return the digest of a source file's bytecode, which Python compiles ten times as fast as `ast` builds a syntax tree."""
     return json_digest(_instructions(compile(path.read_bytes(), path.name, "exec", dont_inherit=True, optimize=2)))
 

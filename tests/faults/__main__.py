@@ -20,7 +20,7 @@ from faults.fault import POLICIES, EngineName, Fault
 from faults.ground import BACKENDS, DEFAULT, Ground, Judgement
 from faults.library import FAULTS, SOUND_ENGINES, sound_name
 from faults.record import Cost, Outcome
-from pipeline.artifacts.digest import code_digest, file_digest, json_digest
+from pipeline.artifacts.digest import code_digest, compiled_digest, json_digest
 from pipeline.config.compose import plan
 
 CODE = (
@@ -58,7 +58,7 @@ class Job:
 
 
 def _texts(*names: str) -> list[str]:
-    return [file_digest(Path(__file__).with_name(f"{name}.py")) for name in names]
+    return [compiled_digest(Path(__file__).with_name(f"{name}.py")) for name in names]
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ def write(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
 
         engine.pool.append = faulty
 
-    return Plant(f"what is stored: {arrays}", apply)
+    return Plant(f"stored arrays: {arrays}", apply)
 
 
 def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:

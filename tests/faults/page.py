@@ -20,10 +20,10 @@ KINDS = {
     "evictions": "Evictions, windows, and layers that attend to their latest tokens alone",
     "prompts": "Prompts and their first tokens",
     "prefixes": "Beginnings of prompts that are kept for later ones",
-    "serving": "Batches, generation, and what is rare or late",
+    "serving": "Batches, generation, and rare or late faults",
     "kernels": "Mutants of the attention kernel and of the graphs",
     "oracle": "backend=torch on a CPU",
-    "claims": "Engines that are not what they say, and faults that the baseline shares",
+    "claims": "Engines that break their claims, and faults that the baseline shares",
 }
 
 ENGINES = {"native": "", "graph": ", graph", "torch": ", torch"}
@@ -34,22 +34,22 @@ HEAD = """# Planted faults, and which gate sees them
 tiny model, and judged by the evaluation and the gates that judge every candidate.
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left}
 
-- **How a fault is judged.** First by an evaluation of 104 requests (72 before rules 13), and a probe that is smaller than the
-  default one. A fault that gets through is judged by the default probe. A fault that only gates on samples see is
-  judged by all samples of the default evaluation as well.
+- **How a fault is judged.** First by an evaluation of 104 requests (72 before rules 13) with a small stress test. A fault that
+  passes is judged by the default stress test. A fault that only gates on samples see is also judged by all samples of the
+  default evaluation.
 - **Which gates judged.** The commits of the outcomes are {commits}.
-  `make faults` judges again what later changes may concern, and goes on where an interrupted run ended.
+  `make faults` judges again every fault whose code or inputs changed, and resumes an interrupted run.
 - **Names.** A gate has the name of its key under `gates.`, or its own name.
 - **Costs.** A day of service runs with the fault and without: batches, turns, forks, prompts that begin alike, crowds,
-  `generate` (`tests/faults/drill.py`). `costs` is the largest KL of a token in nats, whatever the gates say. A fault that
-  costs memory, or a claim that is not kept, says so; "no day" is a fault that happens more seldom.
+  `generate` (`tests/faults/drill.py`). `costs` is the largest KL of a token in nats, independent of the gates. Faults that
+  cost memory or break a claim are marked; "no day" marks a fault that this service never meets.
 - **Engines** are ONNX with the compiled kernel unless the table names another."""
 
 ALL_GATES = """
 ## Each gate
 
 How many of the faults each gate sees, and how many no other gate saw before the evaluation stopped. Conformance and
-the probe see nearly everything together: the gates on distances and answers are there for policies, and few faults
+the stress test see nearly everything together: the gates on distances and answers judge policies, and few faults
 need them. `tests/unit/test_gates.py` has for every gate a report that it alone stops.
 
 | gate | sees | alone |
@@ -77,7 +77,7 @@ def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
         commits=", ".join(f"{commit} ({count})" for commit, count in commits.most_common()),
     )
     if missed:
-        yield "\n## What gets through\n"
+        yield "\n## Undetected faults\n"
     for fault in missed:
         found = now[fault.name]
         verdict = found.verdict + (f", by default {found.default}" if found.default else "")
@@ -99,7 +99,7 @@ def _cost(found: Cost | None, fault: Fault) -> str:
 def _tables(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
     for kind, title in KINDS.items():
         yield f"\n## {title}\n"
-        yield _row("fault", "what it models", "acts on", "cache", "costs", "verdict", "gates that see it")
+        yield _row("fault", "model", "acts on", "cache", "costs", "verdict", "gates that see it")
         yield "|---" * 7 + "|"
         for fault in (fault for fault in judged if fault.kind == kind):
             found = now[fault.name]
