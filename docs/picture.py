@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stages.report.charts import BASELINE, Datum, mark_front, quality_spec, svg
+from stages.report.charts import BASELINE, Datum, draw_svg, mark_front, quality_spec
 
 HERE = Path(__file__).resolve().parent
 FIGURES, PICTURE = HERE / "picture.json", HERE / "picture.svg"
@@ -45,8 +45,8 @@ def data(shown: dict[str, Any]) -> list[Datum]:
 def draw(shown: dict[str, Any]) -> str:
     """Return the picture as SVG."""
     spec = quality_spec(data(shown), "lost probability of right answers", "FP16", ".0%")
-    drawn = svg(
-        json.loads(json.dumps(spec).replace('"format": ".0e"', '"format": ".1%"')) | {"background": "white", "padding": 8}
+    (drawn,) = draw_svg(
+        [json.loads(json.dumps(spec).replace('"format": ".0e"', '"format": ".1%"')) | {"background": "white", "padding": 8}]
     )
     return re.sub(r"var\((--\w+)\)", lambda found: COLOURS[found[1]], drawn)
 

@@ -3,12 +3,14 @@
 Vega-Lite draws the charts when the page is written. Colours are the page's CSS variables, so that charts follow the theme.
 """
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import vl_convert
 from markupsafe import Markup
 
 from pipeline.verdict.gates.recovery import RECOVERY
@@ -62,9 +64,9 @@ class Chart:
 def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
     """Return chart name -> chart, without charts that have no data."""
     recovery, quality, context = recovery_numbers(exhibits), quality_numbers(exhibits), context_numbers(exhibits)
-    charts = {}
+    charts: dict[str, tuple[str, str, Spec, Sequence[Datum], dict[str, str]]] = {}
     if recovery:
-        charts["recovery"] = _chart(
+        charts["recovery"] = (
             "How much of the probability of right answers each policy keeps",
             "Dot: the probability of the right answers under the policy divided by the same under FP16. The line ends at the "
             "one-sided bound. All of it is to the right of the limit, the tick, if the policy passes.",
@@ -73,7 +75,7 @@ def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
             {"policy": "policy", "work": "place", "recovery": "value", "bound": "bound", "limit": "limit", "line": "verdict"},
         )
     if any(row["verdict"] != "baseline" for row in quality):
-        charts["quality"] = _chart(
+        charts["quality"] = (
             "How far each policy is from FP16, and how many bytes its cache takes",
             "Down and left is better. The line joins the policies that no other policy beats in both. Values below 1e−6 are "
             "drawn at 1e−6.",
@@ -82,7 +84,7 @@ def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
             {"policy": "policy", "KiB/token": "kib", "mean KL": "exact", "limit": "limit", "on the front": "front"},
         )
     if context:
-        charts["context"] = _chart(
+        charts["context"] = (
             "How far each policy is from FP16 as the context gets longer",
             "Mean KL of all questions with contexts of these lengths. The limit is on the mean of a whole workload.",
             context_spec(context, quality),
@@ -95,17 +97,27 @@ def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
                 "samples": "samples",
             },
         )
-    return charts
+    drawings = draw_svg([spec for _, _, spec, _, _ in charts.values()])
+    return {
+        name: Chart(
+            title, note, Markup(svg), list(columns), [[_cell(row[field]) for field in columns.values()] for row in data]
+        )
+        for (name, (title, note, _, data, columns)), svg in zip(charts.items(), drawings, strict=True)
+    }
 
 
-def _chart(title: str, note: str, spec: Spec, data: Sequence[Datum], columns: dict[str, str]) -> Chart:
-    rows = [[_cell(row[field]) for field in columns.values()] for row in data]
-    return Chart(title, note, Markup(svg(spec)), list(columns), rows)
+def draw_svg(specs: Sequence[Spec], **options: Any) -> list[str]:
+    """Render Vega-Lite specifications as SVG. Vega escapes the texts.
 
-
-def svg(spec: Spec, **options: Any) -> str:
-    """Render a Vega-Lite specification as SVG. Vega escapes the texts."""
-    return str(vl_convert.vegalite_to_svg({"config": LOOK, **_cleaned(spec)}, **options))
+    Vega runs in a process of its own: its threads would hang in every process that this one forks later.
+    """
+    script = (
+        f"import sys; sys.path[:] = {sys.path!r}; import json, vl_convert; specs, options = json.load(sys.stdin); "
+        "json.dump([vl_convert.vegalite_to_svg(spec, **options) for spec in specs], sys.stdout)"
+    )
+    asked = json.dumps([[{"config": LOOK, **_cleaned(spec)} for spec in specs], options])
+    drawn = subprocess.run([sys.executable, "-c", script], input=asked, capture_output=True, text=True, check=True)
+    return [str(svg) for svg in json.loads(drawn.stdout)]
 
 
 def _cleaned(value: Any) -> Any:

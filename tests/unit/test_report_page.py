@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import multiprocessing
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ from report_pages import asked, exhibit, exhibits, occasion, rows
 
 from pipeline.verdict.gates import LINES
 from stages.report.answers import changed_answers
-from stages.report.charts import BASELINE, context_numbers, quality_numbers, recovery_numbers
+from stages.report.charts import BASELINE, Spec, context_numbers, draw_svg, quality_numbers, recovery_numbers
 from stages.report.content import MOST_POLICIES, make_page
 from stages.report.exhibit import Exhibit
 from stages.report.page import render, write_page
@@ -230,3 +231,15 @@ def test_prompts_of_the_users_own_stay_out_of_the_copy_without_them(tmp_path: Pa
     copy = render([made.without_own], occasion(tmp_path))
     assert "my own words (copy-0)" not in copy
     assert "my own words (retrieval-0)" in copy
+
+
+def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:
+    spec: Spec = {"data": {"values": [{"x": 1}]}, "mark": "point", "encoding": {"x": {"field": "x", "type": "quantitative"}}}
+    (drawn,) = draw_svg([spec])
+    assert drawn.startswith("<svg")
+    child = multiprocessing.get_context("fork").Process(target=draw_svg, args=([spec],))
+    child.start()
+    child.join(60)
+    alive = child.is_alive()
+    child.kill()
+    assert (alive, child.exitcode) == (False, 0)
