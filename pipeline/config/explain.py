@@ -103,11 +103,12 @@ def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
     if parent == "backend" and name in siblings:
         owners = ", ".join(option for option, model in backend_configs().items() if name in model.model_fields)
         return f"{key}: the backend here has no such key; choose one that has: backend={owners}"
-    if name in siblings:  # Hydra cannot set a key below null
+    unknown = f"unknown key{suggest(name, siblings) or '; leave it out'}"
+    if name in siblings and parent:  # Hydra cannot set a key below null
         below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
         whole = ", ".join(field.replace("=", ": ", 1) for field in below)
         return redact_text(f"{parent}: is null here; write '{parent}={{{whole}}}' instead")
-    return f"{key}: unknown key{suggest(name, siblings) or '; leave it out'}"
+    return f"{key}: {'cannot be read; give another value' if name in siblings else unknown}"
 
 
 def explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
