@@ -36,7 +36,7 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
         **os.environ,
         **{name: str(value) for name, value in workflow["env"].items() if "${{" not in str(value)},
         "POLICIES": f"int8 {FEW}",  # more policies take minutes
-        "KVGATE": f"git+file://{ROOT}@{commit}",
+        "KVGATE": f"git+file://localhost{ROOT}@{commit}",
         "PATH": f"{programs}:{site}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(site),
         "SITE": str(site),
@@ -56,7 +56,7 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
     del steps["Roll back"]  # users start a rollback on request
     said = {name: shell(script) for name, script in steps.items()}
     assert said["Try the champion"] == "04 Bergen 14 Tartu\n"
-    assert (tmp_path / "asked").read_text().splitlines()[1] == f"install kvgate[signing] @ git+file://{ROOT}@{commit}"
+    assert (tmp_path / "asked").read_text().splitlines()[1] == f"install kvgate[signing] @ git+file://localhost{ROOT}@{commit}"
     assert json.loads((theirs / "work" / "summary.json").read_text())["champion"] is not None
     assert "PASS" in (tmp_path / "summary.md").read_text()
     # Fetch the champion as in docs/start.md#fetch-the-champion.
