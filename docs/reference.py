@@ -214,7 +214,7 @@ def keys() -> list[str]:
 
 
 def groups() -> list[str]:
-    """Return the options of each group, with what their files say of themselves."""
+    """Return the options of every group, described by the first comment of their files."""
     files = [
         path for path in sorted(CONF.glob("*/*.yaml")) if path.relative_to(CONF).with_suffix("").as_posix() not in INCLUDED
     ]

@@ -32,6 +32,7 @@ from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import LAUNCHER_KEYS, MOST_JOBS, OPTION, as_text, check_overrides, readable, refuse_code
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from pipeline.core.errors import UserError, short
+from pipeline.core.overrides import key_of
 from pipeline.core.redaction import holds_secret, printable, redact_text
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
         except _Typo as error:
             problems.append(str(error))
             named = re.split("[:=]", str(error), maxsplit=1)[0]
-            left = [override for override in rest if not f"{_key(override)}.".startswith(f"{named}.")]
+            left = [override for override in rest if not f"{key_of(override)}.".startswith(f"{named}.")]
             if len(left) < len(rest):
                 rest = left
                 continue
@@ -122,10 +123,6 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             if not problems:
                 return planned
         raise UserError("\n".join(problems))
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
 
 
 def _plan(overrides: Sequence[str], multirun: bool) -> Plan:

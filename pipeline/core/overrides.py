@@ -1,4 +1,4 @@
-"""Conversion of values to command-line overrides in Hydra's grammar."""
+"""Command-line overrides in Hydra's grammar: their keys, and the conversion of values."""
 
 import re
 from collections.abc import Mapping
@@ -8,6 +8,11 @@ from pipeline.core.errors import UserError
 
 PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)$)(?:\.{0,2}/|[A-Za-z_@])[\w/.@%:+-]*", re.ASCII)
 """Texts that Hydra's grammar reads as a string without quotes."""
+
+
+def key_of(override: str) -> str:
+    """Return the key of a command-line override, without Hydra's prefix `+`, `++` or `~`."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def written(value: object, key: str = "") -> str:

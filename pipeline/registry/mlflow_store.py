@@ -283,7 +283,7 @@ class MlflowStore:
         return [version_of(one) for one in self.client.search_model_versions(f"name = '{self.location.model_name}'")]
 
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
-        present = self.tags(version) or {}
+        present = (self.tags(version) or {}) if None in tags.values() else {}
         for name, value in tags.items():
             if value is not None:
                 self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))

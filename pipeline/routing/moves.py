@@ -83,8 +83,7 @@ def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Mo
 
 def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
     """Make all moves back, then all others. Raises GateRefusal if another command moved an alias meanwhile."""
-    for back in (True, False):
-        group = [move for move in moves if move.back is back]
+    for group in filter(None, ([move for move in moves if move.back is back] for back in (True, False))):
         with locked(registry.lock, "moving routes"):
             for move in group:
                 if read_aliases(registry, move.workload) != move.before:
@@ -97,8 +96,9 @@ def _make(registry: Registry, move: Move) -> None:
     version = move.before.now if move.back else move.after.now
     tags = registry.tags(version) if version is not None else None
     if version is not None and tags is not None:
-        classes = left(tags) | {move.workload} if move.back else left(tags) - {move.workload}
-        if classes != left(tags):
+        known = left(tags)
+        classes = known | {move.workload} if move.back else known - {move.workload}
+        if classes != known:
             registry.set_tags(version, {LEFT: ",".join(sorted(classes)) or None})
     before, after = move.before.named(move.workload), move.after.named(move.workload)
     # The serving alias has the shortest name and is set last. Deletions follow.

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.core.backends import InProcessConfig
-from pipeline.core.overrides import differing
+from pipeline.core.overrides import differing, key_of
 from pipeline.verdict.gates import Gates
 
 _given: list[tuple[str, ...]] = []
@@ -36,13 +36,9 @@ def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool =
 
     An argument for a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`.
     """
-    changed = {_key(argument) for argument in arguments}
-    kept = [one for one in base if not {_key(one), _key(one).partition(".")[0]} & changed]
+    changed = {key_of(argument) for argument in arguments}
+    kept = [one for one in base if not {key_of(one), key_of(one).partition(".")[0]} & changed]
     return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
 
 
 def remember(arguments: Sequence[str]) -> None:

@@ -97,7 +97,7 @@ def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
                 "samples": "samples",
             },
         )
-    drawings = draw_svg([spec for _, _, spec, _, _ in charts.values()])
+    drawings = draw_svg([spec for _, _, spec, _, _ in charts.values()]) if charts else []
     return {
         name: Chart(
             title, note, Markup(svg), list(columns), [[_cell(row[field]) for field in columns.values()] for row in data]

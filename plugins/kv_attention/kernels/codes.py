@@ -13,8 +13,8 @@ import triton.language as tl
 def for_bytes(declared, body, outputs):
     """Return inline assembly that runs `body` for each of the four bytes of two words, which have `outputs` results each.
 
-    In `body` %0 to %3 are the results of a byte, %pair is PRMT's selector of the byte of both words, widened with zeros by what
-    follows, and %signed that of both bytes, each widened with its sign.
+    In `body` %0 to %3 are the results of a byte. %pair and %signed are PRMT's selectors of this byte in the two words. After
+    %pair, `body` clears the other bits; %signed fills them with copies of the sign.
     """
     text = ""
     for byte in range(4):

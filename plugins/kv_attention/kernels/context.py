@@ -80,7 +80,7 @@ def _new_split(
     H: tl.constexpr, U: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALING: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the exact tokens, and to the new ones up to each query's own, of which `last` is the last one of all."""
+    """Attend to the exact tokens, and to the new tokens up to the query's own; `last` is the last new token of any query."""
     d = tl.arange(0, D)
     WIDEN: tl.constexpr = NEW == "bf16" and not PTX  # the interpreter has no bfloat16 arithmetic
     # float32 queries and keys are multiplied by parts of their channels, which leaves registers enough.
