@@ -34,7 +34,7 @@ CODE = (
 """Entry modules of the evaluation and of the judged engines."""
 
 ASKS_NO_SAMPLE = {"probe", "allocation", "canary", "free_answers", "reused_prefixes", "memory", "error"}
-"""Gates that the default evaluation checks like the smallest one. An engine that they refuse needs no default evaluation."""
+"""Gates that the default evaluation checks like the small one. An engine that they refuse needs no default evaluation."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ BACKENDS: dict[EngineName, tuple[str, ...]] = {
     "torch": ("backend=torch", "backend.device=cpu", "backend.threads=1"),
 }
 
-SMALLEST = (
+SMALL = (
     "workloads.samples={prose: 4, retrieval: 50, tool_call: 0, copy: 50, multi_turn: 0}",
     "workloads.rounds=[0.1, 1.0]",
     "workloads.max_scored_tokens=64",
@@ -43,9 +43,9 @@ SMALLEST = (
     "workloads.canary_samples=1",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",
 )
-"""A small evaluation. With 68 answers, `gates.min_recovery` left a sound int8 INCONCLUSIVE."""
+"""A small evaluation that sound caches pass. With 68 answers, `gates.min_recovery` left a sound int8 INCONCLUSIVE."""
 
-DEFAULT = ("workloads.noise_samples=1", "workloads.canary_samples=1", SMALLEST[-1])
+DEFAULT = ("workloads.noise_samples=1", "workloads.canary_samples=1", SMALL[-1])
 """The default evaluation: all 664 samples in the default rounds, but timed with a smaller load."""
 
 SMALL_PROBE = "workloads.probe={max_tokens: 640, decode_steps: 40, offset_steps: 4, max_batch: 20, requests: 60, seed: 0}"
@@ -133,7 +133,7 @@ def remembering(reference: Any) -> Any:
 class Ground:
     """Judges faults in one work directory."""
 
-    def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = SMALLEST) -> None:
+    def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = SMALL) -> None:
         self.work, self.workloads, self.overrides = work, workloads, overrides
         self._configs: dict[Any, Config] = {}
         self._references: dict[tuple[str, str, int], dict[str, Any]] = {}

@@ -1,10 +1,12 @@
 """Writes docs/faults.md from the record."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from faults.fault import Fault
+from faults.ground import BACKENDS, SMALL
 from faults.library import FAULTS, SOUND_ENGINES, sound_name
 from faults.record import Cost, Costs, Outcomes
 
@@ -28,15 +30,18 @@ KINDS = {
 
 ENGINES = {"native": "", "graph": ", graph", "torch": ", torch"}
 
+COMMAND = " \\\n  ".join(["kvgate kv=int8 tracking=none", shlex.join(BACKENDS["native"]), *map(shlex.quote, SMALL)])
+"""The small evaluation of one sound cache, as a user runs it."""
+
 HEAD = """# Planted faults, and which gate sees them
 
 {judged} faults as real KV caches have them ([tests/faults](../tests/faults)). Each fault is planted in a sound engine of the
 tiny model, and judged by the evaluation and the gates that judge every candidate.
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left}
 
-- **How a fault is judged.** First by an evaluation of 104 requests (72 before rules 13) with a small stress test. A fault that
-  passes is judged by the default stress test. A fault that only gates on samples see is also judged by all samples of the
-  default evaluation.
+- **How a fault is judged.** First by a small evaluation of 104 requests with a small stress test. A fault that passes is
+  judged by the default stress test. A fault that only gates on samples see is also judged by all samples of the default
+  evaluation. [Sound engines](#the-same-evaluation-of-engines-without-a-fault) pass the small evaluation.
 - **Which gates judged.** The commits of the outcomes are {commits}.
   `make faults` judges again every fault whose code or inputs changed, and resumes an interrupted run.
 - **Names.** A gate has the name of its key under `gates.`, or its own name.
@@ -44,6 +49,13 @@ tiny model, and judged by the evaluation and the gates that judge every candidat
   `generate` (`tests/faults/drill.py`). `costs` is the largest KL of a token in nats, independent of the gates. Faults that
   cost memory or break a claim are marked; "no day" marks a fault that this service never meets.
 - **Engines** are ONNX with the compiled kernel unless the table names another."""
+
+SOUND = f"""The small evaluation of int8, here with the default stress test, ends in PASS after a minute or two:
+
+```bash
+{COMMAND}
+```
+"""
 
 ALL_GATES = """
 ## Each gate
@@ -112,6 +124,7 @@ def _tables(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
 
 def _sound(now: Outcomes) -> Iterator[str]:
     yield "\n## The same evaluation of engines without a fault\n"
+    yield SOUND
     yield "| cache | verdicts with five seeds | mean KL from FP16 |\n|---|---|---|"
     for policy in SOUND_ENGINES:
         found = [now[name] for seed in range(5) if (name := sound_name(policy, seed)) in now]

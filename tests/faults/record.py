@@ -30,7 +30,7 @@ class Cost(BaseModel):
     def real(self) -> bool:
         """Whether a user notices: an error, a changed token, or a KL of at least 1e-6.
 
-        1e-6 is the stress test's smallest threshold, which rounding errors do not reach.
+        Rounding errors do not reach 1e-6.
         """
         return bool(self.error) or self.worst_kl >= 1e-6 or self.changed > 0
 
@@ -41,7 +41,7 @@ class Outcome(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     verdict: str
-    """Verdict of the smallest evaluation that can pass: PASS, FAIL, INCONCLUSIVE, or ERROR if an evaluation raised."""
+    """Verdict of the small evaluation: PASS, FAIL, INCONCLUSIVE, or ERROR if an evaluation raised."""
     gates: dict[str, str]
     """Gate that failed the engine -> reason."""
     default: str = ""
