@@ -45,6 +45,11 @@ def release_of(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def sm_number(capability: str) -> int:
+    """Return a compute capability as a number: 8.9 -> 89, 12.0 -> 120."""
+    return int(capability.replace(".", ""))
+
+
 class BuiltFor(StrictModel):
     """A library and GPUs: either the target of an engine's build, or a machine's own."""
 

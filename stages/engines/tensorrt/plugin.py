@@ -31,6 +31,7 @@ from plugins.kv_attention.tensorrt_nodes import (
     node_of,
 )
 from stages.engines.base import Mode
+from stages.engines.bundle import sm_number
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
@@ -43,7 +44,7 @@ PLUGIN_VERSION = "1"
 
 def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **given: Any) -> None:
     """Write a bundle of plans with the plugin for a GPU. Takes the arguments of `build.build_bundle`."""
-    adapt = partial(with_plugin, sm=int(gpu["compute_cap"].replace(".", "")))
+    adapt = partial(with_plugin, sm=sm_number(gpu["compute_cap"]))
     build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **given)
 
 

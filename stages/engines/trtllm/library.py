@@ -14,6 +14,7 @@ from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_r
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
+from stages.engines.bundle import sm_number
 from stages.engines.interpreter.bundle import cannot_hold
 from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import Pinned
@@ -253,7 +254,7 @@ def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Inter
     """Raise UserError for an integer cache or integer weights on a GPU for which TensorRT-LLM does not build them."""
     for device in interpreter.devices[:ranks]:
         gpu, capability = device.name, device.compute_cap
-        if int(capability.replace(".", "")) not in NO_INTEGERS_SM:
+        if sm_number(capability) not in NO_INTEGERS_SM:
             continue
         if policy.key.dtype == "int8":
             raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}, SM {capability}; choose kv=fp8")
@@ -266,7 +267,7 @@ def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Inter
 def refuse_fp8(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
     """Raise UserError for an FP8 cache or FP8 weights on a GPU without FP8."""
     for device in interpreter.devices[:ranks]:
-        if int(device.compute_cap.replace(".", "")) >= FP8_SM:
+        if sm_number(device.compute_cap) >= FP8_SM:
             continue
         gpu = f"{device.name}, SM {device.compute_cap}"
         if policy.key.dtype == "fp8_e4m3":
