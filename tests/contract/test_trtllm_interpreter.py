@@ -150,7 +150,7 @@ def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
     ("mode", "release", "expected"),
     [
         ("no memory while building", "1.2.1", r"trtllm-build ended with 1; it last said: \[TRT\] \[E\] OutOfMemory"),
-        ("crash while building", "1.2.1", "trtllm-build ended with -11"),
+        ("crash while building", "1.2.1", r"TensorRT-LLM 1\.2\.1: RuntimeError: trtllm-build ended with -11"),
         ("cache left out", "1.2.1", "kv_cache_quant_algo was asked as FP8 and is None"),
         ("rewritten arguments", "1.3.0", r"kv_cache_config\.dtype was asked as fp8 and is auto"),
     ],

@@ -90,9 +90,11 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_one_line(error: ValueError) -> str:
-    """Return the first problem of a pydantic error: for a union the error lists every alternative."""
-    problems = error.errors() if hasattr(error, "errors") else []
-    return ": ".join(filter(None, (".".join(map(str, problems[0]["loc"])), problems[0]["msg"]))) if problems else str(error)
+    """Return the first problem of a pydantic error with its class and field: for a union the error lists every alternative."""
+    if not hasattr(error, "errors"):
+        return str(error)
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, (error.title, *problem['loc'])))}: {problem['msg']}"  # type: ignore[attr-defined]
 
 
 def _switched_off(kind: Any) -> dict[str, bool]:
