@@ -11,14 +11,14 @@ import torch
 import yaml
 
 from benchmarks.recording import ROOT
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.formats import Rotation
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import no_progress
-from pipeline.core.scales import KVScales
-from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.loading import load_causal_lm, load_tokenizer
+from stages.core.records import no_progress
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder
+from stages.policies.formats import Rotation
+from stages.policies.policy import KVPolicy
+from stages.policies.scales import KVScales
 from stages.quantize.scales import static_scales
 from stages.workloads.prompts import token_ids
 from stages.workloads.trained import story

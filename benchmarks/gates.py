@@ -26,7 +26,9 @@ import numpy as np
 
 from benchmarks import gate_shapes
 from benchmarks.recovery import Answers, load
-from pipeline.statistics.bets import (
+from stages.verdict.gates import Gates
+from stages.verdict.gates.recovery import BET, STUDENT, WORST
+from stages.verdict.statistics.bets import (
     FAIL_STAKES,
     MANY,
     OUTLIER,
@@ -37,9 +39,7 @@ from pipeline.statistics.bets import (
     log_score,
     skewed_upper_bound,
 )
-from pipeline.verdict.gates import Gates
-from pipeline.verdict.gates.recovery import BET, STUDENT, WORST
-from pipeline.verdict.thresholds import RULES
+from stages.verdict.thresholds import RULES
 
 FILE = Path(__file__).resolve().parent / "results" / "error_rates.json"
 GATES = Gates()
@@ -57,7 +57,7 @@ Shapes = Iterator[tuple[str, Array, Array]]
 
 
 def losses(base: Array, kept: Array, limit: float) -> Mean:
-    """Return the losses (runs, pages) in units of the allowed loss (`pipeline.verdict.gates.recovery`)."""
+    """Return the losses (runs, pages) in units of the allowed loss (`stages.verdict.gates.recovery`)."""
     allowed = (1 - limit) * base.mean(axis=1, keepdims=True)
     return Mean(1 - (kept - limit * base) / allowed, 1.0, -OUTLIER, WORST, whole=True)
 

@@ -21,16 +21,16 @@ import torch
 from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, static_scales_on
 from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
 from benchmarks.recording import log
-from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.core.formats import Format, Granularity, Rotation
-from pipeline.core.kv import FP16_POLICY, KVPolicy
-from pipeline.core.scales import KVScales
-from pipeline.statistics.bets import Array
-from pipeline.statistics.bootstrap import resampled_sums
-from stages.engines.oracle.engine import OracleEngine
+from stages.checkpoints.places import locate_checkpoint
+from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
-from stages.workloads import generate
+from stages.policies.formats import Format, Granularity, Rotation
+from stages.policies.policy import FP16_POLICY, KVPolicy
+from stages.policies.scales import KVScales
+from stages.verdict.statistics.bets import Array
+from stages.verdict.statistics.bootstrap import resampled_sums
+from stages.workloads.generated import generate
 
 COUNTS = {"prose": 16, "retrieval": 24, "tool_call": 16, "copy": 24, "multi_turn": 16}
 """Number of samples for the tiny model, by workload."""
@@ -230,8 +230,8 @@ def measure(
     model: Any, texts: Sequence[Text], scales: Callable[[KVPolicy], KVScales], policies: Mapping[str, KVPolicy] = POLICIES
 ) -> dict[str, Measured]:
     """Score all texts under every policy."""
-    engines = {name: OracleEngine.from_model(model, kv, scales(kv)) for name, kv in policies.items()}
-    exact = OracleEngine.from_model(model, FP16_POLICY)
+    engines = {name: TorchEngine.from_model(model, kv, scales(kv)) for name, kv in policies.items()}
+    exact = TorchEngine.from_model(model, FP16_POLICY)
     sums = {name: np.zeros((len(texts), 3)) for name in policies}
     for number, text in enumerate(texts):
         baseline = exact.forced(text.tokens, text.first)

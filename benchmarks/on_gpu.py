@@ -137,7 +137,14 @@ STEPS: dict[str, tuple[Part, ...]] = {
         tests("kernels against the reference", 240, ("xdist",), "-n", CORES, *KERNELS),
         tests("PTX of the plugin", 90, ("cupy",), "tests/integration/test_kernel_arguments.py"),
         tests("engine", 180, ("transformers",), "tests/gpu/test_engine_on_gpu.py", "-k", "not command_line"),
-        tests("engine against the oracle", 180, ("transformers", "xdist"), "-n", CORES, "tests/long/test_oracle_kernels.py"),
+        tests(
+            "engine against the reference engine",
+            180,
+            ("transformers", "xdist"),
+            "-n",
+            CORES,
+            "tests/long/test_reference_kernels.py",
+        ),
         tests(
             "reference engine",
             180,

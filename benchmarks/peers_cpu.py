@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
 from benchmarks.recording import ROOT, log, machine, results_record, version, write_json
-from pipeline.checkpoint.places import GGUF_SUFFIX, locate_checkpoint
+from stages.checkpoints.places import GGUF_SUFFIX, locate_checkpoint
 from stages.evaluate.distances.distance import kl_of_logits
 
 Logits = npt.NDArray[np.float32]
@@ -152,7 +152,7 @@ class Genai(Peer):
     @classmethod
     def _calibrate(cls, setting: Setting, models: Path, out: Path) -> None:
         """Measure scales over kvgate's calibration text, in windows of 512 tokens, the tool's default."""
-        from stages.checkpoints import load_tokenizer
+        from stages.checkpoints.loading import load_tokenizer
 
         corpus = models / "calibration.txt"
         corpus.write_text(load_tokenizer(Path(setting.checkpoint)).decode(setting.calibration))

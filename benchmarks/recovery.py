@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.store import Store
+from pipeline.chain.judge import Chain
 from pipeline.config.compose import plan
-from pipeline.run.chain import Chain
-from pipeline.statistics.bets import Array
-from pipeline.verdict.gates import Gates
-from pipeline.verdict.gates.answers import accuracy
-from pipeline.verdict.gates.recovery import recovery
-from pipeline.verdict.registry import GateInput
-from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.store.store import Store
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.inputs.tokens import read_encoded
+from stages.verdict.gate import GateInput
+from stages.verdict.gates import Gates
+from stages.verdict.gates.answers import accuracy
+from stages.verdict.gates.recovery import recovery
+from stages.verdict.report import EvaluationReport, SampleRow
+from stages.verdict.statistics.bets import Array
 
 FILE = Path(__file__).resolve().parent / "results" / "recovery_smollm2.json"
 POLICIES = ("int8", "fp8", "fp8k_int4v", "int4_g32")

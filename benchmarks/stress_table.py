@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, make_bundle, static_scales_on, story_tokens
 from benchmarks.recording import ROOT, checkout, log, results_record, write_json
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import no_progress
-from pipeline.core.workloads import ProbeConfig
+from stages.core.records import no_progress
 from stages.engines.onnx.engine import load_engine
-from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.reference.engine import ReferenceEngine
-from stages.evaluate.reference.probe import probe
+from stages.engines.reference.engine import TorchEngine
+from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.stress_test import probe
+from stages.policies.policy import KVPolicy
+from stages.workloads.config import ProbeConfig
 
 CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
 BATCH, CLAIMED = 8, 400
@@ -29,7 +29,7 @@ TOO_WIDE = {"int4_g128"}
 
 def engines(policy: KVPolicy) -> tuple[Kind, ...]:
     """Return the engines that compute a policy on a CPU."""
-    only_reference = any(form.code.oracle_only for _, form in policy.formats)
+    only_reference = any(form.code.reference_only for _, form in policy.formats)
     return ("reference",) if only_reference else ("native", "graph", "reference")
 
 
@@ -51,8 +51,8 @@ def main() -> None:
             with TemporaryDirectory() as work:
                 failures: list[str] = []
                 for seed in range(options.seeds):
-                    engine: Any = OracleEngine.from_model(model, policy, scales)
-                    reference = ReferenceEngine(OracleEngine.from_model(model, policy, scales), "float32")
+                    engine: Any = TorchEngine.from_model(model, policy, scales)
+                    reference = ReferenceEngine(TorchEngine.from_model(model, policy, scales), "float32")
                     if kind != "reference":
                         bundle = Path(work) / name
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))

@@ -17,10 +17,10 @@ from pydantic import BaseModel
 
 from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
 from pipeline.config.config import Config
-from pipeline.core.backends import backend_configs
-from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
-from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.verdict.gates import GATES, Gates
+from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
+from stages.engines.config import backend_configs
+from stages.policies.policy import KVPolicy, KVShape
+from stages.verdict.gates import GATES, Gates
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"
@@ -31,25 +31,25 @@ INCLUDED = {"workloads/base"}
 RECORDS = {
     "of a work directory": {
         "pipeline.registry.summary.FILE": "the last evaluation or sweep, for programs: candidates, checks, metrics, exit code",
-        "pipeline.terminal.tables.REPORT": "the tables that the command printed",
-        "pipeline.run.showing.PAGE": "charts, and the answers that changed, on one page for people",
-        "pipeline.terminal.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
-        "pipeline.artifacts.files.STORE_FILE": "the version of the store's form, in `artifacts/`",
-        "pipeline.planning.tuning.TUNE_FILE": "what `stage=tune` measured, in `tuned/`; `tuned/kv/` has its policies",
+        "pipeline.cli.tables.REPORT": "the tables that the command printed",
+        "pipeline.chain.showing.PAGE": "charts, and the answers that changed, on one page for people",
+        "pipeline.cli.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
+        "stages.core.files.STORE_FILE": "the version of the store's form, in `artifacts/`",
+        "stages.planning.tuning.TUNE_FILE": "what `stage=tune` measured, in `tuned/`; `tuned/kv/` has its policies",
     },
     "of an engine": {
         "pipeline.evidence.identity.BUNDLE_FILE": "what the engine was built from, for which device, and the engine's limits",
-        "pipeline.core.kv.POLICY_FILE": "the KV policy",
-        "pipeline.core.scales.SCALES_FILE": "the static scales",
+        "stages.policies.policy.POLICY_FILE": "the KV policy",
+        "stages.policies.scales.SCALES_FILE": "the static scales",
         "stages.engines.vllm.build.ENGINE_ARGS_FILE": "arguments for `vllm serve`, as judged",
         "stages.engines.trtllm.build.LLM_ARGS_FILE": "arguments for `trtllm-serve`, as judged",
         "stages.engines.sglang.build.COMMAND_FILE": "the command of the server of SGLang or llama.cpp, as judged",
     },
     "of the evidence": {
         "pipeline.evidence.identity.IDENTITY_FILE": "the digests of all that the verdict rests on",
-        "pipeline.verdict.report.REPORT_FILE": "every number of the evaluation, with units in the names",
-        "pipeline.verdict.report.SAMPLES_FILE": "a row a sample: both answers, both probabilities, distances",
-        "pipeline.trust.signing.SIGNATURE_FILE": "the signature of `identity.json`: a Sigstore bundle",
+        "stages.verdict.report.REPORT_FILE": "every number of the evaluation, with units in the names",
+        "stages.verdict.report.SAMPLES_FILE": "a row a sample: both answers, both probabilities, distances",
+        "pipeline.registry.signing.SIGNATURE_FILE": "the signature of `identity.json`: a Sigstore bundle",
     },
 }
 """The files that people and programs read, by the constant that names each."""
@@ -66,7 +66,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Return the docstring below each field of a record, its bases' included, in one line each."""
     found: dict[str, str] = {}
     for cls in reversed(model.__mro__):
-        if not issubclass(cls, BaseModel) or cls is BaseModel or cls.__module__ == "pipeline.core.strict":
+        if not issubclass(cls, BaseModel) or cls is BaseModel or cls.__module__ == "stages.core.strict":
             continue
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body

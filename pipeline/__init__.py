@@ -1,5 +1,4 @@
-"""kvgate's light half: command line, typed config, artifact store, gates and tracking. Of what is here only the
-arithmetics of number formats import torch."""
+"""Orchestration: command line, typed configuration, artifact store, the chain of stages, registry and Python API."""
 
 import sys
 from pathlib import Path

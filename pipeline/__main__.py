@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeline import __version__
+from pipeline.cli import console
 from pipeline.config import CONF
-from pipeline.core.errors import INTERRUPTED, UserError, exit_code
-from pipeline.core.redaction import open_closed, redact_output
-from pipeline.terminal import console
+from stages.core.errors import INTERRUPTED, UserError, exit_code
+from stages.core.redaction import open_closed, redact_output
 
 
 def _refuse_argument(message: str) -> NoReturn:
@@ -86,15 +86,15 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     console.configure(planned.jobs[0].log, verbose=planned.jobs[0].verbose)
     if any(job.dry for job in planned.jobs):
-        from pipeline.dry import foretell
+        from pipeline.chain.dry import foretell
 
         return foretell(planned)
-    from pipeline.run.inputs import check_inputs
+    from pipeline.chain.inputs import check_inputs
 
     with console.doing("checking the inputs"):
         check_inputs(*planned.jobs)
-    from pipeline.run.sweeps import run_command
-    from pipeline.terminal import commands
+    from pipeline.chain.sweeps import run_command
+    from pipeline.cli import commands
 
     folder = ["--config-dir", str(arguments.config_dir)] if arguments.config_dir else []
     commands.remember([*folder, *arguments.overrides])

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from pipeline.artifacts.backend import Backend
-from pipeline.artifacts.digest import FIRST_PARTY
-from pipeline.core.backends import BackendConfig
-from pipeline.core.errors import MissingRequirement
+from stages.core.digest import FIRST_PARTY
+from stages.core.errors import MissingRequirement
+from stages.engines.backend import Backend
+from stages.engines.config import BackendConfig
 
 
 def open_backend(config: BackendConfig) -> Backend:

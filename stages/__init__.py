@@ -1,1 +1,1 @@
-"""The work behind the pipeline's stages: workloads, engines, quantization, evaluation, the tiny model."""
+"""The domain, one folder per concept: policies, checkpoints, workloads, engines, evaluation and verdict."""

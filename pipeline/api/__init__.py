@@ -4,7 +4,7 @@ from pipeline.api.calls import make_policy
 from pipeline.api.champions import champion
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.api.evaluations import Evaluation, evaluate
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
 __all__ = [
     "Evaluation",

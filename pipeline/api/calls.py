@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code
-from pipeline.core.kv import KVPolicy
-from pipeline.core.overrides import written
+from pipeline.config.override_syntax import written
+from stages.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code
+from stages.policies.policy import KVPolicy
 
 P = ParamSpec("P")
 R = TypeVar("R")

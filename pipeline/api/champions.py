@@ -6,16 +6,16 @@ from pathlib import Path
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
-from pipeline.artifacts.digest import file_digest
-from pipeline.checkpoint.places import checkpoint_label
 from pipeline.config.config import Config
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.core.strict import read_given
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence, registered_candidate
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
+from stages.checkpoints.places import checkpoint_label
+from stages.core.digest import file_digest
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.core.strict import read_given
 
 ALIAS = "champion"
 

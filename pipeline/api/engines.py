@@ -8,15 +8,15 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from pipeline.api.calls import compose, raises_refusals
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.backends import backend_configs
-from pipeline.core.engine import Engine
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import MemoryReport, Sample
 from pipeline.evidence.identity import BUNDLE_FILE, IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import read_evidence
 from pipeline.loading import open_backend, required_libraries
+from stages.checkpoints.description import inspect_checkpoint
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.records import MemoryReport, Sample
+from stages.engines.config import backend_configs
+from stages.engines.interface import Engine
+from stages.policies.policy import KVPolicy
 
 Prompt = str | Sequence[Mapping[str, str]]
 THREADS = "OMP_NUM_THREADS"

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.api.calls import compose, raises_refusals
+from pipeline.chain.inputs import check_inputs
+from pipeline.chain.runner import run
+from pipeline.cli import console
 from pipeline.config import CONF
-from pipeline.core.errors import GateRefusal, UserError
-from pipeline.core.kv import KVPolicy
 from pipeline.registry import summary
-from pipeline.registry.summary import Candidate
-from pipeline.run.inputs import check_inputs
-from pipeline.run.runner import run
-from pipeline.terminal import console
-from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Check, Status
+from stages.core.errors import GateRefusal, UserError
+from stages.policies.policy import KVPolicy
+from stages.verdict.candidate import Candidate
+from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
+from stages.verdict.thresholds import Check, Status
 
 
 @dataclass(frozen=True, repr=False)

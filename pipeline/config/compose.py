@@ -29,11 +29,11 @@ from pipeline.config import CONF, options  # noqa: F401 - importing options stor
 from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.explain import explain_hydra, explain_validation
 from pipeline.config.launchers import BASIC, check_sweep
+from pipeline.config.override_syntax import key_of
 from pipeline.config.overrides import LAUNCHER_KEYS, MOST_JOBS, OPTION, as_text, check_overrides, readable, refuse_code
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
-from pipeline.core.errors import UserError, short
-from pipeline.core.overrides import key_of
-from pipeline.core.redaction import holds_secret, printable, redact_text
+from stages.core.errors import UserError, short
+from stages.core.redaction import holds_secret, printable, redact_text
 
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"

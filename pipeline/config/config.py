@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.checkpoint.places import checkpoint_label
-from pipeline.core.backends import BackendConfig, backend_configs
-from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import KVPolicy
-from pipeline.core.overrides import written
-from pipeline.core.strict import PathText, StrictModel, absolute
-from pipeline.core.workloads import Workload, WorkloadsConfig
-from pipeline.planning.tuning import TuneConfig
-from pipeline.planning.use import CapacityConfig
+from pipeline.config.override_syntax import written
+from pipeline.registry.routing.files import MonitorConfig, RoutingConfig
+from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Tracking
-from pipeline.routing.files import MonitorConfig, RoutingConfig
-from pipeline.trust.signing import SigningConfig
-from pipeline.verdict.gates import Gates
+from stages.checkpoints.places import checkpoint_label
+from stages.core.strict import PathText, StrictModel, absolute
+from stages.engines.config import BackendConfig, backend_configs
+from stages.planning.tuning import TuneConfig
+from stages.planning.use import CapacityConfig
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import KVPolicy
+from stages.verdict.gates import Gates
+from stages.workloads.config import Workload, WorkloadsConfig
 
 Stage = Literal[
     "quantize",

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from pipeline.config.config import Config
 from pipeline.config.overrides import LAUNCHER_KEYS
-from pipeline.core.backends import backend_configs
-from pipeline.core.errors import short
-from pipeline.core.redaction import redact_text
+from stages.core.errors import short
+from stages.core.redaction import redact_text
+from stages.engines.config import backend_configs
 
 MOST_SHOWN = 400
 """Maximum characters of a command in a message."""

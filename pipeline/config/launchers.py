@@ -11,8 +11,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.core.errors import MissingRequirement, UserError, short
-from pipeline.core.redaction import leaves
+from stages.core.errors import MissingRequirement, UserError, short
+from stages.core.redaction import leaves
 
 BASIC = "basic"
 """Hydra's launcher that runs the jobs sequentially in this process."""

@@ -2,8 +2,8 @@
 
 from hydra.core.config_store import ConfigStore
 
-from pipeline.core.kv import KVPolicy
-from pipeline.verdict.gates import Gates
+from stages.policies.policy import KVPolicy
+from stages.verdict.gates import Gates
 
 _STORE = ConfigStore.instance()
 _STORE.store("default", Gates().model_dump(mode="json"), group="gates")

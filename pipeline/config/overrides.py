@@ -14,11 +14,11 @@ from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
 from pipeline.config import launchers
-from pipeline.core.errors import UserError, short
-from pipeline.core.overrides import quoted, written
-from pipeline.core.redaction import redact_text
-from pipeline.core.strict import Unreadable, read_file
-from pipeline.trust.files import MOST_BYTES, refuse_growth
+from pipeline.config.override_syntax import quoted, written
+from pipeline.registry.file_rights import MOST_BYTES, refuse_growth
+from stages.core.errors import UserError, short
+from stages.core.redaction import redact_text
+from stages.core.strict import Unreadable, read_file
 
 MOST_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""

@@ -7,10 +7,10 @@ from omegaconf import OmegaConf
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.overrides import differing
-from pipeline.planning.tuning import check_uniform
+from pipeline.config.override_syntax import differing
+from stages.core.errors import UserError
+from stages.planning.tuning import check_uniform
+from stages.policies.policy import KVPolicy, KVShape
 
 
 def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:

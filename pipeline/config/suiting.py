@@ -5,10 +5,10 @@ from filecmp import cmp
 from functools import cache
 from pathlib import Path
 
-from pipeline.checkpoint.files import read_json
-from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.core.errors import OF_THE_MACHINE, MissingRequirement, UserError
-from pipeline.gguf.header import read_header
+from stages.checkpoints.files import read_json
+from stages.checkpoints.gguf.header import read_header
+from stages.checkpoints.places import locate_checkpoint
+from stages.core.errors import OF_THE_MACHINE, MissingRequirement, UserError
 
 AUTO = "auto"
 SUITING = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}

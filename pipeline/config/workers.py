@@ -18,7 +18,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from pipeline.config.launchers import install
-from pipeline.core.errors import MissingRequirement, UserError, short
+from stages.core.errors import MissingRequirement, UserError, short
 
 SLURM = "submitit_slurm"
 SLURM_COMMANDS = ("sbatch", "srun", "sacct")

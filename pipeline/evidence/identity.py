@@ -18,17 +18,18 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_v
 from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
 
 from pipeline import __version__
-from pipeline.artifacts.digest import files_digest, json_digest
-from pipeline.artifacts.store import MOST_BYTES, Artifact, Recipe
 from pipeline.config.config import Config
-from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE
-from pipeline.core.scales import SCALES_FILE
-from pipeline.core.strict import StrictModel, Unreadable, parse_json, read_file
-from pipeline.trust.signing import SigningConfig
-from pipeline.verdict.gates import Gates
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from pipeline.verdict.thresholds import RULES, Verdict
+from pipeline.registry.signing import SigningConfig
+from pipeline.store.store import MOST_BYTES
+from stages.core.artifact import Artifact, Recipe
+from stages.core.digest import files_digest, json_digest
+from stages.core.errors import UserError
+from stages.core.strict import StrictModel, Unreadable, parse_json, read_file
+from stages.policies.policy import POLICY_FILE
+from stages.policies.scales import SCALES_FILE
+from stages.verdict.gates import Gates
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
+from stages.verdict.thresholds import RULES, Verdict
 
 IDENTITY_FILE = "identity.json"
 BUNDLE_FILE = "bundle.json"

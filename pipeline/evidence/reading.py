@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 
-from pipeline.artifacts.digest import file_digest, files_digest, json_digest, kind_of
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import (
     BUNDLE_FILE,
     IDENTITY_FILE,
@@ -25,12 +22,15 @@ from pipeline.evidence.identity import (
     round_input,
 )
 from pipeline.registry.promotion import Finding
-from pipeline.registry.summary import Candidate, Cited, Registration
+from pipeline.registry.routing.engines import RoutableEngine
+from pipeline.registry.signing import SIGNATURE_FILE
 from pipeline.registry.tracking import Version
-from pipeline.routing.engines import RoutableEngine
-from pipeline.trust.signing import SIGNATURE_FILE
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.tracked import flat_metrics
+from stages.core.digest import file_digest, files_digest, json_digest, kind_of
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.policies.policy import KVPolicy
+from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from stages.verdict.tracked import flat_metrics
 
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft")
 """Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""

@@ -21,22 +21,22 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from pipeline.artifacts.digest import file_digest, kind_of, tree_entries
-from pipeline.artifacts.store import MANIFEST
-from pipeline.checkpoint.ends import END_FILES
-from pipeline.checkpoint.files import TOKENIZER_FILES
-from pipeline.core.engine import Engine
-from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
-from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.identity import IDENTITY_FILE, bindings, read_bundle
 from pipeline.evidence.reading import Evidence, lineage, read_evidence
 from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding, ReplayedEvidence
-from pipeline.registry.summary import Candidate
-from pipeline.trust.signing import SigningConfig
-from pipeline.verdict.coverage import Limits
-from pipeline.verdict.gates import decide
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
+from pipeline.registry.signing import SigningConfig
+from pipeline.store.store import MANIFEST
+from stages.checkpoints.ends import END_FILES
+from stages.checkpoints.files import TOKENIZER_FILES
+from stages.core.digest import file_digest, kind_of, tree_entries
+from stages.core.errors import REFUSALS, MissingRequirement, UserError
+from stages.engines.interface import Engine
+from stages.verdict.candidate import Candidate
+from stages.verdict.coverage import Limits
+from stages.verdict.gates import decide
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
+from stages.workloads.config import WorkloadsConfig
 
 BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""

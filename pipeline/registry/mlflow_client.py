@@ -27,9 +27,9 @@ from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from pipeline.core.errors import UserError, short
 from pipeline.registry.reaching import PYTHONS, check_reachable, reached
 from pipeline.registry.tracking import ENVIRONMENT, Location, Version
+from stages.core.errors import UserError, short
 
 __all__ = [
     "Client",

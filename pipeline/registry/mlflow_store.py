@@ -19,9 +19,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Literal
 
-from pipeline.artifacts.locks import locked, locked_at_once
-from pipeline.core.errors import UserError
-from pipeline.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
 from pipeline.registry.mlflow_client import (
     Client,
     LoggedModel,
@@ -45,9 +42,12 @@ from pipeline.registry.pages import (
     verdict_line,
 )
 from pipeline.registry.reaching import named
-from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location, Version
-from pipeline.verdict.report import SampleRow
+from pipeline.store.locks import locked, locked_at_once
+from stages.core.errors import UserError
+from stages.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
+from stages.verdict.candidate import Candidate, Registration
+from stages.verdict.report import SampleRow
 
 TAG_CHARS = 5000
 OLD = ("mlflow.kvgate.", "move-")

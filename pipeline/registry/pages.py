@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.kv import POLICY_FILE
-from pipeline.core.redaction import copy_redacted, redact, redact_text
-from pipeline.core.scales import SCALES_FILE
-from pipeline.registry.summary import DECIDED, Candidate
-from pipeline.trust.signing import SIGNATURE_FILE
-from pipeline.verdict.report import SampleRow
+from pipeline.registry.signing import SIGNATURE_FILE
+from stages.core.redaction import copy_redacted, redact, redact_text
+from stages.policies.policy import POLICY_FILE
+from stages.policies.scales import SCALES_FILE
+from stages.verdict.candidate import DECIDED, Candidate
+from stages.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Colour of a run in MLflow's charts, by verdict."""

@@ -25,16 +25,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from pipeline.artifacts.locks import locked
-from pipeline.core.backends import serves_last
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.core.redaction import redact_text
-from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
-from pipeline.verdict.coverage import Limits
-from pipeline.verdict.gates import Decide
-from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Verdict
+from pipeline.store.locks import locked
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.core.redaction import redact_text
+from stages.engines.config import serves_last
+from stages.verdict.candidate import Candidate
+from stages.verdict.coverage import Limits
+from stages.verdict.gates import Decide
+from stages.verdict.report import EvaluationReport, SampleRow
+from stages.verdict.thresholds import Verdict
 
 PASS = "PASS"
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
@@ -236,8 +236,8 @@ def _origin(candidate: Candidate) -> str:
 def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingProxyType({})) -> Candidate:
     """Return the best candidate that passed. Raises GateRefusal if all are excluded.
 
-    The candidate with the most live tokens wins. Between equals, other engines win over the oracle, then the lowest mean KL
-    wins. `left` has the digests of reports whose engines were rolled back; these candidates are excluded.
+    The candidate with the most live tokens wins. Between equals, other engines win over the reference engine, then the lowest
+    mean KL wins. `left` has the digests of reports whose engines were rolled back; these candidates are excluded.
     """
     best = max(
         (candidate for candidate in candidates if candidate.verdict == PASS and candidate.report.digest not in left),

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-from pipeline.artifacts.locks import LOGGER, until
-from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
-from pipeline.core.redaction import redact_text
 from pipeline.registry.tracking import ENVIRONMENT, Location
+from pipeline.store.locks import LOGGER, until
+from stages.core.errors import REFUSALS, MissingRequirement, UserError
+from stages.core.redaction import redact_text
 
 QUIET_S = 5.0
 """Seconds before a wait is announced; creating the tables of a new store already takes some seconds."""

@@ -4,7 +4,6 @@
 lose no candidate. A promotion uses a summary only to know which candidates to consider.
 """
 
-import math
 import os
 import re
 import time
@@ -16,16 +15,14 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from pipeline.artifacts.digest import file_digest, files_digest
-from pipeline.artifacts.files import write_whole
-from pipeline.artifacts.locks import locked
-from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
-from pipeline.core.redaction import redact_text
-from pipeline.core.strict import MOST_TEXT_BYTES, StrictModel, Unreadable, read_file
-from pipeline.verdict.gates.answers import contradiction
-from pipeline.verdict.gates.recovery import ALL, RECOVERY, kept
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
-from pipeline.verdict.thresholds import Check, Status, Verdict
+from pipeline.store.locks import locked
+from stages.core.digest import file_digest, files_digest
+from stages.core.errors import INTERRUPTED, SEVERITY, UserError
+from stages.core.files import write_whole
+from stages.core.redaction import redact_text
+from stages.core.strict import MOST_TEXT_BYTES, StrictModel, Unreadable, read_file
+from stages.verdict.candidate import Candidate
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 FILE = "summary.json"
 FOLDER = "summaries"
@@ -35,154 +32,6 @@ SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 NAMED = 5
 
 SCHEMA_VERSION: Final = 1
-ARTIFACTS = "artifacts"
-"""Folder of the cited files in a work directory."""
-
-DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
-"""Fields of a candidate that come from its verdict."""
-
-
-class Cited(StrictModel):
-    """A cited file or directory, with its digest at that time."""
-
-    path: Path
-    digest: str
-
-    def below(self, workdir: Path) -> "Cited":
-        """Return the citation with its path in `workdir`, if the artifact was moved there."""
-        parts = self.path.parts
-        if ARTIFACTS not in parts or self.path.exists():
-            return self
-        inside = workdir.joinpath(*parts[len(parts) - 1 - parts[::-1].index(ARTIFACTS) :])
-        return self.model_copy(update={"path": inside}) if inside.exists() else self
-
-
-class Registration(StrictModel):
-    """The run and the model version of a candidate."""
-
-    run_id: str
-    model_version: str
-
-
-class Candidate(StrictModel):
-    """A judged engine, and the evidence that its promotion cites."""
-
-    name: str
-    """Display name, unique within a sweep: the policy, and other changes on the command line."""
-    policy: str
-    model: str
-    backend: str
-    verdict: Status
-    reasons: tuple[str, ...]
-    covered: str | None = None
-    """Limits of the verdict: `up to 1,024 tokens, batch 16`."""
-    checks: tuple[Check, ...] = ()
-    """All lines of the verdict, including context bins. Old summaries have none."""
-    warnings: tuple[str, ...] = ()
-    """Reasons of the checks with a WARNING, which do not affect the verdict."""
-    samples_needed: Mapping[str, int] = {}
-    """Inconclusive workload, or "all" -> samples that would decide if the rates stay the same."""
-    metrics: Mapping[str, float]
-    """Finite metrics by name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/."""
-    engine: Cited
-    baseline: Cited
-    report: Cited
-    """report.json. samples.jsonl is in the same folder; the digest covers both files (`evidence_digest`)."""
-    identity: Cited
-    """identity.json. The evidence that a replay reads is in the same folder."""
-    checkpoint: str | None = None
-    """Digest of the checkpoint, from the evidence; null if the evidence was not read again."""
-    registration: Registration | None = None
-
-    def below(self, workdir: Path) -> "Candidate":
-        """Return the candidate with corrected paths, if its work directory was moved to `workdir`."""
-        cited = {name: getattr(self, name).below(workdir) for name in ("engine", "baseline", "report", "identity")}
-        return self.model_copy(update=cited)
-
-    @staticmethod
-    def decided(verdict: Verdict) -> dict[str, Any]:
-        values = {name: getattr(verdict, name) for name in DECIDED if name != "verdict"}
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return {"verdict": verdict.status, **values, **lists}
-
-    @property
-    def is_blind(self) -> bool:
-        """Whether the must-fail control was not noticed. Such a verdict is no evidence about the policy."""
-        return _is_blind(self.checks)
-
-    @property
-    def recovery(self) -> Check | None:
-        """The line on recovery over all questions; None if no question has an answer."""
-        return next((check for check in self.checks if (check.gate, check.where) == (RECOVERY, ALL)), None)
-
-    @property
-    def kept(self) -> str | None:
-        line = self.recovery
-        if line is None or line.value is None or line.bound is None:
-            return None
-        return kept(line.value, line.bound, line.status)
-
-    @property
-    def contradiction(self) -> str:
-        """Clause that greedy answers and the probability of right answers changed in opposite directions; "" if not."""
-        gains = [self._pair(f"quality/accuracy_{{}}{of}") for of in ("", "_probability")]
-        return contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in gains))
-
-    def _pair(self, name: str) -> tuple[float, float] | None:
-        before, after = (self.metrics.get(name.format(of)) for of in ("baseline", "candidate"))
-        return None if before is None or after is None else (before, after)
-
-    @property
-    def figures(self) -> list[str]:
-        """Clauses on recovery, right answers, distance from FP16 and memory, if known."""
-        right = self._pair("quality/accuracy_{}")
-        kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
-        told = [
-            self.kept,
-            None if right is None else f"right answers {right[1]:.3f}, of FP16 {right[0]:.3f}",
-            self.contradiction,
-            None if kl is None else f"mean KL {kl:.1e}",
-            "memory unknown" if kib is None else f"{kib:.3f} KiB/token",
-        ]
-        return [text for text in told if text]
-
-    @property
-    def samples(self) -> Path:
-        return self.report.path.with_name(SAMPLES_FILE)
-
-    @property
-    def version(self) -> str:
-        assert self.registration is not None, "a registered candidate"
-        return self.registration.model_version
-
-    @property
-    def citations(self) -> dict[str, str]:
-        """Digests of the evidence. The keys are the tags of a model version."""
-        return {
-            "engine_digest": self.engine.digest,
-            "baseline_digest": self.baseline.digest,
-            "report_digest": self.report.digest,
-            "identity_digest": self.identity.digest,
-        }
-
-    def metric(self, name: str) -> float:
-        """Return a metric for comparisons; infinity if it is missing, so that it never wins."""
-        return self.metrics.get(name, math.inf)
-
-
-def _is_blind(checks: Sequence[Check]) -> bool:
-    return any(check.gate == "canary" and check.status == "FAIL" for check in checks)
-
-
-def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
-    """Return a clause that a candidate did not pass, with the kind of reason."""
-    said = "is not good enough" if verdict == "FAIL" else "is not decided"
-    wrong = {check.where for check in checks if check.gate in ("conformance", "probe") and check.status == "FAIL"}
-    if wrong:
-        said = "does not compute its policy" if "candidate" in wrong else "is not judged, because FP16 is not computed as FP16"
-    if _is_blind(checks):
-        said = "is not judged, because its answers do not depend on the cache"
-    return f"{name} {said}: {verdict}"
 
 
 class Summary(StrictModel):

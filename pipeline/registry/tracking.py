@@ -12,9 +12,9 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import Field, model_validator
 
-from pipeline.core.errors import UserError, short
-from pipeline.core.redaction import holds_secret, redact_text
-from pipeline.core.strict import CONTROLS, StrictModel, absolute
+from stages.core.errors import UserError, short
+from stages.core.redaction import holds_secret, redact_text
+from stages.core.strict import CONTROLS, StrictModel, absolute
 
 SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")

@@ -8,9 +8,9 @@ from typing import Literal, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVShape
+from stages.core.errors import UserError
+from stages.engines.interface import Engine
+from stages.policies.policy import KVPolicy, KVShape
 
 Logits = npt.NDArray[np.float32]
 

@@ -9,14 +9,14 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.artifacts.digest import file_digests
-from pipeline.artifacts.files import link_or_copy
-from pipeline.checkpoint.ends import named_ends, write_ends
-from pipeline.checkpoint.files import TOKENIZER_FILES
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import POLICY_FILE, KVPolicy, KVShape
-from pipeline.core.scales import SCALES_FILE, KVScales
-from pipeline.core.strict import StrictModel
+from stages.checkpoints.ends import named_ends, write_ends
+from stages.checkpoints.files import TOKENIZER_FILES
+from stages.core.digest import file_digests
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.files import link_or_copy
+from stages.core.strict import StrictModel
+from stages.policies.policy import POLICY_FILE, KVPolicy, KVShape
+from stages.policies.scales import SCALES_FILE, KVScales
 
 BUNDLE_FILE = "bundle.json"
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.formats.spec import MAX_FLOAT16
+from stages.policies.spec import MAX_FLOAT16
 
 ALIGNMENT = 256
 """Alignment of every tensor in a buffer, in bytes. TensorRT requires it, and kernels load wide words."""

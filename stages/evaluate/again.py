@@ -8,16 +8,16 @@ similar ones.
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeline.core.engine import Engine
-from pipeline.core.records import Sample, give_back, no_progress
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.record import Number
-from pipeline.verdict.report import SampleRow
+from stages.core.records import Sample, give_back, no_progress
+from stages.engines.interface import Engine
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import SampleRun, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
+from stages.verdict.record import Number
+from stages.verdict.report import SampleRow
+from stages.workloads.config import WorkloadsConfig
 
 FACTOR = 2.0
 """Maximum ratio of two mean KLs. A single code that rounds differently changes the mean."""

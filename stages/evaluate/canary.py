@@ -6,15 +6,15 @@ The fault is injected between prefill and decode, so that it affects only the re
 from collections.abc import Sequence
 from functools import partial
 
-from pipeline.core.engine import Engine
-from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.records import Progress
-from pipeline.core.workloads import CANARY_FACTOR, WorkloadsConfig
-from pipeline.verdict.report import Canary
+from stages.core.records import Progress
+from stages.engines.interface import Engine
 from stages.evaluate.decoding.noise import canary_samples
 from stages.evaluate.decoding.rows import SampleRun, labelled, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.policies.policy import PAGE_TOKENS
+from stages.verdict.report import Canary
+from stages.workloads.config import CANARY_FACTOR, WorkloadsConfig
 
 
 def canary(

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.conformance import Conformance
-from pipeline.verdict.coverage import EngineProbes, Exercised
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import Once, Round
 from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import Array
 from stages.evaluate.inputs.rounds import planned_shares
 from stages.evaluate.inputs.tokens import Encoded
+from stages.verdict.conformance import Conformance
+from stages.verdict.coverage import EngineProbes, Exercised
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
+from stages.workloads.config import WorkloadsConfig
 
 TOKENS = "tokens.safetensors"
 

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
-from pipeline.core.records import Progress
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.conformance import EngineConformance
-from pipeline.verdict.coverage import Exercised
-from pipeline.verdict.delivery import audit_scales
-from pipeline.verdict.thresholds import ScaleChangeKind
+from stages.core.errors import GateRefusal, UserError
+from stages.core.records import Progress
+from stages.engines.interface import Engine
+from stages.evaluate.conformance.comparison import Comparison, spread
+from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
@@ -35,8 +32,11 @@ from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_roun
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
-from stages.evaluate.reference.conformance import Comparison, spread
-from stages.evaluate.reference.engine import ReferenceEngine
+from stages.verdict.conformance import EngineConformance
+from stages.verdict.coverage import Exercised
+from stages.verdict.delivery import ScaleChange, describe_changes, scale_changes
+from stages.verdict.thresholds import ScaleChangeKind
+from stages.workloads.config import WorkloadsConfig
 
 NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
 
@@ -188,3 +188,27 @@ def in_own_words(
 def likelier(own: SampleResult, reference: SampleResult) -> bool:
     """Return whether the baseline's own answer is more likely than the reference."""
     return bool(own.statistics.baseline_nll.sum() < reference.statistics.baseline_nll.sum())
+
+
+def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:
+    """Return the scales that differ between an engine and its checkpoint; None if the engine does not load scales by itself.
+
+    Raises:
+        GateRefusal: `gates.allow_scale_changes` does not accept some of the changes.
+    """
+    if not engine.can(Engine.delivery):
+        return None
+    policy = engine.policy
+    static = {
+        layer: [side for side, form in policy.sides(layer).items() if form.has_static_scales]
+        for layer in range(engine.shape.layers)
+    }
+    changes = scale_changes(engine.delivery(), static)
+    refused = [change for change in changes if change.kind not in allowed]
+    if refused:
+        kinds = ",".join(sorted({change.kind for change in changes}))
+        raise GateRefusal(
+            f"kv={policy.name}: the engine does not use the scales of its checkpoint: {describe_changes(refused)}; deliver "
+            f"them as it reads them, or judge it as it is with gates.allow_scale_changes=[{kinds}]"
+        )
+    return changes

@@ -4,11 +4,11 @@ reused prefixes, speculation, and pool pressure."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.core.engine import Engine
-from pipeline.core.records import Progress
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.coverage import Exercised
+from stages.core.records import Progress
+from stages.engines.interface import Engine
 from stages.evaluate.canary import canary
+from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.stress_test import probe
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
 from stages.evaluate.decoding.noise import noise_floor, repeated_samples
 from stages.evaluate.decoding.pressure import pressure
@@ -18,8 +18,8 @@ from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
-from stages.evaluate.reference.engine import ReferenceEngine
-from stages.evaluate.reference.probe import probe
+from stages.verdict.coverage import Exercised
+from stages.workloads.config import WorkloadsConfig
 
 
 def once(

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.errors import UserError
-from pipeline.core.records import Progress
-from pipeline.core.strict import Unreadable, parse_json, read_given
-from pipeline.core.workloads import Workload
-from stages.checkpoints import load_tokenizer
-from stages.workloads import generate
+from stages.checkpoints.loading import load_tokenizer
+from stages.core.errors import UserError
+from stages.core.records import Progress
+from stages.core.strict import Unreadable, parse_json, read_given
+from stages.workloads.config import Workload
+from stages.workloads.generated import generate
 from stages.workloads.prompts import render_all, token_ids
 
 TEXTS = "texts.json"

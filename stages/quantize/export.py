@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.description import MODELOPT_FILE, inspect_checkpoint, read_config
-from pipeline.checkpoint.ends import GENERATION
-from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
-from pipeline.checkpoint.files import TOKENIZER_FILES, read_json
-from pipeline.checkpoint.quantized import SERVED
-from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import POLICY_FILE, KVPolicy
-from pipeline.core.records import Progress
-from pipeline.core.scales import SCALES_FILE, KVScales
-from stages.checkpoints import load_tokenizer
+from stages.checkpoints.description import MODELOPT_FILE, inspect_checkpoint, read_config
+from stages.checkpoints.ends import GENERATION
+from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
+from stages.checkpoints.files import TOKENIZER_FILES, read_json
+from stages.checkpoints.loading import load_tokenizer
+from stages.checkpoints.quantized import SERVED
+from stages.core.records import Progress
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import POLICY_FILE, KVPolicy
+from stages.policies.scales import SCALES_FILE, KVScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize import validate
 from stages.quantize.calibration import tokenize

@@ -11,16 +11,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pipeline.artifacts.files import link_or_copy_all
-from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, read_config
-from pipeline.checkpoint.files import INDEX, refusal
-from pipeline.checkpoint.quantized import AWQ, CACHE_SCALE, ROUNDED, SCALED, Layout, Shape
-from pipeline.checkpoint.weights import tensors_on_disk
-from pipeline.core.errors import short
-from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.records import Progress
-from pipeline.core.scales import KVScales, SideScales
+from stages.checkpoints.description import MODELOPT_FILE, CheckpointInfo, read_config
+from stages.checkpoints.files import INDEX, refusal
+from stages.checkpoints.quantized import AWQ, CACHE_SCALE, ROUNDED, SCALED, Layout, Shape
+from stages.checkpoints.weights import tensors_on_disk
+from stages.core.errors import short
+from stages.core.files import link_or_copy_all
+from stages.core.records import Progress
 from stages.engines.vllm.audit import audit
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import KVScales, SideScales
 
 
 def copy_checkpoint(info: CheckpointInfo, out: Path, but: Collection[str] = ()) -> None:

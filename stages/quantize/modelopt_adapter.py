@@ -20,10 +20,10 @@ from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.quantization.nn import TensorQuantizer
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.checkpoint.rope import rope_at_top_level
-from pipeline.core.errors import UserError
-from pipeline.core.formats import Rotation
-from stages.engines.oracle.formats import hadamard
+from stages.checkpoints.rope import rope_at_top_level
+from stages.core.errors import UserError
+from stages.engines.reference.formats import hadamard
+from stages.policies.formats import Rotation
 from stages.quantize.recipe import (
     NOTHING,
     SHARED_INPUTS,

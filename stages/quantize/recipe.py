@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.checkpoint.families import LINEARS
-from pipeline.core.formats import Format, Granularity, WeightsFormat
-from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.scales import KVScales
+from stages.checkpoints.families import LINEARS
+from stages.policies.formats import Format, Granularity, WeightsFormat
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.scales import KVScales
 
 Attributes = dict[str, Any]
 """Settings of one quantizer."""

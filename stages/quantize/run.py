@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 import transformers
 
-from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
-from pipeline.checkpoint.families import LINEARS
-from pipeline.checkpoint.quantized import SERVED
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import Rotation, WeightsFormat
-from pipeline.core.kv import POLICY_FILE, KVPolicy
-from pipeline.core.records import Progress
-from pipeline.core.scales import SCALES_FILE
-from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
+from stages.checkpoints.families import LINEARS
+from stages.checkpoints.loading import load_causal_lm, load_tokenizer
+from stages.checkpoints.quantized import SERVED
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.records import Progress
+from stages.policies.formats import Rotation, WeightsFormat
+from stages.policies.policy import POLICY_FILE, KVPolicy
+from stages.policies.scales import SCALES_FILE
 from stages.quantize.calibration import tokenize
 from stages.quantize.materialize import (
     copy_checkpoint,

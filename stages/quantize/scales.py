@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.core.errors import UserError
-from pipeline.core.formats import Format, Rotation
-from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.scales import KVScales, SideScales
+from stages.core.errors import UserError
+from stages.policies.formats import Format, Rotation
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import KVScales, SideScales
 from stages.quantize.recipe import Place
 
 EXTREMES_FILE = "extremes.json"

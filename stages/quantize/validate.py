@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pipeline.checkpoint.exports import algorithm
-from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.scales import KVScales
+from stages.checkpoints.exports import algorithm
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.scales import KVScales
 
 RELATIVE_TOLERANCE = 1e-6
 """Allowed relative difference of scales. Both are float32, but amax / 448 may be rounded in another order."""

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.core.records import Sample
-from pipeline.verdict.report import SampleRow
-from pipeline.verdict.thresholds import Status
+from stages.core.records import Sample
 from stages.report.exhibit import Exhibit
 from stages.report.text import Excerpt, Segment, differences
+from stages.verdict.report import SampleRow
+from stages.verdict.thresholds import Status
 
 MOST_ANSWERS = 200
 """Maximum number of shown answers, over all policies."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from pipeline.verdict.gates.recovery import RECOVERY
-from pipeline.verdict.report import EvaluationReport
 from stages.report.exhibit import Exhibit
 from stages.report.text import quantity, shown
+from stages.verdict.gates.recovery import RECOVERY
+from stages.verdict.report import EvaluationReport
 
 BASELINE = "fp16 baseline"
 """Prefix of the names of FP16 baselines. It differs from "fp16", because a policy may have that name."""

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.core.redaction import leaves
-from pipeline.registry.summary import Candidate
-from pipeline.verdict.gates import LINES
-from pipeline.verdict.registry import Line
-from pipeline.verdict.thresholds import Check, LineStatus
+from stages.core.redaction import leaves
 from stages.report.answers import changed_answers
 from stages.report.charts import baseline_names, draw_charts
 from stages.report.exhibit import Exhibit, Occasion
 from stages.report.text import number, quantity
+from stages.verdict.candidate import Candidate
+from stages.verdict.gate import Line
+from stages.verdict.gates import LINES
+from stages.verdict.thresholds import Check, LineStatus
 
 MOST_POLICIES = 16
 """Maximum number of policies that are shown in full. Other policies appear only in the overview."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.records import Sample
-from pipeline.registry.summary import Candidate
-from pipeline.verdict.report import EvaluationReport, SampleRow
+from stages.core.records import Sample
+from stages.verdict.candidate import Candidate
+from stages.verdict.report import EvaluationReport, SampleRow
 
 
 @dataclass(frozen=True)

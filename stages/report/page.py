@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.artifacts.files import write_whole
+from stages.core.files import write_whole
 from stages.report.content import make_page
 from stages.report.exhibit import Exhibit, Occasion
 from stages.report.text import quantity, shown

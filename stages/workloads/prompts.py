@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from pipeline.core.errors import UserError
-from pipeline.core.records import Sample
+from stages.core.errors import UserError
+from stages.core.records import Sample
 from stages.workloads.conversation import Message
 from stages.workloads.rendering import rendered
 

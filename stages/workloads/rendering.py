@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Timer
 from typing import NoReturn
 
-from pipeline.core.errors import UserError
+from stages.core.errors import UserError
 
 RENDER_SECONDS = 5.0
 """Time limit per conversation in seconds; real templates take milliseconds."""

@@ -18,7 +18,7 @@ gives a wrong answer instead of a right answer by luck.
 import random
 from collections.abc import Callable
 
-from pipeline.core.records import Sample
+from stages.core.records import Sample
 from stages.workloads.conversation import DAYS, Message, Slot, compact_json, words
 
 FIRST_NAMES = words(

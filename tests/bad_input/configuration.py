@@ -84,7 +84,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("workloads=jsonl", "workloads.jsonl"),
     ("backend=torch backend.device=gpu", "backend.device=gpu: no such option, did you mean cpu?"),
     ("stage=tune tune.policies=[fp16,int4_sinks]", "tune.policies=int4_sinks: keeps some tokens or layers"),
-    ("backend=torch backend.device=cpu backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "oracle"),
+    ("backend=torch backend.device=cpu backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "reference"),
     ("backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "ONNX Runtime", "backend=tensorrt_rtx"),
     ("backend=tensorrt_rtx backend.compute_capabilities=89", "backend.compute_capabilities", "[89]"),
     *(

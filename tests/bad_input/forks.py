@@ -26,12 +26,12 @@ from pipeline.config.compose import plan
 HEAVY = ("torch", "transformers", "tokenizers", "onnxruntime", "onnx", "mlflow", "modelopt", "pandas")
 LIGHT = (
     "jinja2.sandbox",
-    "pipeline.run.inputs",
-    "pipeline.terminal.progress",
+    "pipeline.chain.inputs",
+    "pipeline.cli.progress",
     "rich.live",
     "rich.table",
     "stages.engines.onnx.backend",
-    "stages.engines.oracle.backend",
+    "stages.engines.reference.backend",
     "stages.evaluate.inputs.samples",
     "stages.evaluate.inputs.tokens",
 )
@@ -56,7 +56,7 @@ def no_runner() -> ModuleType:
         print("the work began")
         raise SystemExit(99)
 
-    runner = ModuleType("pipeline.run.runner")
+    runner = ModuleType("pipeline.chain.runner")
     vars(runner).update(run=begin, holding=begin)
     return runner
 
@@ -81,7 +81,7 @@ def child(request: dict[str, Any], scratch: Path) -> NoReturn:
         if request["unprivileged"]:
             drop_capabilities()
         if not request["begins"]:
-            sys.modules["pipeline.run.runner"] = no_runner()
+            sys.modules["pipeline.chain.runner"] = no_runner()
         sys.argv = ["kvgate", *request["arguments"]]
         try:
             code = main()

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from bad_input.makers import CONFIG, TINY, checkpoint, safetensors, shapes
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.weights import check_tokenizer, check_weights
-from pipeline.core.errors import REFUSALS
 from pipeline.evidence.identity import read_bundle, read_identity
-from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
-from pipeline.routing.files import MonitorConfig, RoutingConfig, read_routing_file, read_snapshot
-from stages.checkpoints import expected_tensors
+from pipeline.registry.routing.files import MonitorConfig, RoutingConfig, read_routing_file, read_snapshot
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.loading import expected_tensors
+from stages.checkpoints.shapes import read_model
+from stages.checkpoints.weights import check_tokenizer, check_weights
+from stages.core.errors import REFUSALS
 from stages.evaluate.inputs.samples import read_jsonl
 from stages.quantize.calibration import texts_from_file
 

@@ -16,13 +16,13 @@ from refusals import refused
 from shipped import conf
 from trtllm_exports import make_exports
 
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.workloads import LoadConfig
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import Program, probe
 from stages.engines.interpreter.requests import RequestEngine
 from stages.engines.sglang.build import PROGRAM as SGLANG
 from stages.engines.trtllm.library import PROGRAM as TRTLLM
 from stages.evaluate.decoding.system import measure_system
+from stages.workloads.config import LoadConfig
 
 TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
 FIRST = 4

@@ -11,14 +11,14 @@ from ggml_cases import form_of
 from gguf_files import random_model, write_gguf
 from interpreter_bundles import config_of
 
+from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy
-from pipeline.run.inputs import check_inputs
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import CHANNEL
 from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.library import cache_types, rotates
+from stages.policies.formats import Format
+from stages.policies.policy import KVPolicy
 
 FP16 = Format(dtype="fp16")
 

@@ -9,9 +9,9 @@ from fake_interpreter import make_sglang_interpreter
 from interpreter_bundles import config_of, make_bundle, open_engine
 from shipped import SHIPPED
 
-from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.errors import MissingRequirement, UserError
+from stages.checkpoints.description import inspect_checkpoint
+from stages.core.errors import MissingRequirement, UserError
+from stages.engines.backend import Job
 from stages.engines.sglang.backend import SglangBackend
 from stages.engines.sglang.build import cache_dtype, server_args
 from stages.engines.sglang.engine import EVALUATION

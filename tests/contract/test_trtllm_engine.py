@@ -12,7 +12,7 @@ from interpreter_bundles import make_bundle, open_engine
 from safetensors.torch import load_file
 from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_exports
 
-from pipeline.core.errors import MissingRequirement, UserError
+from stages.core.errors import MissingRequirement, UserError
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
 ANSWER = [9, 13, 700, 700, 2, 1343, 0, 88, 15, 640, 3]

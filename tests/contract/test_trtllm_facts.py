@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from shipped import SHIPPED, conf
 
-from pipeline.core.errors import UserError
+from stages.core.errors import UserError
 from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint, settings

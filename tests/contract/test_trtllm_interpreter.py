@@ -16,9 +16,9 @@ from refusals import refused
 from shipped import SHIPPED, conf
 from trtllm_exports import make_exports
 
-from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.errors import MissingRequirement, UserError
+from stages.checkpoints.description import inspect_checkpoint
+from stages.core.errors import MissingRequirement, UserError
+from stages.engines.backend import Job
 from stages.engines.interpreter.process import CHANNEL, Interpreter, Worker, probe
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM, TargetName, check_inputs, refuse, refuse_fp8, refuse_unread, require_target

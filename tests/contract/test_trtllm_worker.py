@@ -15,7 +15,7 @@ from interpreter_bundles import make_bundle, open_engine
 from processes import await_none_with, processes_with
 from trtllm_exports import make_exports
 
-from pipeline.core.errors import UserError
+from stages.core.errors import UserError
 from stages.engines.interpreter.process import CHANNEL, Worker, probe
 from stages.engines.interpreter.protocol import Description, RunAnswer
 from stages.engines.trtllm.library import PROGRAM

@@ -7,7 +7,7 @@ from interpreter_bundles import config_of
 from shipped import SHIPPED
 from vllm_facts import CALLED, RULES, SAMPLING, engine_arguments, recorded
 
-from pipeline.core.errors import UserError
+from stages.core.errors import UserError
 from stages.engines.vllm.audit import RELEASES
 from stages.engines.vllm.library import PROGRAM, cache_dtype
 

@@ -20,16 +20,16 @@ from faults.fault import POLICIES, EngineName, Fault
 from faults.ground import BACKENDS, DEFAULT, Ground, Judgement
 from faults.library import FAULTS, SOUND_ENGINES, sound_name
 from faults.record import Cost, Outcome
-from pipeline.artifacts.digest import code_digest, compiled_digest, json_digest
 from pipeline.config.compose import plan
+from stages.core.digest import code_digest, compiled_digest, json_digest
 
 CODE = (
     "stages.evaluate.measure",
     "stages.evaluate.once",
     "stages.evaluate.joining",
     "stages.engines.onnx.engine",
-    "stages.engines.oracle.engine",
-    "pipeline.run.chain",
+    "stages.engines.reference.engine",
+    "pipeline.chain.judge",
 )
 """Entry modules of the evaluation and of the judged engines."""
 

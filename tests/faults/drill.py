@@ -11,9 +11,9 @@ import numpy as np
 from scipy.special import log_softmax
 
 from faults.record import Cost
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
+from stages.core.errors import UserError
 from stages.engines.base import Logits
+from stages.engines.interface import Engine
 
 LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
 """Prompt lengths in tokens of the crowded requests. Two of the prompts are equal and end within a page."""

@@ -10,7 +10,7 @@ import numpy as np
 from faults.fault import Fault
 from faults.hooks import Plant, given, method
 from faults.kernels import mutant
-from pipeline.core.kv import PAGE_TOKENS
+from stages.policies.policy import PAGE_TOKENS
 
 
 def keeps(part: str, **changes: int) -> Plant:

@@ -16,18 +16,18 @@ from unittest.mock import patch
 from faults.drill import Day, cost, serve
 from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
 from faults.record import Cost
-from pipeline.artifacts.backend import Backend
-from pipeline.artifacts.store import Store
+from pipeline.chain.judge import Chain
+from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.core.engine import Engine
-from pipeline.core.kv import FP16_POLICY, POLICY_FILE, KVPolicy
 from pipeline.loading import open_backend
-from pipeline.run.chain import Chain
-from pipeline.terminal import console
-from pipeline.verdict.gates import Gates, conclude, decide
-from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Verdict
+from pipeline.store.store import Store
+from stages.engines.backend import Backend
+from stages.engines.interface import Engine
+from stages.policies.policy import FP16_POLICY, POLICY_FILE, KVPolicy
+from stages.verdict.gates import Gates, conclude, decide
+from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
+from stages.verdict.thresholds import Verdict
 
 BACKENDS: dict[EngineName, tuple[str, ...]] = {
     "native": ("backend=onnxruntime", "backend.attention=native", "backend.threads=1"),
@@ -108,11 +108,11 @@ def set_up(engine: Any) -> Engine:
 
 def remembering(reference: Any) -> Any:
     """Cache a reference engine's results on its own sequences, so that each is computed once."""
-    oracle, answers = reference.engine, dict[Any, Any]()
-    forced, replay = oracle.forced, oracle.replay
+    torch_engine, answers = reference.engine, dict[Any, Any]()
+    forced, replay = torch_engine.forced, torch_engine.replay
 
     def known(key: Any, compute: Callable[[], Any]) -> Any:
-        key = (*key, oracle.prefill_chunk, oracle.reads_itself)
+        key = (*key, torch_engine.prefill_chunk, torch_engine.reads_itself)
         if key not in answers:
             answers[key] = compute()
         return answers[key]
@@ -126,7 +126,7 @@ def remembering(reference: Any) -> Any:
         asked = tuple((tuple(one.tokens), tuple(one.pieces)) for one in sequences)
         return known((asked, *sorted(options.items())), lambda: replay(sequences, **options))
 
-    oracle.forced, oracle.replay = in_one_pass, over_own_cache
+    torch_engine.forced, torch_engine.replay = in_one_pass, over_own_cache
     return reference
 
 

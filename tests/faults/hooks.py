@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.base import Mode
+from stages.policies.policy import PAGE_TOKENS
 
 Array = npt.NDArray[Any]
 

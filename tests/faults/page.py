@@ -24,7 +24,7 @@ KINDS = {
     "prefixes": "Beginnings of prompts that are kept for later ones",
     "serving": "Batches, generation, and rare or late faults",
     "kernels": "Mutants of the attention kernel and of the graphs",
-    "oracle": "backend=torch on a CPU",
+    "reference": "backend=torch on a CPU",
     "claims": "Engines that break their claims, and faults that the baseline shares",
 }
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from faults.fault import Fault
 from faults.hooks import Array, Plant, Step, every, given, method, page, write, zero
-from pipeline.core.kv import PAGE_TOKENS
+from stages.policies.policy import PAGE_TOKENS
 
 
 def offset(number: int) -> Callable[[Step], Array]:

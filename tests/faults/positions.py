@@ -8,8 +8,8 @@ import numpy as np
 from faults.fault import Fault
 from faults.hooks import Array, Plant, Step, add, given, method, write, zero
 from faults.pages import offset
-from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.records import PREFILL_CHUNK
+from stages.core.records import PREFILL_CHUNK
+from stages.policies.policy import PAGE_TOKENS
 
 
 def after_prefix(x: Array, _: Step) -> Any:

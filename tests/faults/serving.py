@@ -8,7 +8,7 @@ import numpy as np
 
 from faults.fault import KEPT_CHUNK, Fault
 from faults.hooks import Array, Plant, Step, every, given, logits, method, reads, zero
-from pipeline.core.kv import PAGE_TOKENS
+from stages.policies.policy import PAGE_TOKENS
 
 
 def rows_from(first: int) -> Callable[[Array, Step], Array]:

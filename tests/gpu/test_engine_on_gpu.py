@@ -1,6 +1,6 @@
 """backend=torch on a real GPU: captured steps, long prompts, full batches, and the complete command line.
 
-tests/long/test_oracle_kernels.py also runs on the GPU if there is one.
+tests/long/test_reference_kernels.py also runs on the GPU if there is one.
 """
 
 from collections.abc import Iterator
@@ -14,22 +14,22 @@ import torch
 from gpu_command import judge_on_gpu
 from kernel_cases import no_waiting
 from kernel_engine_cases import GUARDED, distance
-from onnx_fixtures import make_oracle_bundle
+from onnx_fixtures import make_reference_bundle
 
 from benchmarks import benchlib
-from pipeline.core.engine import Engine
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Sample
 from pipeline.loading import open_backend
 from plugins.kv_attention import launch
+from stages.core.records import Sample
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
-from stages.engines.oracle.config import TorchConfig
-from stages.engines.oracle.engine import OracleEngine, load_engine
+from stages.engines.interface import Engine
+from stages.engines.reference.config import TorchConfig
+from stages.engines.reference.engine import TorchEngine, load_engine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.policies.policy import KVPolicy
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ SAME = 1e-6
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
     """Bundles of the tiny model by policy name."""
     folder = tmp_path_factory.mktemp("torch")
-    return {one.name: make_oracle_bundle(tiny_checkpoint, folder / one.name, one) for one in (FP8K_INT4V, GUARDED)}
+    return {one.name: make_reference_bundle(tiny_checkpoint, folder / one.name, one) for one in (FP8K_INT4V, GUARDED)}
 
 
 def decoded(engine: Any, texts: np.ndarray) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ def decoded(engine: Any, texts: np.ndarray) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("policy", [FP8K_INT4V, GUARDED], ids=lambda policy: policy.name)
-def test_captured_steps_give_what_launched_ones_give_and_both_what_the_oracle_gives(
+def test_captured_steps_give_what_launched_ones_give_and_both_what_the_reference_gives(
     policy: KVPolicy, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = benchlib.story_tokens(len(LENGTHS), max(LENGTHS) + STEPS)
@@ -79,9 +79,9 @@ def test_captured_steps_give_what_launched_ones_give_and_both_what_the_oracle_gi
     with monkeypatch.context() as patch:
         patch.setattr(DecodePass, "capture", lambda *_: None)
         launched = decoded(load_on_gpu(bundles[policy.name], threads=1), texts)
-    oracle = load_engine(bundles[policy.name], threads=1)
-    assert isinstance(oracle, OracleEngine)
-    for step, (a, b, wanted) in enumerate(zip(ours, launched, decoded(oracle, texts), strict=True)):
+    reference = load_engine(bundles[policy.name], threads=1)
+    assert isinstance(reference, TorchEngine)
+    for step, (a, b, wanted) in enumerate(zip(ours, launched, decoded(reference, texts), strict=True)):
         assert distance(a, b) < SAME, step
         assert distance(a, wanted) < CLOSE, step
 

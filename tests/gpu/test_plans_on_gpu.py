@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.artifacts.store import Store
+from pipeline.chain.inputs import check_inputs
+from pipeline.chain.judge import Chain
 from pipeline.config.compose import plan
-from pipeline.core.engine import Engine
-from pipeline.core.errors import MissingRequirement
-from pipeline.core.kv import KVPolicy
-from pipeline.run.chain import Chain
-from pipeline.run.inputs import check_inputs
+from pipeline.store.store import Store
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
+from stages.core.errors import MissingRequirement
 from stages.engines.bundle import open_bundle
-from stages.engines.oracle.config import TorchConfig
-from stages.engines.oracle.engine import load_engine as load_oracle
+from stages.engines.interface import Engine
+from stages.engines.reference.config import TorchConfig
+from stages.engines.reference.engine import load_engine as load_reference
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine, load_engine
 from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.plugin import PLUGIN_VERSION, register
 from stages.evaluate.distances.distance import log_softmax
+from stages.policies.policy import KVPolicy
 
 pytestmark = pytest.mark.gpu
 
@@ -123,20 +123,20 @@ def test_plans_store_the_tokens_of_a_prompt_and_of_launched_captured_and_replaye
             assert not lost.size, f"{side}s of layer {layer}: tokens {lost[:5]} are not in the pool"
 
 
-def test_forced_decode_gives_the_oracles_logits_and_other_ones_with_a_corrupted_key_scale(
+def test_forced_decode_gives_the_reference_logits_and_other_ones_with_a_corrupted_key_scale(
     engine: Callable[..., PlanEngine], chain: Chain, policy: KVPolicy
 ) -> None:
     built = chain.bundle(policy, TorchConfig(name="torch", device="cpu", threads=1)).path
 
     def forced_kl(*, broken: bool) -> float:
         """Return the mean KL from the reference engine in nats per token; `broken` corrupts the key scale after prefill."""
-        one, oracle = engine(), load_oracle(built, threads=1)
+        one, reference = engine(), load_reference(built, threads=1)
         text, divergences = tokens(one, 230), []
-        (mine, _), (exact, _) = one.prefill([text[:200]]), oracle.prefill([text[:200]])
+        (mine, _), (exact, _) = one.prefill([text[:200]]), reference.prefill([text[:200]])
         if broken:
             one.corrupt_key_scale(0.1)
         for token in text[200:]:
-            expected, found = (log_softmax(x.decode(at, [token])) for x, at in ((oracle, exact), (one, mine)))
+            expected, found = (log_softmax(x.decode(at, [token])) for x, at in ((reference, exact), (one, mine)))
             divergences.append(float((np.exp(expected) * (expected - found)).sum()))
         return float(np.mean(divergences))
 

@@ -8,20 +8,20 @@ import pytest
 import torch
 from gpu_command import judge_on_gpu
 from kernel_engine_cases import GUARDED, distance
-from onnx_fixtures import make_oracle_bundle, static_scales
+from onnx_fixtures import make_reference_bundle, static_scales
 from shipped import SHIPPED
 
 from benchmarks import benchlib
-from pipeline.core.errors import MissingRequirement
-from pipeline.core.formats import Format
-from pipeline.core.kv import Eviction, Side
-from pipeline.core.records import StoredCopy
-from pipeline.core.scales import SideScales
-from stages.engines.oracle.attention import Fed
-from stages.engines.oracle.engine import OracleEngine, load_engine
-from stages.engines.oracle.formats import dequantize, quantize
-from stages.engines.oracle.formats import static_scales as static_of
-from stages.engines.oracle.relatives import relatives
+from stages.core.errors import MissingRequirement
+from stages.core.records import StoredCopy
+from stages.engines.reference.attention import Fed
+from stages.engines.reference.engine import TorchEngine, load_engine
+from stages.engines.reference.formats import dequantize, quantize
+from stages.engines.reference.formats import static_scales as static_of
+from stages.engines.reference.relatives import relatives
+from stages.policies.formats import Format
+from stages.policies.policy import Eviction, Side
+from stages.policies.scales import SideScales
 
 pytestmark = pytest.mark.gpu
 
@@ -57,9 +57,9 @@ def texts() -> list[list[int]]:
 
 
 @pytest.fixture(params=POLICIES, ids=lambda policy: policy.name)
-def pair(request: pytest.FixtureRequest, tmp_path: Path, tiny_checkpoint: Path) -> tuple[OracleEngine, ...]:
+def pair(request: pytest.FixtureRequest, tmp_path: Path, tiny_checkpoint: Path) -> tuple[TorchEngine, ...]:
     """A policy's reference engine on the GPU, and on the CPU."""
-    bundle = make_oracle_bundle(tiny_checkpoint, tmp_path / "bundle", request.param)
+    bundle = make_reference_bundle(tiny_checkpoint, tmp_path / "bundle", request.param)
     return tuple(load_engine(bundle, threads=4, prefill_chunk=128, device=device) for device in (CUDA, torch.device("cpu")))
 
 
@@ -70,7 +70,7 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert (float(np.median(rows)) < TYPICAL, float(rows.max()) < FLIPPED) == (True, True), (np.median(rows), rows.max())
 
 
-def test_one_pass_is_the_cpus(pair: tuple[OracleEngine, ...], texts: list[list[int]]) -> None:
+def test_one_pass_is_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
     ours, theirs = (engine.forced(texts[0], 300) for engine in pair)
     assert_close(ours, theirs)
     assert pair[0].device == CUDA
@@ -79,7 +79,7 @@ def test_one_pass_is_the_cpus(pair: tuple[OracleEngine, ...], texts: list[list[i
 
 
 def test_rows_of_several_sequences_are_the_cpus_and_a_rounding_moves_them_alike(
-    pair: tuple[OracleEngine, ...], texts: list[list[int]]
+    pair: tuple[TorchEngine, ...], texts: list[list[int]]
 ) -> None:
     fed = [
         Fed(texts[0][:200], [(150, False), (3, True), (40, False), (7, True)]),
@@ -97,7 +97,7 @@ def test_rows_of_several_sequences_are_the_cpus_and_a_rounding_moves_them_alike(
     assert_close(np.concatenate([one.logits for one in again]), ours)
 
 
-def test_prompts_and_steps_over_the_cache_are_the_cpus(pair: tuple[OracleEngine, ...], texts: list[list[int]]) -> None:
+def test_prompts_and_steps_over_the_cache_are_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
     steps, reports = [], []
     for engine in pair:
         handles, logits = engine.prefill([text[:length] for text, length in zip(texts, (400, 63, 129, 1), strict=True)])
@@ -111,7 +111,7 @@ def test_prompts_and_steps_over_the_cache_are_the_cpus(pair: tuple[OracleEngine,
     assert reports[0] == reports[1]
 
 
-def test_a_replay_over_the_same_codes_is_the_cpus(pair: tuple[OracleEngine, ...], texts: list[list[int]]) -> None:
+def test_a_replay_over_the_same_codes_is_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
     gpu, cpu = pair
     policy = cpu.policy
     tokens = texts[3][:330]
@@ -141,7 +141,7 @@ def test_a_replay_over_the_same_codes_is_the_cpus(pair: tuple[OracleEngine, ...]
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_relatives_of_a_policy_are_the_cpus(name: str, tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]]) -> None:
-    bundle = make_oracle_bundle(tiny_checkpoint, tmp_path / "bundle", SHIPPED[name])
+    bundle = make_reference_bundle(tiny_checkpoint, tmp_path / "bundle", SHIPPED[name])
     pair = [load_engine(bundle, threads=4, prefill_chunk=128, device=device) for device in (CUDA, torch.device("cpu"))]
     for (what, ours), (_, theirs) in zip(*map(relatives, pair), strict=True):
         assert ours.device == CUDA, what
@@ -176,16 +176,16 @@ def test_codes_of_the_same_numbers_are_the_cpus(form: Format) -> None:
 def test_weights_in_16_bits_give_what_float32_weights_give(
     tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]]
 ) -> None:
-    short = load_engine(make_oracle_bundle(tiny_checkpoint, tmp_path / "b", INT8), threads=4, device=CUDA)
+    short = load_engine(make_reference_bundle(tiny_checkpoint, tmp_path / "b", INT8), threads=4, device=CUDA)
     model = benchlib.load_model().to(CUDA)
-    wide = OracleEngine.from_model(model, INT8, static_scales(INT8, short.shape))
+    wide = TorchEngine.from_model(model, INT8, static_scales(INT8, short.shape))
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     ours, theirs = (engine.forced(texts[0], 300) for engine in (short, wide))
     assert distance(ours, theirs) < 1e-6
 
 
 def test_a_gpu_that_is_full_is_said_in_one_line(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    bundle = make_oracle_bundle(tiny_checkpoint, tmp_path / "b", INT8)
+    bundle = make_reference_bundle(tiny_checkpoint, tmp_path / "b", INT8)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)

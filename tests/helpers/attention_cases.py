@@ -10,10 +10,6 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
-from pipeline.formats.graph import onnx_type
-from pipeline.formats.spec import FLOAT16
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec
@@ -23,6 +19,10 @@ from stages.engines.onnx.native.rewrite import use_kernel
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import IR_VERSION
 from stages.engines.paged.pool import PagedPool
+from stages.policies.arithmetic_onnx import onnx_type
+from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
+from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape
+from stages.policies.spec import FLOAT16
 
 Array = npt.NDArray[Any]
 ComputeDType = Literal["float32", "float16", "bfloat16"]

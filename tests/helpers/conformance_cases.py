@@ -10,25 +10,25 @@ from faults.hooks import SOUND, Plant
 from onnx_fixtures import make_bundle, static_scales, tiny_decoder
 from shipped import SHIPPED, conf
 
-from pipeline.core.engine import Engine
-from pipeline.core.kv import Eviction, KVPolicy
-from pipeline.core.records import no_progress
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.conformance import EngineConformance
-from stages.checkpoints import load_causal_lm
+from stages.checkpoints.loading import load_causal_lm
+from stages.core.records import no_progress
+from stages.engines.interface import Engine
 from stages.engines.onnx.engine import OnnxEngine, load_engine
-from stages.engines.oracle.engine import OracleEngine
+from stages.engines.reference.engine import TorchEngine
+from stages.evaluate.conformance.comparison import Comparison
+from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.rows import SampleRun
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
-from stages.evaluate.reference.conformance import Comparison
-from stages.evaluate.reference.engine import ReferenceEngine
+from stages.policies.policy import Eviction, KVPolicy
+from stages.verdict.conformance import EngineConformance
+from stages.workloads.config import WorkloadsConfig
 
 POLICIES = {
     policy.name: policy
     # heads of 64 channels cannot hold groups of 128, and ONNX's operators do not support every format
     for policy in SHIPPED.values()
-    if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
+    if policy.name != "int4_g128" and not any(form.code.reference_only for _, form in policy.formats)
 }
 POLICIES |= {
     f"{name}_evicting": POLICIES[name].model_copy(update={"name": f"{name}_evicting", "eviction": eviction})
@@ -75,8 +75,8 @@ class Conformity:
         return engine
 
     def reference(self, policy: KVPolicy, engine: OnnxEngine) -> ReferenceEngine:
-        oracle = OracleEngine.from_model(self.model, policy, static_scales(policy, engine.shape))
-        return ReferenceEngine(oracle, "float32")
+        torch_engine = TorchEngine.from_model(self.model, policy, static_scales(policy, engine.shape))
+        return ReferenceEngine(torch_engine, "float32")
 
     def compared(self, policy: KVPolicy, engine: OnnxEngine) -> EngineConformance:
         return compare(engine, self.reference(policy, engine), self.encoded, BATCH)

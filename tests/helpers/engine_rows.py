@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.engines.interpreter.requests import RequestEngine
-from stages.engines.oracle.attention import Fed
-from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.replay import Replay
+from stages.engines.reference.attention import Fed
+from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.replay import Replay
 from stages.evaluate.distances.distance import kl_of_logits
-from stages.workloads import generate
+from stages.workloads.generated import generate
 
 FIRST = 60
 """Tokens of a prompt; the remaining tokens are forced."""
@@ -49,10 +49,10 @@ def assert_reads_what_it_stored(
     Returns the replay.
     """
     model = load_causal_lm(checkpoint, dtype=torch.float32)
-    oracle = OracleEngine.from_model(model, engine.policy, engine._scales)
-    oracle.reads_itself = True
+    reference = TorchEngine.from_model(model, engine.policy, engine._scales)
+    reference.reads_itself = True
     fed = Fed(text, [(first, False), (len(text) - first, True)])
-    replay = oracle.replay([fed], [engine.stored_request(number)], rounding=rounding)[0].tail(len(rows))
+    replay = reference.replay([fed], [engine.stored_request(number)], rounding=rounding)[0].tail(len(rows))
     assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + floor
     return replay
 

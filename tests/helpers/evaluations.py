@@ -7,16 +7,16 @@ from typing import Any
 from fake_engine import CharTokenizer
 from shipped import conf
 
-from pipeline.core.engine import Engine
-from pipeline.core.records import Progress, Sample, no_progress
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.report import EvaluationReport
+from stages.core.records import Progress, Sample, no_progress
+from stages.engines.interface import Engine
+from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.stored import Once, read_round
 from stages.evaluate.inputs.tokens import Encoded, encode, encode_rounds
 from stages.evaluate.joining import JoinedEvaluation, join
 from stages.evaluate.measure import measure
 from stages.evaluate.once import once
-from stages.evaluate.reference.engine import ReferenceEngine
+from stages.verdict.report import EvaluationReport
+from stages.workloads.config import WorkloadsConfig
 
 LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5}
 

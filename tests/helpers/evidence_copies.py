@@ -7,15 +7,15 @@ from typing import Any
 
 from judged_engine import config_of
 
-from pipeline.artifacts.digest import files_digest, json_digest
-from pipeline.core.errors import exit_code
+from pipeline.chain.job import Run
+from pipeline.chain.serving import verify
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import Finding
-from pipeline.run.job import Run
-from pipeline.run.serving import verify
-from pipeline.trust.signing import SigningConfig
+from pipeline.registry.signing import SigningConfig
+from stages.core.digest import files_digest, json_digest
+from stages.core.errors import exit_code
 
 ALL = ("engine", "baseline")
 VERIFYING = config_of("stage=verify", "bundle=.")

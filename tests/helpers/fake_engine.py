@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.engine import Continuation, Engine
-from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.core.records import MemoryReport, Sample
+from stages.core.records import MemoryReport, Sample
+from stages.engines.interface import Continuation, Engine
 from stages.evaluate.inputs.tokens import BundleTokenizer
+from stages.policies.policy import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
 
 VOCAB = 128
 EOS = 0

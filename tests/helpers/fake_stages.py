@@ -16,18 +16,17 @@ from typing import Any
 import pytest
 from gate_reports import answered, every_class, report
 
-from pipeline import dry
-from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
-from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.files import link_or_copy
-from pipeline.artifacts.store import Recipe
-from pipeline.core.kv import POLICY_FILE, KVPolicy
-from pipeline.core.records import Progress, Sample
-from pipeline.core.scales import SCALES_FILE
-from pipeline.run import building, chain, inputs
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
+from pipeline.chain import building, dry, inputs, judge
+from stages.core.artifact import Recipe
+from stages.core.digest import file_digest
+from stages.core.files import link_or_copy
+from stages.core.records import Progress, Sample
+from stages.engines.backend import Artifacts, Backend, Job, Source
+from stages.policies.policy import POLICY_FILE, KVPolicy
+from stages.policies.scales import SCALES_FILE
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
-CODE = "pipeline.core.errors"
+CODE = "stages.core.errors"
 QUESTIONS = [Sample(id=str(number), workload="copy", prompt="a", reference="b") for number in range(8)]
 LOST = {"int4_tensor": 128}
 """Policy -> number of answers that the policy loses."""
@@ -154,7 +153,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fake("evaluate.measure", measure=_measure)
     fake("evaluate.once", once=_once)
-    fake("evaluate.reference.engine", ReferenceEngine=lambda *_: None)
+    fake("evaluate.conformance.engine", ReferenceEngine=lambda *_: None)
     fake(
         "evaluate.decoding.stored",
         Once=nothing,
@@ -164,7 +163,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake("evaluate.joining", join=_join)
     for module in (building, inputs, dry):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
-    for module in (building, chain):
+    for module in (building, judge):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
 
 

@@ -19,14 +19,14 @@ import onnxruntime as ort
 import tensorrt_rtx
 import torch
 
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import no_progress
+from stages.core.records import no_progress
 from stages.engines.base import Mode
 from stages.engines.onnx.weights import makers
 from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import GraphTensor, PlanRecord
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.session import CudaDevice
+from stages.policies.policy import KVPolicy
 
 trt = SimpleNamespace(
     ExecutionContextAllocationStrategy=tensorrt_rtx.ExecutionContextAllocationStrategy,

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipeline.core.formats import Format, Granularity, Rotation, ScaleSource
-from pipeline.core.scales import SideScales
-from pipeline.formats.oracle import Static, Stored
-from pipeline.formats.spec import GROUP_SIZES
-from pipeline.formats.table import CODES
-from stages.engines.oracle.formats import dequantize, hadamard, quantize, rotated, static_scales
+from stages.engines.reference.formats import dequantize, hadamard, quantize, rotated, static_scales
+from stages.policies.arithmetic_torch import Static, Stored
+from stages.policies.formats import Format, Granularity, Rotation, ScaleSource
+from stages.policies.scales import SideScales
+from stages.policies.spec import GROUP_SIZES
+from stages.policies.table import CODES
 from stages.quantize.scales import Extremes, calibrated
 
 LARGEST = 65504 / 128**0.5
@@ -35,7 +35,7 @@ def add_int2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every_format() -> list[Format]:
-    """Return all formats that pipeline.core.formats.Format accepts."""
+    """Return all formats that stages.policies.formats.Format accepts."""
     formats = []
     rotations, sources = get_args(Rotation), get_args(ScaleSource)
     keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")

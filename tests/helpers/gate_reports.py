@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.verdict.coverage import EngineProbes, FreeAnswers, Pressure
-from pipeline.verdict.gates import GATES as ALL_GATES
-from pipeline.verdict.gates import Gates, decide
-from pipeline.verdict.registry import GateInput
-from pipeline.verdict.report import (
+from stages.verdict.coverage import EngineProbes, FreeAnswers, Pressure
+from stages.verdict.gate import GateInput
+from stages.verdict.gates import GATES as ALL_GATES
+from stages.verdict.gates import Gates, decide
+from stages.verdict.report import (
     Acceptance,
     Accuracy,
     Canary,
@@ -19,7 +19,7 @@ from pipeline.verdict.report import (
     Slice,
     SystemMetrics,
 )
-from pipeline.verdict.thresholds import Check, Verdict
+from stages.verdict.thresholds import Check, Verdict
 
 GATES = Gates()
 CLASSES = {"retrieval": 128, "tool_call": 128, "copy": 128, "multi_turn": 128}

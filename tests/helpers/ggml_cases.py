@@ -5,9 +5,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.core.formats import Format
-from pipeline.formats.ggml.spec import BLOCK, TYPES
-from pipeline.formats.oracle import Stored
+from stages.policies.arithmetic_torch import Stored
+from stages.policies.formats import Format
+from stages.policies.ggml.spec import BLOCK, TYPES
 
 NAMES = [spec.name for spec in TYPES]
 

@@ -11,7 +11,7 @@ from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
-from stages.checkpoints import load_causal_lm
+from stages.checkpoints.loading import load_causal_lm
 
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("Ġthe", "he", "in", "th", "er", "Ġa", "Ġt", "12")

@@ -7,11 +7,11 @@ from typing import Any
 from shipped import SHIPPED, conf
 from trtllm_exports import KV_HEADS, LAYERS
 
-from pipeline.core.backends import backend_configs
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import no_progress
-from pipeline.core.scales import SCALES_FILE
 from pipeline.loading import open_backend
+from stages.core.records import no_progress
+from stages.engines.config import backend_configs
+from stages.policies.policy import KVPolicy
+from stages.policies.scales import SCALES_FILE
 
 KEY_SCALE, VALUE_SCALE = 0.04, 0.02
 SMALL: dict[str, dict[str, Any]] = {

@@ -7,12 +7,13 @@ from pathlib import Path
 from gate_reports import report as make_report
 from gate_reports import row
 
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.registry.promotion import ReplayedEvidence
-from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.registry.summary import evidence_digest
 from pipeline.registry.tracking import Version
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Status, Verdict
+from stages.core.digest import file_digest, files_digest, tree_files
+from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from stages.verdict.thresholds import Status, Verdict
 
 
 def judged_candidate(

@@ -8,20 +8,21 @@ from pathlib import Path
 
 from gate_reports import every_class, report
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_identity, write_identity
 from pipeline.evidence.reading import registered_candidate
-from pipeline.registry.summary import Candidate
+from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
-from pipeline.trust.signing import SigningConfig
-from pipeline.verdict.gates import decide
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
+from pipeline.store.store import Store
+from stages.core.artifact import Artifact, Recipe
+from stages.core.digest import file_digest
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
+from stages.policies.policy import FP16_POLICY, KVPolicy
+from stages.verdict.candidate import Candidate
+from stages.verdict.gates import decide
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 TINY = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
 SAMPLES = ["workloads=builtin", "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"]

@@ -8,9 +8,9 @@ from onnx_fixtures import FP8, fmt
 from torch import Tensor
 
 from benchmarks import benchlib
-from pipeline.core.kv import KVPolicy, KVShape, LayerOverride
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
+from stages.policies.policy import KVPolicy, KVShape, LayerOverride
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 """Shape of the trained tiny model's cache."""

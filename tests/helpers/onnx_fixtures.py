@@ -15,17 +15,17 @@ import torch
 from amount import STRIDE
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.engine import Engine
-from pipeline.core.formats import Format, Granularity, ScaleSource
-from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window
-from pipeline.core.records import no_progress
-from pipeline.core.scales import KVScales, SideScales
+from stages.checkpoints.description import inspect_checkpoint
+from stages.core.records import no_progress
+from stages.engines.interface import Engine
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import ComputeDType, export_decoder
-from stages.engines.oracle.build import build_bundle as build_oracle_bundle
-from stages.engines.oracle.engine import OracleEngine
+from stages.engines.reference.build import build_bundle as build_reference_bundle
+from stages.engines.reference.engine import TorchEngine
+from stages.policies.formats import Format, Granularity, ScaleSource
+from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window
+from stages.policies.scales import KVScales, SideScales
 
 AMAX = 3.0
 """Largest magnitude that the tests' static scales cover. Like after a real calibration, some keys and values exceed it."""
@@ -67,7 +67,7 @@ def conf_policy(name: str) -> KVPolicy:
 SHIPPED = [
     policy
     for policy in map(conf_policy, shipped.SHIPPED)
-    if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
+    if policy.name != "int4_g128" and not any(form.code.reference_only for _, form in policy.formats)
 ]
 """Every shipped policy that heads of 64 channels and ONNX graphs support."""
 
@@ -186,9 +186,9 @@ def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
     return _build(build_bundle, decoder, out, policy, shape)
 
 
-def make_oracle_bundle(checkpoint: Path, out: Path, policy: KVPolicy) -> Path:
+def make_reference_bundle(checkpoint: Path, out: Path, policy: KVPolicy) -> Path:
     """Build a bundle of backend=torch."""
-    return _build(build_oracle_bundle, checkpoint, out, policy, inspect_checkpoint(checkpoint).shape)
+    return _build(build_reference_bundle, checkpoint, out, policy, inspect_checkpoint(checkpoint).shape)
 
 
 def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: Any) -> OnnxEngine:
@@ -203,8 +203,8 @@ def forced(engine: Engine, texts: Sequence[Sequence[int]], steps: int = STEPS) -
     return np.array(out)
 
 
-def make_oracle(model: AutoModelForCausalLM, policy: KVPolicy, shape: KVShape, **options: int) -> OracleEngine:
-    return OracleEngine.from_model(model, policy, static_scales(policy, shape), **options)
+def make_reference(model: AutoModelForCausalLM, policy: KVPolicy, shape: KVShape, **options: int) -> TorchEngine:
+    return TorchEngine.from_model(model, policy, static_scales(policy, shape), **options)
 
 
 def load_model(checkpoint: Path) -> AutoModelForCausalLM:

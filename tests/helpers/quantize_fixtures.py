@@ -9,11 +9,11 @@ import transformers
 from family_models import family_model
 from shipped import SHIPPED
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.formats import Format, Rotation, WeightsFormat
-from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.records import no_progress
-from pipeline.core.scales import SCALES_FILE, KVScales, SideScales
+from stages.checkpoints.description import inspect_checkpoint
+from stages.core.records import no_progress
+from stages.policies.formats import Format, Rotation, WeightsFormat
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import SCALES_FILE, KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export
 from stages.quantize.materialize import source_dtype

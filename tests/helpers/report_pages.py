@@ -9,14 +9,14 @@ import numpy as np
 from gate_reports import GATES, fidelity, report, row
 from judged_candidates import judged_candidate
 
-from pipeline.core.records import Sample
-from pipeline.registry.summary import Candidate
-from pipeline.verdict.gates import decide
-from pipeline.verdict.report import SampleRow
-from pipeline.verdict.tracked import flat_metrics
+from stages.core.records import Sample
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.metrics import slices
 from stages.report.exhibit import Exhibit, Occasion
+from stages.verdict.candidate import Candidate
+from stages.verdict.gates import decide
+from stages.verdict.report import SampleRow
+from stages.verdict.tracked import flat_metrics
 
 EDGES = [0, 256]
 STEPS = 8

@@ -8,13 +8,13 @@ from judged_candidates import MemoryRegistry, judged_candidate, replay_without_f
 
 from pipeline.config.policies import shipped_policies
 from pipeline.registry.promotion import ReplayedEvidence
-from pipeline.registry.summary import Candidate
+from pipeline.registry.routing.engines import Engines, RoutableEngine
+from pipeline.registry.routing.files import RoutingConfig
+from pipeline.registry.routing.stages import route
 from pipeline.registry.tracking import Version
-from pipeline.routing.engines import Engines, RoutableEngine
-from pipeline.routing.files import RoutingConfig
-from pipeline.routing.stages import route
-from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Check, LineStatus, Status, Verdict
+from stages.verdict.candidate import Candidate
+from stages.verdict.report import EvaluationReport, SampleRow
+from stages.verdict.thresholds import Check, LineStatus, Status, Verdict
 
 POLICIES = {policy.name: policy for policy in shipped_policies()}
 CLASSES = ("retrieval", "copy")

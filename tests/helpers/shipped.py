@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.core.kv import KVPolicy
+from stages.policies.policy import KVPolicy
 
 CONF = Path(__file__).parents[2] / "conf"
 

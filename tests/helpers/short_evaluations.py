@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.chain.inputs import check_inputs
+from pipeline.chain.runner import run
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.core.errors import GateRefusal
-from pipeline.run.inputs import check_inputs
-from pipeline.run.runner import run
+from stages.core.errors import GateRefusal
 
 THREE = "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}"
 SHORT = (

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from judged_candidates import candidate_in, judged_candidate
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.files import link_or_copy
-from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.store.store import Store
+from stages.core.artifact import Artifact, Recipe
+from stages.core.digest import file_digest
+from stages.core.files import link_or_copy
 
-CODE = ("pipeline.core.errors",)
+CODE = ("stages.core.errors",)
 PARTS = 3
 """Number of samples of the evaluation. Each is saved as it finishes."""
 FIGURES = {"quality/kl_mean": 0.01, "noise/kl_mean": 0.001}

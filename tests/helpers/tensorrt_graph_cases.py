@@ -11,8 +11,6 @@ import pytest
 from onnx import helper
 from onnx_fixtures import BY_NAME, INT4, fmt, int4_groups, make_bundle, once, shared_decoder
 
-from pipeline.core.kv import KVPolicy, LayerOverride
-from pipeline.formats.body import FLOAT_TYPES
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
@@ -20,6 +18,8 @@ from stages.engines.onnx.export import ComputeDType
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.plugin import use_plugin
 from stages.engines.tensorrt.shapes import PlanLimits
+from stages.policies.onnx_body import FLOAT_TYPES
+from stages.policies.policy import KVPolicy, LayerOverride
 
 PROGRAMS, SPLITS, SM = 3, 3, 89
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.core.scales import SCALES_FILE
+from stages.policies.scales import SCALES_FILE
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 4, 128, 4, 2, 64, 384, 1344
 ALGORITHMS = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}

@@ -11,14 +11,14 @@ from faults.hooks import Plant, times, write, zero
 from faults.library import BY_NAME as FAULTS
 from gate_reports import lines, report
 
-from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy
-from pipeline.core.workloads import ProbeConfig
-from pipeline.verdict.conformance import ALLOWED, Conformance, Deviation, EngineConformance
-from pipeline.verdict.thresholds import Check
 from stages.engines.onnx.engine import OnnxEngine
+from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
-from stages.evaluate.reference.engine import ReferenceEngine
+from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
+from stages.verdict.conformance import ALLOWED, Conformance, Deviation, EngineConformance
+from stages.verdict.thresholds import Check
+from stages.workloads.config import ProbeConfig
 
 SOUND = sorted(POLICIES)[:: 1 if STRIDE == 1 else 2 * STRIDE]
 PAGE_END_UNWRITTEN = FAULTS["shared_page_end_unwritten"].plant

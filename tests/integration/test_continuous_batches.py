@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from onnx_fixtures import BY_NAME, make_engine
 
-from pipeline.core.engine import Continuation, Engine
 from stages.engines.base import Logits
+from stages.engines.interface import Continuation, Engine
 
 LENGTHS = (70, 1, 200, 3, 64, 129, 12)
 LIMITS = (3, 12, 2, 9, 1, 5, 7)

@@ -16,17 +16,17 @@ from family_models import MODELS, family_model
 from onnx_fixtures import conf_policy, forced, make_decoder
 from transformers import PreTrainedModel
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.weights import check_weights
-from pipeline.core.kv import FP16_POLICY, KVPolicy, Window
-from pipeline.core.records import no_progress
-from pipeline.core.scales import SCALES_FILE, KVScales
-from stages.checkpoints import expected_tensors
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.loading import expected_tensors
+from stages.checkpoints.weights import check_weights
+from stages.core.records import no_progress
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.config import CpuAttention
 from stages.engines.onnx.engine import OnnxEngine, load_engine
-from stages.engines.oracle.attention import Fed
-from stages.engines.oracle.engine import OracleEngine
+from stages.engines.reference.attention import Fed
+from stages.engines.reference.engine import TorchEngine
+from stages.policies.policy import FP16_POLICY, KVPolicy, Window
+from stages.policies.scales import SCALES_FILE, KVScales
 from stages.quantize.run import measure_cache, quantize_weights, scale_cache
 
 TINY = Path(__file__).parents[2] / "stages" / "tiny" / "checkpoint"
@@ -83,10 +83,10 @@ class Served:
             build_bundle(self.root / "decoder", bundle, policy=policy, scales=self.scales(policy), progress=no_progress)
         return load_engine(bundle, threads=1, attention=attention, prefill_chunk=CHUNK)
 
-    def oracle(self, policy: KVPolicy) -> OracleEngine:
+    def reference(self, policy: KVPolicy) -> TorchEngine:
         """Return the reference engine."""
         scales = KVScales.model_validate_json(self.scales(policy).read_bytes())
-        return OracleEngine.from_model(self.model, policy, scales, prefill_chunk=CHUNK)
+        return TorchEngine.from_model(self.model, policy, scales, prefill_chunk=CHUNK)
 
 
 @pytest.fixture(scope="module", params=list(MODELS) if STRIDE == 1 else FEW)
@@ -122,27 +122,27 @@ def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Serv
 
 
 @pytest.mark.parametrize(("policy", "attention"), [("int8", "graph"), ("aged", "graph"), ("aged", "native")])
-def test_a_quantized_engine_equals_the_oracle(served: Served, policy: str, attention: CpuAttention) -> None:
+def test_a_quantized_engine_equals_the_reference(served: Served, policy: str, attention: CpuAttention) -> None:
     """Replay over the engine's own codes: a number on the border of two codes may round differently and move later logits."""
     engine, first = served.engine(POLICIES[policy], attention), TOKENS - FORCED
     handles, _ = engine.prefill([text()[:first]])
     computed = np.concatenate([engine.decode(handles, [token]) for token in text()[first:]])
     fed = Fed(text(), [(first, False), (FORCED, True)])
-    replay = served.oracle(POLICIES[policy]).replay([fed], [engine.stored(handles[0])], rounding=1e-7)[0].tail(FORCED)
+    replay = served.reference(POLICIES[policy]).replay([fed], [engine.stored(handles[0])], rounding=1e-7)[0].tail(FORCED)
     np.testing.assert_allclose(computed, replay.logits, atol=1e-3 * replay.logits.std())
     assert max(float(errors.engine.max()) for layer in replay.errors for errors in layer.values()) < 1e-3
 
 
-def test_the_oracle_computes_the_layers_above_a_known_input(served: Served) -> None:
+def test_the_reference_computes_the_layers_above_a_known_input(served: Served) -> None:
     """Check a basis of `stage=tune`: a layer keeps its window, rotary base and number when earlier layers are skipped."""
-    oracle, last = served.oracle(FP16_POLICY), served.model.config.num_hidden_layers - 1
-    known = oracle.layer_input(text(), TOKENS - FORCED, last)
-    again = oracle.forced(text(), TOKENS - FORCED, known)
-    np.testing.assert_array_equal(again, oracle.forced(text(), TOKENS - FORCED))
+    reference, last = served.reference(FP16_POLICY), served.model.config.num_hidden_layers - 1
+    known = reference.layer_input(text(), TOKENS - FORCED, last)
+    again = reference.forced(text(), TOKENS - FORCED, known)
+    np.testing.assert_array_equal(again, reference.forced(text(), TOKENS - FORCED))
 
 
-def test_the_oracle_computes_whole_sequences_as_it_computes_their_forced_tokens(served: Served) -> None:
+def test_the_reference_computes_whole_sequences_as_it_computes_their_forced_tokens(served: Served) -> None:
     """Check a basis of the stress test: replayed rows are scaled and capped like the model's logits."""
-    oracle, first = served.oracle(FP16_POLICY), TOKENS - FORCED
-    (replay,) = oracle.replay([Fed(text(), [(first, False), (FORCED, True)])])
-    np.testing.assert_allclose(replay.logits[1:], oracle.forced(text(), first), atol=1e-5)
+    reference, first = served.reference(FP16_POLICY), TOKENS - FORCED
+    (replay,) = reference.replay([Fed(text(), [(first, False), (FORCED, True)])])
+    np.testing.assert_allclose(replay.logits[1:], reference.forced(text(), first), atol=1e-5)

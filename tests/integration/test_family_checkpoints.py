@@ -10,12 +10,12 @@ from family_models import MODELS, SIZE, family_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from pipeline.checkpoint.description import CheckpointInfo, describe_checkpoint, read_config
-from pipeline.checkpoint.families import ARCHITECTURES, FAMILIES
-from pipeline.checkpoint.rope import rope_at_top_level
-from pipeline.checkpoint.weights import check_weights
-from pipeline.core.errors import UserError
-from stages.checkpoints import expected_tensors
+from stages.checkpoints.description import CheckpointInfo, describe_checkpoint, read_config
+from stages.checkpoints.families import ARCHITECTURES, FAMILIES
+from stages.checkpoints.loading import expected_tensors
+from stages.checkpoints.rope import rope_at_top_level
+from stages.checkpoints.weights import check_weights
+from stages.core.errors import UserError
 
 
 def described(path: Path, config: dict[str, Any]) -> CheckpointInfo:

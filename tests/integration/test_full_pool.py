@@ -10,10 +10,8 @@ import pytest
 from gate_reports import pressure_line
 from onnx_fixtures import BY_NAME, POLICIES, make_engine
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Sample, no_progress
-from pipeline.verdict.coverage import PoolDeviation, Pressure
+from stages.core.errors import UserError
+from stages.core.records import Sample, no_progress
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.paged import waiting
 from stages.engines.paged.pool import PagedPool
@@ -21,6 +19,8 @@ from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PageAllocator
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.policies.policy import KVPolicy
+from stages.verdict.coverage import PoolDeviation, Pressure
 
 REQUESTS = 16
 ROOM = 100

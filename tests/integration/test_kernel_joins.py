@@ -14,16 +14,16 @@ from kernel_engine_cases import CLOSE, GUARDED, decode_by_reference, distance, p
 from onnx_fixtures import static_scales
 
 from benchmarks import benchlib
-from pipeline.core.engine import Continuation
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Sample
+from stages.core.errors import UserError
+from stages.core.records import Sample
 from stages.engines.base import Logits
 from stages.engines.cuda.engine import KernelEngine
-from stages.engines.oracle.model import shape_for
+from stages.engines.interface import Continuation
+from stages.engines.reference.model import shape_for
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import contradiction, free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.policies.policy import KVPolicy
 
 CHUNK = 50
 LENGTHS = (120, 5, 60, 1, 133, 17, 64)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from main_path import FEW, SECRETS, Swept, command, summary
 
-from pipeline.artifacts.digest import files_digest, tree_files
+from stages.core.digest import files_digest, tree_files
 
 
 def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none(

@@ -25,13 +25,13 @@ from quantize_fixtures import FP8_UNCALIBRATED, cache_states, quantized_model, t
 from shipped import SHIPPED
 from torch import Tensor
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.exports import UNIFIED_HF_KV, export_refusal
-from pipeline.core.formats import Format, Rotation
-from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
-from pipeline.formats.oracle import Static, Stored
-from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.exports import UNIFIED_HF_KV, export_refusal
+from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.formats import dequantize, hadamard, quantize, static_scales
+from stages.policies.arithmetic_torch import Static, Stored
+from stages.policies.formats import Format, Rotation
+from stages.policies.policy import FP16_POLICY, KVPolicy, Side
 from stages.quantize.recipe import SIDES, quantizer_name
 from stages.quantize.run import load_model
 
@@ -78,7 +78,7 @@ class Both:
         finally:
             del self.quantizer._amax
 
-    def oracle(self, x_HTD: Tensor) -> Tensor:
+    def reference(self, x_HTD: Tensor) -> Tensor:
         return dequantize(quantize(x_HTD, self.form, self.static), self.form, self.static)
 
 
@@ -112,10 +112,10 @@ class Judged:
         scales = static_scales(self.scales.layers[layer][side], self.form, 2, 64) if self.form.static else None
         return Both(self.fake.get_submodule(quantizer_name((layer, side))), self.form, scales)
 
-    def logits(self, tokens: Sequence[int], way: str = "oracle") -> np.ndarray:
+    def logits(self, tokens: Sequence[int], way: str = "reference") -> np.ndarray:
         """Force-decode the last 136 tokens with the reference engine; `way` names the method of Both that rounds."""
-        engine = OracleEngine.from_model(self.model, self.policy, self.scales)
-        if way != "oracle":
+        engine = TorchEngine.from_model(self.model, self.policy, self.scales)
+        if way != "reference":
             storages: Any = [{side: Rounds(self.both(layer, side), way) for side in SIDES} for layer in range(4)]
             engine.storages = storages
         return engine.forced(tokens, 64)
@@ -123,7 +123,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A replacement of stages.engines.oracle.cache.Storage."""
+    """A replacement of stages.engines.reference.cache.Storage."""
 
     both: Both
     way: str
@@ -176,7 +176,7 @@ def rms(x: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("form", STATIC + DYNAMIC, ids=name)
-def test_modelopt_and_the_oracle_round_alike(
+def test_modelopt_and_the_reference_round_alike(
     form: Format, model: Any, states: list[dict[Side, Tensor]], tokens: list[int], tiny_checkpoint: Path
 ) -> None:
     """Compare numbers, then logits.
@@ -191,10 +191,10 @@ def test_modelopt_and_the_oracle_round_alike(
             for side in SIDES:
                 x, both = states[layer][side], judged.both(layer, side)
                 theirs = getattr(both, way)(x)
-                assert share_that_differs(both.oracle(x), theirs, x) <= TIES, (layer, side)
+                assert share_that_differs(both.reference(x), theirs, x) <= TIES, (layer, side)
                 assert share_that_differs(x, theirs, x) > 0.5
-        oracle, witness = judged.logits(tokens), judged.logits(tokens, way)
-        exact = OracleEngine.from_model(model, FP16_POLICY).forced(tokens, 64)
+        reference, witness = judged.logits(tokens), judged.logits(tokens, way)
+        exact = TorchEngine.from_model(model, FP16_POLICY).forced(tokens, 64)
         own = judged.logits(tokens, "modelopt")
-    assert rms(oracle - witness) < 0.05 * rms(oracle - exact)
-    assert rms(oracle - own) < 0.5 * rms(oracle - exact)
+    assert rms(reference - witness) < 0.05 * rms(reference - exact)
+    assert rms(reference - own) < 0.5 * rms(reference - exact)

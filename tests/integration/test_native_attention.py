@@ -9,13 +9,13 @@ from attention_cases import AttentionCase, Heads
 from format_cases import add_int2
 from onnx_fixtures import BY_NAME, POLICIES, fmt, make_engine
 
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import FP16_POLICY, KVPolicy
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.onnx.backend import OnnxBackend
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.native import compiler
 from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler
 from stages.engines.onnx.native.rewrite import refusals, use_kernel
+from stages.policies.policy import FP16_POLICY, KVPolicy
 
 LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
 """Lengths around the ends of pages, with one or several pages in a window of 64 or 128 tokens, and in units of 256 tokens."""

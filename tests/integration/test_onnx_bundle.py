@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from onnx_fixtures import BY_NAME, make_bundle
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.core.errors import UserError
+from stages.core.digest import file_digest
+from stages.core.errors import UserError
 from stages.engines.onnx.engine import load_engine
 
 

@@ -16,9 +16,9 @@ from onnx_fixtures import (
 )
 from transformers import LlamaConfig
 
-from pipeline.core.kv import FP16_POLICY
 from stages.engines.onnx import weights
 from stages.engines.onnx.engine import load_engine
+from stages.policies.policy import FP16_POLICY
 
 SIZE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

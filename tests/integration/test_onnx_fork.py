@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from onnx_fixtures import BY_NAME, make_engine
 
-from pipeline.core.errors import UserError
+from stages.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine
 
 PAGED = ["fp16", "int4_g32_asym_hadamard", "ages", "window_of_keys_and_values", "streaming", "evicted_ages"]

@@ -23,15 +23,15 @@ from onnx_fixtures import (
     load_model,
     make_decoder,
     make_engine,
-    make_oracle,
+    make_reference,
     save_model,
     shared_checkpoint,
     shared_decoder,
 )
 
-from pipeline.core.kv import KVPolicy, Side
 from stages.engines.onnx.engine import OnnxEngine
-from stages.engines.oracle.engine import OracleEngine
+from stages.engines.reference.engine import TorchEngine
+from stages.policies.policy import KVPolicy, Side
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 190, 300]
 """Lengths around the ends of pages. While 190 decodes, a page leaves a window of 64 tokens; no policy keeps 300 exact."""
@@ -66,22 +66,22 @@ def texts() -> list[list[int]]:
 @pytest.fixture(scope="module", params=POLICIES, ids=lambda policy: policy.name)
 def pair(
     request: pytest.FixtureRequest, model: torch.nn.Module, decoder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[OnnxEngine, OracleEngine]:
+) -> tuple[OnnxEngine, TorchEngine]:
     """The engine and the reference engine of a policy. Tests must leave no sequences and no faults behind."""
     engine = make_engine(decoder, tmp_path_factory.mktemp("bundles") / "bundle", request.param, attention="graph")
-    return engine, make_oracle(model, request.param, engine.shape)
+    return engine, make_reference(model, request.param, engine.shape)
 
 
-def differences(engine: OnnxEngine, oracle: OracleEngine, texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def differences(engine: OnnxEngine, reference: TorchEngine, texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Return all logits of the engine, and each decoded row's largest difference (STEPS, B) from the reference engine."""
     logits = forced(engine, texts)
-    expected = np.stack([oracle.forced(text, len(text) - STEPS) for text in texts], axis=1)
+    expected = np.stack([reference.forced(text, len(text) - STEPS) for text in texts], axis=1)
     return logits, np.abs(logits[1:] - expected).max(-1)
 
 
 @pytest.mark.every
-def test_batched_decode_equals_the_oracle_and_single_runs(
-    pair: tuple[OnnxEngine, OracleEngine], model: torch.nn.Module, texts: list[list[int]]
+def test_batched_decode_equals_the_reference_and_single_runs(
+    pair: tuple[OnnxEngine, TorchEngine], model: torch.nn.Module, texts: list[list[int]]
 ) -> None:
     logits, difference = differences(*pair, texts)
     assert difference.max() < FLIPS
@@ -95,10 +95,10 @@ def test_batched_decode_equals_the_oracle_and_single_runs(
 
 
 @pytest.mark.every
-def test_a_corrupted_key_scale_changes_decode_as_the_oracle_says_and_not_prefill(
-    pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]
+def test_a_corrupted_key_scale_changes_decode_as_the_reference_says_and_not_prefill(
+    pair: tuple[OnnxEngine, TorchEngine], texts: list[list[int]]
 ) -> None:
-    engine, oracle = pair
+    engine, reference = pair
     text = texts[-1]
     sound = forced(engine, [text])
     handles, _ = engine.prefill([text[:-STEPS]])
@@ -106,7 +106,7 @@ def test_a_corrupted_key_scale_changes_decode_as_the_oracle_says_and_not_prefill
         each.corrupt_key_scale(4.0)
     try:
         stored_before = engine.decode(handles, text[-STEPS : 1 - STEPS])
-        faulty, difference = differences(engine, oracle, [text])
+        faulty, difference = differences(engine, reference, [text])
         assert difference.max() < 4 * FLIPS
         np.testing.assert_array_equal(faulty[0], sound[0])
         np.testing.assert_allclose(faulty[1], stored_before, atol=ROUNDING)
@@ -119,10 +119,10 @@ def test_a_corrupted_key_scale_changes_decode_as_the_oracle_says_and_not_prefill
 
 @pytest.mark.every
 @pytest.mark.parametrize(("side", "head"), [(Side.KEY, 1), (Side.VALUE, None)])
-def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
-    side: Side, head: int | None, pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]
+def test_a_scale_of_one_layer_is_corrupted_as_the_reference_says_and_taken_back(
+    side: Side, head: int | None, pair: tuple[OnnxEngine, TorchEngine], texts: list[list[int]]
 ) -> None:
-    engine, oracle = pair
+    engine, reference = pair
     forms = [form for copy, form in engine.policy.sides(1).items() if copy.base is side]
     shared = any(form.static_granularity == "per_tensor" for form in forms)
     head = None if shared else head  # heads that share a scale are corrupted together
@@ -130,7 +130,7 @@ def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
     for each in pair:
         each.corrupt_scale(side, 4.0, 1, head)
     try:
-        faulty, difference = differences(engine, oracle, texts[-1:])
+        faulty, difference = differences(engine, reference, texts[-1:])
         assert difference.max() < 4 * FLIPS
         assert np.abs(faulty[1:] - sound[1:]).max() > FLIPS
     finally:
@@ -140,7 +140,7 @@ def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
 
 
 @pytest.mark.every
-def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]) -> None:
+def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, TorchEngine], texts: list[list[int]]) -> None:
     engine, _ = pair
     handles, _ = engine.prefill(texts)
     report, policy, shape = engine.memory(), engine.policy, engine.shape
@@ -174,23 +174,23 @@ def test_a_later_prefill_chunk_attends_over_the_quantized_cache_of_the_earlier_o
     name: str, model: torch.nn.Module, decoder: Path, tmp_path: Path, texts: list[list[int]]
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=50)
-    oracle = make_oracle(model, BY_NAME[name], engine.shape, prefill_chunk=50)
-    logits, difference = differences(engine, oracle, texts[-3:])
+    reference = make_reference(model, BY_NAME[name], engine.shape, prefill_chunk=50)
+    logits, difference = differences(engine, reference, texts[-3:])
     assert difference.max() < FLIPS
-    expected = oracle.prefill([text[:-STEPS] for text in texts[-3:]])[1]
+    expected = reference.prefill([text[:-STEPS] for text in texts[-3:]])[1]
     np.testing.assert_allclose(logits[0], expected, atol=FLIPS)
 
 
 @pytest.mark.every
 @pytest.mark.parametrize(("head_dim", "size"), [(96, 32), (128, 128)][::STRIDE])
-def test_groups_that_do_not_fall_on_halves_of_a_head_equal_the_oracle(
+def test_groups_that_do_not_fall_on_halves_of_a_head_equal_the_reference(
     head_dim: int, size: int, tmp_path: Path, texts: list[list[int]]
 ) -> None:
     """Use an odd number of INT4 groups: the middle group has channels in low and in high nibbles."""
     checkpoint = save_model(llama_config(head_dim), tmp_path / "checkpoint")
     policy = KVPolicy(name="odd", key=int4_groups(size), value=int4_groups(size, symmetric=False))
     engine = make_engine(make_decoder(checkpoint, tmp_path / "decoder"), tmp_path / "bundle", policy)
-    assert differences(engine, make_oracle(load_model(checkpoint), policy, engine.shape), texts[-3:])[1].max() < FLIPS
+    assert differences(engine, make_reference(load_model(checkpoint), policy, engine.shape), texts[-3:])[1].max() < FLIPS
 
 
 def test_a_new_integer_format_is_one_entry_of_codes(
@@ -203,7 +203,7 @@ def test_a_new_integer_format_is_one_entry_of_codes(
     for number, (key, value) in enumerate([(fmt("int2", "per_token"), grouped), (rotated, fmt("int2", "per_tensor"))]):
         policy = KVPolicy(name=f"int2_{number}", key=key, value=value)
         engine = make_engine(decoder, tmp_path / policy.name, policy)
-        _, difference = differences(engine, make_oracle(model, policy, engine.shape), texts)
+        _, difference = differences(engine, make_reference(model, policy, engine.shape), texts)
         assert difference.max() < FLIPS
         assert np.median(difference) < MEDIAN
         assert engine.memory().pool_bytes < BY_NAME["int4_g32"].pool_bytes(engine.shape, engine.memory().pages)

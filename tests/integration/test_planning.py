@@ -7,9 +7,9 @@ import pytest
 from checkpoints import LLAMA_8B
 from judged_engine import config_of
 
-from pipeline.core.errors import GateRefusal
-from pipeline.run import planning
-from pipeline.run.planning import recommend_policy, show_capacity
+from pipeline.chain import planning
+from pipeline.chain.planning import recommend_policy, show_capacity
+from stages.core.errors import GateRefusal
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "kv"
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from onnx_fixtures import BY_NAME, POLICIES, make_bundle
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
+from stages.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.paged.prefixes import PrefixCache
+from stages.policies.policy import KVPolicy
 
 CHUNK = 64
 NEW = 70

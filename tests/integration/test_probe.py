@@ -17,19 +17,19 @@ from onnx_fixtures import (
     load_model,
     make_bundle,
     make_engine,
-    make_oracle,
+    make_reference,
     shared_checkpoint,
 )
 
-from pipeline.core.kv import PAGE_TOKENS, KVShape
-from pipeline.core.records import no_progress
-from pipeline.core.workloads import ProbeConfig
-from pipeline.verdict.coverage import Probe, ProcessMemory
+from stages.core.records import no_progress
 from stages.engines.onnx.engine import OnnxEngine, load_engine
-from stages.engines.oracle.engine import OracleEngine
+from stages.engines.reference.engine import TorchEngine
+from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.stress_test import probe
 from stages.evaluate.decoding.system import process_memory
-from stages.evaluate.reference.engine import ReferenceEngine
-from stages.evaluate.reference.probe import probe
+from stages.policies.policy import PAGE_TOKENS, KVShape
+from stages.verdict.coverage import Probe, ProcessMemory
+from stages.workloads.config import ProbeConfig
 
 SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
 WIDE = SMALL.model_copy(update={"max_batch": 20})
@@ -51,14 +51,14 @@ def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model: Any) -> ReferenceEngine:
     """The reference engine for int8."""
-    return ReferenceEngine(OracleEngine.from_model(model, BY_NAME["int8"]), "float32")
+    return ReferenceEngine(TorchEngine.from_model(model, BY_NAME["int8"]), "float32")
 
 
 @pytest.mark.parametrize(("name", "attention"), [("int8", "graph"), ("evicted_ages", "native")])
 def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], attention=attention)
     found = probe(
-        engine, ReferenceEngine(make_oracle(model, BY_NAME[name], engine.shape), "float32"), SMALL, 4, 150, no_progress
+        engine, ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape), "float32"), SMALL, 4, 150, no_progress
     )
     assert found.failures == []
     assert found.allocation.problem is None
@@ -76,7 +76,7 @@ def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caugh
     name: str, said: str, model: Any, decoder: Path, tmp_path: Path
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["streaming"])
-    reference = ReferenceEngine(make_oracle(model, BY_NAME["streaming"], engine.shape), "float32")
+    reference = ReferenceEngine(make_reference(model, BY_NAME["streaming"], engine.shape), "float32")
     long = SMALL.model_copy(update={"max_tokens": 320})
     assert probe(engine, reference, long, 4, 150, no_progress).failures == []
     FAULTS[name].plant(engine)
@@ -86,7 +86,7 @@ def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caugh
 
 def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any) -> None:
     engine, reference = (
-        make_oracle(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2)
+        make_reference(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2)
     )
     engine.decode = decode = Mock(wraps=engine.decode)  # type: ignore[method-assign]
     found = probe(engine, ReferenceEngine(reference, "float32"), SMALL, 4, 150, no_progress)

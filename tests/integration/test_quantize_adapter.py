@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.errors import UserError
+from stages.checkpoints.description import inspect_checkpoint
+from stages.core.errors import UserError
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.run import load_model
 

@@ -19,14 +19,14 @@ from quantize_fixtures import (
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pipeline.artifacts.files import STORE_FILE
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.families import LINEARS
-from pipeline.checkpoint.files import INDEX
-from pipeline.core.errors import UserError
-from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
-from pipeline.core.scales import KVScales, SideScales
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.families import LINEARS
+from stages.checkpoints.files import INDEX
+from stages.core.errors import UserError
+from stages.core.files import STORE_FILE
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import FP16_POLICY, KVPolicy, Side
+from stages.policies.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.run import scale_cache
 

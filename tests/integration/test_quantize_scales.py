@@ -12,9 +12,9 @@ from onnx_fixtures import FP8, fmt
 from quantize_fixtures import POLICIES, cache_states, stage
 from torch import Tensor
 
-from pipeline.core.formats import Format, WeightsFormat
-from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Side, Window
-from pipeline.core.scales import KVScales, SideScales
+from stages.policies.formats import Format, WeightsFormat
+from stages.policies.policy import KVPolicy, KVShape, LayerOverride, Side, Window
+from stages.policies.scales import KVScales, SideScales
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 States = list[dict[str, Tensor]]

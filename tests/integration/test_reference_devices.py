@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import benchlib
-from pipeline.core.kv import Eviction, KVPolicy, Side
-from stages.engines.oracle import attention, engine, formats, placing
-from stages.engines.oracle.attention import AttentionPiece, Block, Fed
-from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.model import head
-from stages.engines.oracle.relatives import relatives
+from stages.engines.reference import attention, engine, formats, placing
+from stages.engines.reference.attention import AttentionPiece, Block, Fed
+from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.model import head
+from stages.engines.reference.relatives import relatives
+from stages.policies.policy import Eviction, KVPolicy, Side
 
 DEVICE = torch.device("meta")
 INT8 = SHIPPED["int8"]
@@ -61,7 +61,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             blocks = plan(*given[:-1])
         return [with_masks(block, DEVICE) for block in blocks]
 
-    def logits(self: OracleEngine, hidden: torch.Tensor) -> Any:
+    def logits(self: TorchEngine, hidden: torch.Tensor) -> Any:
         found = head(self.model, hidden)
         assert (found.device, found.dtype) == (DEVICE, torch.float32)
         return np.zeros(tuple(found.shape), np.float32)
@@ -75,7 +75,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(engine, "plan", planned)
     monkeypatch.setattr(attention.Finite, "check", lambda _: None)
-    monkeypatch.setattr(OracleEngine, "_logits", logits)
+    monkeypatch.setattr(TorchEngine, "_logits", logits)
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch, "randn", lambda shape, generator, device: torch.empty(shape, device=device))  # noqa: ARG005
     model = benchlib.load_model()
@@ -94,21 +94,21 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_all_that_is_computed_lies_on_the_engines_device(policy: KVPolicy, elsewhere: Any) -> None:
-    shape = OracleEngine.from_model(elsewhere, SHIPPED["fp16"]).shape
-    oracle = OracleEngine.from_model(elsewhere, policy, static_scales(policy, shape), prefill_chunk=128)
+    shape = TorchEngine.from_model(elsewhere, SHIPPED["fp16"]).shape
+    reference = TorchEngine.from_model(elsewhere, policy, static_scales(policy, shape), prefill_chunk=128)
     text = list(range(100, 300))
-    assert oracle.forced(text, 196).shape == (4, oracle.vocab_size)
-    oracle.replay([Fed(text, [(150, False), (2, True), (46, False), (2, True)]), Fed(text[:9], [(9, False)])], rounding=1e-4)
-    handles, _ = oracle.prefill([text[:200], text[:63], text[:1]])
-    oracle.decode(handles, [1, 2, 3])
-    oracle.corrupt_scale(Side.KEY, 2.0, 1, 0)
-    oracle.decode(handles, [1, 2, 3])
-    for _, relative in relatives(oracle):
+    assert reference.forced(text, 196).shape == (4, reference.vocab_size)
+    reference.replay([Fed(text, [(150, False), (2, True), (46, False), (2, True)]), Fed(text[:9], [(9, False)])], rounding=1e-4)
+    handles, _ = reference.prefill([text[:200], text[:63], text[:1]])
+    reference.decode(handles, [1, 2, 3])
+    reference.corrupt_scale(Side.KEY, 2.0, 1, 0)
+    reference.decode(handles, [1, 2, 3])
+    for _, relative in relatives(reference):
         relative.forced(text[:100], 98)
 
 
 def test_a_mask_that_stays_on_the_cpu_is_noticed(elsewhere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    oracle = OracleEngine.from_model(elsewhere, INT8, static_scales(INT8, OracleEngine.from_model(elsewhere, INT8).shape))
+    reference = TorchEngine.from_model(elsewhere, INT8, static_scales(INT8, TorchEngine.from_model(elsewhere, INT8).shape))
     planned: Any = vars(engine)["plan"]
 
     def stays(*given: Any) -> list[Block]:
@@ -116,4 +116,4 @@ def test_a_mask_that_stays_on_the_cpu_is_noticed(elsewhere: Any, monkeypatch: py
 
     monkeypatch.setattr(engine, "plan", stays)
     with pytest.raises(RuntimeError, match="on the same device"):
-        oracle.forced(list(range(100)), 50)
+        reference.forced(list(range(100)), 50)

@@ -7,13 +7,13 @@ import torch
 from conformance_cases import POLICIES, Conformity, compare
 from onnx_fixtures import static_scales
 
-from pipeline.core.kv import Side
-from pipeline.core.scales import KVScales
-from pipeline.formats.oracle import Static
-from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.formats import dequantize, quantize
-from stages.engines.oracle.relatives import relatives
-from stages.evaluate.reference.engine import ReferenceEngine
+from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.formats import dequantize, quantize
+from stages.engines.reference.relatives import relatives
+from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.policies.arithmetic_torch import Static
+from stages.policies.policy import Side
+from stages.policies.scales import KVScales
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Co
     return Conformity(tiny_checkpoint, tmp_path_factory)
 
 
-def oracle(bench: Conformity, name: str) -> OracleEngine:
-    policy, plain = POLICIES[name], OracleEngine.from_model(bench.model, POLICIES["fp16"])
+def torch_engine(bench: Conformity, name: str) -> TorchEngine:
+    policy, plain = POLICIES[name], TorchEngine.from_model(bench.model, POLICIES["fp16"])
     calibrated = static_scales(policy, plain.shape)
     # Every layer has different scales, and its values have other scales than its keys.
     layers = tuple(
@@ -34,7 +34,7 @@ def oracle(bench: Conformity, name: str) -> OracleEngine:
         }
         for n, layer in enumerate(calibrated.layers)
     )
-    return OracleEngine.from_model(bench.model, policy, KVScales(layers=layers))
+    return TorchEngine.from_model(bench.model, policy, KVScales(layers=layers))
 
 
 CASES = [
@@ -51,7 +51,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "what"), CASES)
 def test_what_an_engine_computes_instead_is_named(name: str, what: str, bench: Conformity) -> None:
-    reference = oracle(bench, name)
+    reference = torch_engine(bench, name)
     engine = dict(relatives(reference))[what]
     engine.policy = reference.policy
     long = max(bench.encoded, key=lambda item: len(item.prompt))
@@ -62,7 +62,7 @@ def test_what_an_engine_computes_instead_is_named(name: str, what: str, bench: C
 
 
 def test_a_fault_like_no_relative_is_not_explained(bench: Conformity) -> None:
-    reference, engine = oracle(bench, "int8"), oracle(bench, "int8")
+    reference, engine = torch_engine(bench, "int8"), torch_engine(bench, "int8")
     engine.corrupt_scale(Side.KEY, 2.0, layer=1, head=0)
     result = compare(engine, ReferenceEngine(reference, "float32"), bench.encoded[:1], 1)
     assert result.deviation is not None

@@ -7,10 +7,10 @@ import pytest
 from family_models import MODELS, SIZE
 from transformers import AutoConfig
 
-from pipeline.checkpoint.families import FAMILIES
-from pipeline.checkpoint.rope import compose_rope, rope_at_top_level
-from pipeline.core.errors import UserError
-from stages.checkpoints import expected_tensors
+from stages.checkpoints.families import FAMILIES
+from stages.checkpoints.loading import expected_tensors
+from stages.checkpoints.rope import compose_rope, rope_at_top_level
+from stages.core.errors import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 20000.0}

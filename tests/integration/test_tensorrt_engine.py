@@ -8,8 +8,7 @@ import torch
 from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine, make_plans
 from onnx_fixtures import BY_NAME, make_bundle
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import Side
+from stages.core.errors import UserError
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.engine import OnnxEngine
@@ -19,6 +18,7 @@ from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanStep
+from stages.policies.policy import Side
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
 BATCH, TOKENS = 3, 320

@@ -17,8 +17,6 @@ import tensorrt_stubs_builder as builder
 from shipped import SHIPPED
 from tensorrt_stubs_builder import Plan, Run, Tensor, Triple
 
-from pipeline.core.kv import KVShape
-from pipeline.formats.graph import onnx_type
 from plugins.kv_attention.kernels.variants import WIDEST, Compute, Setting, context_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
@@ -34,6 +32,8 @@ from plugins.kv_attention.tensorrt_nodes import (
 )
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import check_kernels
+from stages.policies.arithmetic_onnx import onnx_type
+from stages.policies.policy import KVShape
 
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}

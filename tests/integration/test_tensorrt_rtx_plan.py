@@ -16,9 +16,7 @@ from onnx_fixtures import (
     shared_decoder,
 )
 
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, LayerOverride, Side
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
@@ -30,6 +28,8 @@ from stages.engines.tensorrt.bundle import PlanRecord, load_weights
 from stages.engines.tensorrt.engine import load_engine
 from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.shapes import PlanLimits
+from stages.policies.formats import Format
+from stages.policies.policy import KVPolicy, LayerOverride, Side
 
 E5M2 = [policy.name for policy in SHIPPED if any(form.dtype == "fp8_e5m2" for _, form in policy.formats)]
 """Policies with a type that TensorRT lacks: its parser refuses E5M2 pools as inputs."""

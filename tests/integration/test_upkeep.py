@@ -17,18 +17,19 @@ from interruptions import FORK, attempt
 from judged_engine import candidate_of, config_of, judged_engine
 from rich.filesize import decimal
 
-from pipeline.artifacts.digest import file_digest, tree_files
-from pipeline.artifacts.locks import LIMIT
-from pipeline.artifacts.store import MANIFEST, USERS, Recipe, Store, alone, used
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.chain import runner
+from pipeline.cli.needs import Piece, distinct_bytes, find, last_sweeps, needs_of, walk
+from pipeline.cli.prune import PrunePlan, make_plan, remove
+from pipeline.cli.registered import read_registered
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
-from pipeline.run import runner
-from pipeline.upkeep.needs import Piece, distinct_bytes, find, last_sweeps, needs_of, walk
-from pipeline.upkeep.prune import PrunePlan, make_plan, remove
-from pipeline.upkeep.registered import read_registered
+from pipeline.store.locks import LIMIT
+from pipeline.store.store import MANIFEST, USERS, Store, alone, used
+from stages.core.artifact import Recipe
+from stages.core.digest import file_digest, tree_files
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
 MODEL = "model.path=/models/some-llm"
 SWEEPS = {"20260101-000000-1-a": "int8_tensor", "20260102-000000-1-b": "int8", "20260103-000000-1-c": "fp8"}

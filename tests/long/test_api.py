@@ -29,10 +29,10 @@ from pipeline.api import (
     load,
 )
 from pipeline.api.calls import compose
+from pipeline.cli import console
 from pipeline.config.config import Config
-from pipeline.core.overrides import written
+from pipeline.config.override_syntax import written
 from pipeline.registry import summary
-from pipeline.terminal import console
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "examples" / "own_samples.jsonl"
@@ -196,8 +196,8 @@ def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: 
 def test_engines_of_another_backend_and_evidence_are_loaded_as_well(judged: Evaluation) -> None:
     """Load the reference engine's bundle from the conformance check, and the engine from its evidence."""
     bundles = {path: path.parent for path in judged.bundle.parent.glob("*/bundle.json")}
-    oracle = next(folder for path, folder in bundles.items() if '"torch"' in path.read_text() and "int8" in _policy(folder))
-    for place, backend in ((oracle, "torch"), (judged.candidate.identity.path.parent, "onnxruntime")):
+    reference = next(folder for path, folder in bundles.items() if '"torch"' in path.read_text() and "int8" in _policy(folder))
+    for place, backend in ((reference, "torch"), (judged.candidate.identity.path.parent, "onnxruntime")):
         with load(str(place), threads=1) as engine:
             assert (engine.backend, engine.policy.name) == (backend, "int8")
             assert engine.generate(ASKED) == COPIED

@@ -18,10 +18,10 @@ from judged_candidates import decide_pass, proven, replay_without_findings
 from postgres import mlflow_server, postgres
 from small_runs import build, evaluate, open_tracking
 
-from pipeline.artifacts.digest import tree_files
-from pipeline.artifacts.store import _manifest
-from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import promotion, summary
+from pipeline.store.store import _manifest
+from stages.core.digest import tree_files
+from stages.core.errors import GateRefusal, UserError
 
 ROUNDS = 2
 

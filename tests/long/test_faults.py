@@ -10,7 +10,7 @@ from faults.fault import POLICIES
 from faults.ground import Ground, decide_without
 from faults.library import ALONE, BY_NAME, FAULTS, SOUND_ENGINES, sound_name
 
-from pipeline.verdict.gates import decide
+from stages.verdict.gates import decide
 
 RECORD, COSTS = record.load(record.RESULTS, record.Outcome), record.load(record.COSTS, record.Cost)
 

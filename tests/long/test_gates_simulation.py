@@ -13,7 +13,7 @@ from gate_reports import GATES, lines, report, row
 
 from benchmarks.gates import at_limit, drawn, failing, greedy, passing
 from benchmarks.recovery import load
-from pipeline.statistics.bets import Array
+from stages.verdict.statistics.bets import Array
 
 ANSWERS, RUNS = load(), 2000
 LOOKS = (15, 36, 72, 108, 144)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.documentation import GEMMA3
-from pipeline.checkpoint.description import inspect_checkpoint
-from stages.checkpoints import load_causal_lm, load_tokenizer
-from stages.gguf.convert import convert_gguf
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.gguf.convert import convert_gguf
+from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / GEMMA3).is_file(), reason="Gemma 3 270M is not there: make gemma3")

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, llama_config, make_oracle, static_scales
+from onnx_fixtures import BY_NAME, llama_config, make_reference, static_scales
 from transformers import AutoModelForCausalLM
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import Eviction, KVPolicy, KVShape, Side
-from stages.engines.oracle.attention import Fed, Span
-from stages.engines.oracle.cache import LayerStorage, layer_storages
-from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
-from stages.engines.oracle.model import LayerAttention
+from stages.core.errors import UserError
+from stages.engines.reference.attention import Fed, Span
+from stages.engines.reference.cache import LayerStorage, layer_storages
+from stages.engines.reference.heavy import SIDES, HeavyCache, HeavyView
+from stages.engines.reference.model import LayerAttention
+from stages.policies.policy import Eviction, KVPolicy, KVShape, Side
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 EVICTION = Eviction(window_tokens=64, heavy_tokens=64)
@@ -92,17 +92,17 @@ def test_each_head_keeps_its_own_heavy_hitters_and_the_latest_tokens(name: str, 
 
 @pytest.mark.parametrize("name", ["fp16", "int8", "int4_g32", "int4_tensor"])
 def test_keeping_everything_is_no_eviction(name: str, model: Any, text: list[int]) -> None:
-    plain = make_oracle(model, BY_NAME[name], SHAPE, prefill_chunk=80)
-    roomy = make_oracle(model, evicting(name, heavy_tokens=256), SHAPE, prefill_chunk=80)
+    plain = make_reference(model, BY_NAME[name], SHAPE, prefill_chunk=80)
+    roomy = make_reference(model, evicting(name, heavy_tokens=256), SHAPE, prefill_chunk=80)
     np.testing.assert_allclose(roomy.forced(text, 200), plain.forced(text, 200), rtol=0, atol=1e-9)
-    tight = make_oracle(model, evicting(name), SHAPE, prefill_chunk=80)
+    tight = make_reference(model, evicting(name), SHAPE, prefill_chunk=80)
     assert np.abs(tight.forced(text, 200) - plain.forced(text, 200)).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["fp16", "int4"])
 def test_one_pass_equals_decoding_a_batch_and_memory_is_the_policys_arithmetic(name: str, model: Any, text: list[int]) -> None:
     policy = evicting(name)
-    engine = make_oracle(model, policy, SHAPE, prefill_chunk=80)
+    engine = make_reference(model, policy, SHAPE, prefill_chunk=80)
     handles, _ = engine.prefill([text[:200], text[:30]])
     rows = [engine.decode(handles, [token, text[30 + i]])[0] for i, token in enumerate(text[200:])]
     np.testing.assert_allclose(np.array(rows), engine.forced(text, 200), rtol=0, atol=1e-9)
@@ -114,7 +114,7 @@ def test_one_pass_equals_decoding_a_batch_and_memory_is_the_policys_arithmetic(n
 
 
 def test_a_corrupted_scale_is_seen_and_a_refused_token_leaves_nothing(model: Any, text: list[int]) -> None:
-    engine = make_oracle(model, evicting("int8"), SHAPE)
+    engine = make_reference(model, evicting("int8"), SHAPE)
     sound = engine.forced(text, 200)
     engine.corrupt_key_scale(4.0)
     assert np.abs(engine.forced(text, 200) - sound).max() > 1e-2
@@ -126,7 +126,7 @@ def test_a_corrupted_scale_is_seen_and_a_refused_token_leaves_nothing(model: Any
 
 
 def test_replays_are_disturbed_by_roundings_alone(model: Any, text: list[int]) -> None:
-    engine = make_oracle(model, evicting("fp16"), SHAPE)
+    engine = make_reference(model, evicting("fp16"), SHAPE)
     (replay,) = engine.replay([Fed(text, [(200, False), (len(text) - 200, True)])], rounding=1e-12)
     np.testing.assert_allclose(replay.logits[1:], engine.forced(text, 200), rtol=0, atol=1e-9)
     assert 0 < np.abs(replay.logits - replay.disturbed).max() < 1e-6

@@ -12,9 +12,9 @@ from fake_interpreter import make_interpreter, make_sglang_interpreter
 from gate_reports import lines
 from short_evaluations import THREE, job_of, judge
 
-from pipeline.core.errors import GateRefusal
-from pipeline.run.runner import run
-from pipeline.verdict.report import load_report
+from pipeline.chain.runner import run
+from stages.core.errors import GateRefusal
+from stages.verdict.report import load_report
 
 FEW = (THREE, "tracking=none", "gates.min_baseline_probability=0", "workloads.rounds=[1.0]", "calibration.max_length=64")
 

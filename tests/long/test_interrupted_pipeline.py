@@ -41,7 +41,7 @@ def judged(work: Path) -> tuple[str, dict[str, str]]:
 
 def test_the_pipeline_gets_to_its_end_however_often_it_is_hit(tmp_path: Path) -> None:
     """Interrupt each attempt some operations later than the previous one. Finished work is kept, so one attempt finishes."""
-    for module in ("stages.quantize.run", "stages.engines.onnx.build", "stages.evaluate.once", "pipeline.run.runner"):
+    for module in ("stages.quantize.run", "stages.engines.onnx.build", "stages.evaluate.once", "pipeline.chain.runner"):
         importlib.import_module(module)  # once, for all children
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     assert attempt(partial(command, whole), whole).code == 0

@@ -14,11 +14,11 @@ import torch
 from kernel_engine_cases import GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
 from onnx_fixtures import static_scales
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import Side
+from stages.core.errors import UserError
 from stages.engines.cuda.engine import KernelEngine, plan_pass
 from stages.engines.cuda.passes import DecodePass
-from stages.engines.oracle.model import shape_for
+from stages.engines.reference.model import shape_for
+from stages.policies.policy import Side
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,17 @@ import torch
 from onnx_fixtures import load_model, make_bundle, make_decoder
 from shipped import SHIPPED
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY
-from pipeline.core.records import no_progress
-from stages.engines.oracle.build import build_bundle
+from stages.core.errors import UserError
+from stages.core.records import no_progress
+from stages.engines.reference.build import build_bundle
+from stages.policies.policy import FP16_POLICY
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvgate[lm-eval]'")
 
 from lm_eval.api.instance import Instance
 
+from pipeline.lm_eval.model import KvgateLM
 from stages.evaluate.distances.distance import log_softmax
-from stages.lm_eval.model import KvgateLM
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 0.03
@@ -46,12 +46,12 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
     work = tmp_path_factory.mktemp("lm_eval")
     decoder = make_decoder(tiny_checkpoint, work / "decoder")
     made = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", SHIPPED["int4_g64"]))}
-    oracle = work / "oracle"
-    oracle.mkdir()
+    reference = work / "reference"
+    reference.mkdir()
     build_bundle(
-        tiny_checkpoint, oracle, policy=SHIPPED["int4_g64"], scales=made["int4"] / "kv_scales.json", progress=no_progress
+        tiny_checkpoint, reference, policy=SHIPPED["int4_g64"], scales=made["int4"] / "kv_scales.json", progress=no_progress
     )
-    return {**made, "oracle": oracle}
+    return {**made, "reference": reference}
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Pat
             KvgateLM(none)
 
 
-@pytest.mark.parametrize("bundle", ["int4", "oracle"])
+@pytest.mark.parametrize("bundle", ["int4", "reference"])
 def test_logits_that_are_not_finite_give_neither_a_number_nor_an_answer(bundle: str, bundles: dict[str, Path]) -> None:
     """Cover a context of one token too, whose logits come from the prefill."""
     model = lm(bundles[bundle])
@@ -253,7 +253,8 @@ doc_to_text: question
         f"task: local_answer\n{shared}output_type: generate_until\ndoc_to_target: '{{{{choices[label]}}}}'\n"
         "generation_kwargs: {until: [Tartu], max_gen_toks: 6}\nmetric_list: [{metric: exact_match}]\n"
     )
-    command = [sys.executable, "-m", "stages.lm_eval", "run", "--model", "kvgate", "--model_args", f"bundle={bundles['int4']}"]
+    command = [sys.executable, "-m", "pipeline.lm_eval", "run", "--model", "kvgate"]
+    command += ["--model_args", f"bundle={bundles['int4']}"]
     command += ["--tasks", "local_choice,local_answer", "--include_path", str(tmp_path), "--batch_size", "4"]
     command += ["--output_path", str(tmp_path / "out"), "--log_samples"]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}

@@ -13,9 +13,9 @@ import pytest
 from main_path import FEW, Swept, pipeline, summary
 from signing_keys import key_pair
 
-from pipeline.artifacts.digest import tree_files
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.trust.signing import SIGNATURE_FILE
+from pipeline.registry.signing import SIGNATURE_FILE
+from stages.core.digest import tree_files
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
     assert not list(artifacts.glob(".partial/*/*"))
 
 
-def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
+def test_the_reference_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
     work, _ = swept
     by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
     small = (
@@ -87,13 +87,13 @@ def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_b
     )
     result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", *small)
     assert result.returncode == 0, result.stderr
-    by_oracle = {c["policy"]: c for c in summary(work)["candidates"]}
-    for kv, candidate in by_oracle.items():
+    by_reference = {c["policy"]: c for c in summary(work)["candidates"]}
+    for kv, candidate in by_reference.items():
         assert (candidate["backend"], by_engine[kv]["backend"]) == ("torch", "onnxruntime")
         assert candidate["verdict"] == by_engine[kv]["verdict"]
         found, expected = (c["metrics"]["quality/kl_mean"] for c in (candidate, by_engine[kv]))
         assert found == pytest.approx(expected, rel=0.02)
-    assert 0 < by_oracle["fp8"]["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
+    assert 0 < by_reference["fp8"]["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
     promoted = pipeline(work, "stage=promote", "backend=torch", "backend.device=cpu")
     assert promoted.returncode == 0, promoted.stderr
     assert summary(work)["champion"] == "fp8"

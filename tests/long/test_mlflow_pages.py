@@ -14,11 +14,11 @@ from judged_candidates import judged_candidate
 from judged_engine import config_of
 from postgres import mlflow_server
 
+from pipeline.chain.showing import compare_in_mlflow
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
-from pipeline.run.showing import compare_in_mlflow
-from pipeline.verdict.tracked import flat_metrics
+from stages.verdict.candidate import Candidate
+from stages.verdict.tracked import flat_metrics
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from stages.checkpoints import load_causal_lm
+from stages.checkpoints.loading import load_causal_lm
 from stages.evaluate.decoding.speculation import Draft, draft_passes
 from stages.evaluate.inputs.tokens import BundleTokenizer
-from stages.workloads import generate
+from stages.workloads.generated import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "stages" / "tiny" / "checkpoint"

@@ -9,8 +9,8 @@ import psutil
 import pytest
 from onnx_fixtures import BY_NAME, make_engine, shared_decoder
 
-from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.onnx.engine import OnnxEngine
+from stages.policies.policy import PAGE_TOKENS
 
 VOCABULARY = 256
 REQUESTS = 2_000

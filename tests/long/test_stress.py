@@ -9,12 +9,12 @@ from amount import STRIDE
 from conformance_cases import POLICIES, Conformity
 from onnx_fixtures import static_scales
 
-from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy
-from pipeline.core.records import no_progress
-from pipeline.core.workloads import ProbeConfig
-from pipeline.verdict.coverage import Probe
-from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.reference.probe import probe
+from stages.core.records import no_progress
+from stages.engines.reference.engine import TorchEngine
+from stages.evaluate.conformance.stress_test import probe
+from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
+from stages.verdict.coverage import Probe
+from stages.workloads.config import ProbeConfig
 
 CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
 SEEDS = range(int(os.environ.get("STRESS_SEEDS", "1")))
@@ -29,7 +29,7 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Co
 def stressed(bench: Conformity, policy: KVPolicy, kind: str, seed: int) -> Probe:
     """Run the stress test on the tiny model: with native or graph attention, or on the reference engine itself."""
     plain = bench.engine(FP16_POLICY)
-    engine: Any = OracleEngine.from_model(bench.model, policy, static_scales(policy, plain.shape))
+    engine: Any = TorchEngine.from_model(bench.model, policy, static_scales(policy, plain.shape))
     if kind != "reference":
         engine = bench.engine(policy, kind)
     return probe(engine, bench.reference(policy, plain), CONFIG.model_copy(update={"seed": seed}), 8, 400, no_progress)

@@ -7,11 +7,11 @@ import torch
 from main_path import pipeline
 
 from pipeline.config.policies import load_policies
-from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.scales import KVScales
-from pipeline.planning.tuning import TuneReport
-from stages.checkpoints import load_causal_lm
-from stages.tune.measure import MEASURED, Bench, Text, TextSet
+from stages.checkpoints.loading import load_causal_lm
+from stages.planning.tune_measure import MEASURED, Bench, Text, TextSet
+from stages.planning.tuning import TuneReport
+from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.scales import KVScales
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
 

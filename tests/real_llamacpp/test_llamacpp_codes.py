@@ -8,7 +8,7 @@ import pytest
 import torch
 from ggml_cases import NAMES, form_of, raw, vectors
 
-from stages.engines.oracle.formats import quantize
+from stages.engines.reference.formats import quantize
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "ggml_rows.py"
 

@@ -13,12 +13,12 @@ from gguf_files import write_without_tokenizer
 from interpreter_bundles import config_of, write_scales
 from shipped import SHIPPED
 
-from pipeline.core.errors import UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import no_progress
+from stages.core.errors import UserError
+from stages.core.records import no_progress
 from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
+from stages.policies.formats import Format
+from stages.policies.policy import KVPolicy
 
 ROUNDING = 2.0**-11
 """Relative rounding error of a float16 activation."""
@@ -66,7 +66,7 @@ def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> N
 
 
 @pytest.mark.parametrize(("name", "rotated"), [*product(NAMES, (True, False)), ("fp16", False)])
-def test_every_type_is_the_oracles_but_for_rounding(
+def test_every_type_is_the_reference_but_for_rounding(
     name: str, rotated: bool, tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
 ) -> None:
     form = Format(dtype="fp16") if name == "fp16" else form_of(name, "hadamard" if rotated else "none")

@@ -6,8 +6,8 @@ import pytest
 from gate_reports import lines
 from short_evaluations import job_of, judge
 
-from pipeline.verdict.report import load_report
 from stages.engines.llamacpp import build, engine
+from stages.verdict.report import load_report
 
 KV = "llamacpp_q8k_q4v"
 FEW = (

@@ -11,10 +11,10 @@ import torch
 from shipped import SHIPPED
 from torch import Tensor
 
-from pipeline.core.formats import Format
-from pipeline.formats.oracle import unpack
-from pipeline.formats.vllm_token_head.oracle import signs, token_head
-from stages.engines.oracle.formats import quantize
+from stages.engines.reference.formats import quantize
+from stages.policies.arithmetic_torch import unpack
+from stages.policies.formats import Format
+from stages.policies.vllm_token_head.arithmetic_torch import signs, token_head
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "vllm_kernels.py"
 DIMS = (64, 96)

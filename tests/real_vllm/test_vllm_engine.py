@@ -24,12 +24,10 @@ from safetensors.torch import load_file, save_file
 from shipped import conf
 from torch import Tensor
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.checkpoint.files import INDEX
-from pipeline.core.errors import GateRefusal, UserError
-from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.records import LayerDelivery, no_progress
-from pipeline.verdict.delivery import audit_scales, scale_findings
+from stages.checkpoints.files import INDEX
+from stages.core.digest import file_digest
+from stages.core.errors import GateRefusal, UserError
+from stages.core.records import no_progress
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
 from stages.engines.interpreter.requests import Request
@@ -40,7 +38,11 @@ from stages.engines.vllm.library import PROGRAM
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.speculation import lookup_passes
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
-from stages.workloads import generate
+from stages.evaluate.measure import audit_scales
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.scales import LayerDelivery
+from stages.verdict.delivery import scale_findings
+from stages.workloads.generated import generate
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python
 
 
 @KNOWN_LAYOUT
-def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
+def test_a_16_bit_cache_is_the_reference_but_for_rounding(
     bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str
 ) -> None:
     engine = open_engine(bundles["fp16"], vllm_python)

@@ -7,9 +7,9 @@ from engine_rows import KNOWN_LAYOUT
 from gate_reports import lines
 from short_evaluations import job_of, judge
 
-from pipeline.core.errors import UserError
-from pipeline.run.inputs import check_inputs
-from pipeline.verdict.report import EvaluationReport, load_report
+from pipeline.chain.inputs import check_inputs
+from stages.core.errors import UserError
+from stages.verdict.report import EvaluationReport, load_report
 
 FEW = ("backend=vllm", "kv=fp8", "tracking=none", "backend.max_model_len=2048", "backend.kv_cache_gib=0.5")
 FAILS = "fp8 does not compute its policy: FAIL"

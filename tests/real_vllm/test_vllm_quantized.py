@@ -9,13 +9,13 @@ from interpreter_bundles import KEY_SCALE, make_bundle, open_engine
 from quantized_checkpoints import quantize_checkpoint
 from safetensors import safe_open
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.kv import Side
-from pipeline.verdict.delivery import audit_scales
-from stages.checkpoints import load_causal_lm
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.loading import load_causal_lm
 from stages.engines.interpreter.bundle import CHECKPOINT
-from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.model import round_inputs
+from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.model import round_inputs
+from stages.evaluate.measure import audit_scales
+from stages.policies.policy import Side
 from stages.quantize.materialize import write_plain
 
 
@@ -42,7 +42,7 @@ def test_stored_weights_are_computed_with_as_they_are(
     engine.close()
     model = load_causal_lm(tmp_path / "plain", dtype=torch.float32)
     round_inputs(model)
-    expected = OracleEngine.from_model(model, engine.policy, engine._scales).forced(story, FIRST)
+    expected = TorchEngine.from_model(model, engine.policy, engine._scales).forced(story, FIRST)
     assert mean_kl(expected, rows) < 0.01
     with safe_open(bundle / CHECKPOINT / "model.safetensors", "pt") as stored:
         assert {part: stored.get_slice(f"model.layers.0.mlp.up_proj.{part}").get_dtype() for part in stored_as} == stored_as

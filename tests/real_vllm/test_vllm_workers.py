@@ -13,10 +13,10 @@ from engine_rows import KNOWN_LAYOUT, assert_reads_what_it_stored, mean_kl
 from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
 from shipped import SHIPPED
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import Side
-from pipeline.verdict.delivery import audit_scales
+from stages.core.errors import UserError
 from stages.engines.vllm.engine import VllmEngine
+from stages.evaluate.measure import audit_scales
+from stages.policies.policy import Side
 
 FIRST = 40
 TEXT = [int(token) for token in np.random.default_rng(0).integers(6, 1344, 90)]

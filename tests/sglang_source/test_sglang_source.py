@@ -20,9 +20,9 @@ from fake_interpreter import script
 from interpreter_bundles import config_of, make_bundle
 from shipped import SHIPPED
 
-from pipeline.core.errors import UserError
 from pipeline.loading import open_backend
-from stages.checkpoints import load_causal_lm
+from stages.checkpoints.loading import load_causal_lm
+from stages.core.errors import UserError
 from stages.engines.interpreter.process import Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.sglang.build import PROGRAM, READ, cache_dtype, server_args

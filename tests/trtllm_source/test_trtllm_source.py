@@ -17,8 +17,8 @@ from interpreter_bundles import config_of, open_engine
 from safetensors.torch import load_file
 from shipped import SHIPPED
 
-from pipeline.checkpoint.rope import rope_at_top_level
-from pipeline.core.errors import UserError
+from stages.checkpoints.rope import rope_at_top_level
+from stages.core.errors import UserError
 from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint as checkpoints

@@ -23,11 +23,11 @@ from pipeline.api import (
     make_policy,
 )
 from pipeline.api.engines import LoadedEngine
-from pipeline.core.overrides import written
+from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
 from pipeline.registry import mlflow_store
 from pipeline.registry.tracking import Version
-from pipeline.verdict.thresholds import RULES
+from stages.verdict.thresholds import RULES
 
 
 @pytest.mark.parametrize(

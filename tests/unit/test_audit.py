@@ -13,9 +13,9 @@ from bad_input.case import Case, Commands, contents
 from bad_input.makers import CONFIG
 from safetensors.numpy import save_file
 
-from pipeline.core.errors import UserError
-from pipeline.verdict.delivery import scale_findings
+from stages.core.errors import UserError
 from stages.engines.vllm.audit import audit
+from stages.verdict.delivery import scale_findings
 
 SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
 COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}

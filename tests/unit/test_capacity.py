@@ -9,14 +9,14 @@ import pytest
 from checkpoints import LLAMA_8B
 from refusals import refused
 
+from pipeline.cli.tables import policy_line, verdict_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled, shipped_policies
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVShape
-from pipeline.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure, memory_budget
-from pipeline.planning.shapes import read_model
-from pipeline.planning.use import GIB, CapacityConfig
-from pipeline.terminal.tables import policy_line, verdict_lines
+from stages.checkpoints.shapes import read_model
+from stages.core.errors import UserError
+from stages.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure, memory_budget
+from stages.planning.use import GIB, CapacityConfig
+from stages.policies.policy import KVShape
 
 KIB = 1024
 LLAMA_70B = LLAMA_8B | {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Window
-from pipeline.planning.capacity import SequenceCost, admit
+from stages.planning.capacity import SequenceCost, admit
+from stages.policies.formats import Format
+from stages.policies.policy import KVPolicy, KVShape, LayerOverride, Window
 
 PAGE = 64
 LAYERS = 3

@@ -11,31 +11,32 @@ from unittest.mock import Mock
 
 import pytest
 
-from pipeline.artifacts import store as store_module
-from pipeline.artifacts.digest import reachable_modules, tree_files
-from pipeline.artifacts.store import Artifact, Recipe, Store
+from pipeline.chain.inputs import check_inputs
+from pipeline.chain.judge import Chain
 from pipeline.config import CONF
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.core.backends import backend_configs
-from pipeline.core.errors import MissingRequirement, UserError, exit_code
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Sample
-from pipeline.core.scales import SCALES_FILE
 from pipeline.evidence.reading import USER_INPUTS
 from pipeline.loading import open_backend, required_libraries
-from pipeline.run.chain import Chain
-from pipeline.run.inputs import check_inputs
+from pipeline.store import store as store_module
+from pipeline.store.store import Store
+from stages.core.artifact import Artifact, Recipe
+from stages.core.digest import reachable_modules, tree_files
+from stages.core.errors import MissingRequirement, UserError, exit_code
+from stages.core.records import Sample
+from stages.engines.config import backend_configs
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.policies.policy import KVPolicy
+from stages.policies.scales import SCALES_FILE
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "stages.gguf.convert", raising=False)
+    monkeypatch.delitem(sys.modules, "stages.checkpoints.gguf.convert", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     fix = "^torch is not installed here: pip install torch$"
     with pytest.raises(MissingRequirement, match=fix) as caught, required_libraries():
-        import_module("stages.gguf.convert")
+        import_module("stages.checkpoints.gguf.convert")
     assert exit_code(caught.value) == 4
 
 
@@ -46,7 +47,7 @@ def test_a_module_of_ours_that_is_missing_is_a_defect() -> None:
 
 def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = Mock(wraps=tree_files)
-    recipe = Recipe("demo", ("pipeline.core.kv",), {}, {})
+    recipe = Recipe("demo", ("stages.policies.policy",), {}, {})
     store = Store(tmp_path)
     store.get(recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", hashed)
@@ -70,7 +71,7 @@ def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[
     chain, given = Chain(config, Store(tmp_path / "store")), tmp_path / "given"
     (tmp_path / "one").write_text("1")
     given.symlink_to("one")
-    recipe = Recipe("demo", ("pipeline.core.kv",), {}, {"jsonl": chain.digest_of(given)})
+    recipe = Recipe("demo", ("stages.policies.policy",), {}, {"jsonl": chain.digest_of(given)})
 
     def fill(*_: object) -> None:
         change(given)
@@ -99,12 +100,12 @@ class _Made(Chain):
     """A chain with existing inputs of plans."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
-        return self.store.get(Recipe("quantize", ("pipeline.core.kv",), {}, {}), lambda out: (out / SCALES_FILE).touch())
+        return self.store.get(Recipe("quantize", ("stages.policies.policy",), {}, {}), lambda out: (out / SCALES_FILE).touch())
 
     def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:
         if config is None:
             return super().bundle(policy)
-        return self.store.get(Recipe("build", ("pipeline.core.kv",), {}, {}), lambda _: None)
+        return self.store.get(Recipe("build", ("stages.policies.policy",), {}, {}), lambda _: None)
 
 
 GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
@@ -238,8 +239,8 @@ def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
     assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
 
 
-def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:
-    assert not [name for name in reachable_modules("stages.engines.oracle.engine") if name.startswith("stages.engines.onnx")]
+def test_the_reference_shares_no_arithmetic_with_the_onnx_engine() -> None:
+    assert not [name for name in reachable_modules("stages.engines.reference.engine") if name.startswith("stages.engines.onnx")]
 
 
 def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

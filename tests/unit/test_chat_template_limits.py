@@ -12,8 +12,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from refusals import refused
 
-from pipeline.core.errors import UserError
-from pipeline.core.records import Sample
+from stages.core.errors import UserError
+from stages.core.records import Sample
 from stages.workloads import rendering
 from stages.workloads.prompts import render_all
 

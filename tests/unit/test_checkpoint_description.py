@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.families import ARCHITECTURES
-from pipeline.checkpoint.files import INDEX
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVShape
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.families import ARCHITECTURES
+from stages.checkpoints.files import INDEX
+from stages.core.errors import UserError
+from stages.policies.policy import KVShape
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts.child import in_child
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.records import Progress
+from stages.core.child import in_child
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.records import Progress
 
 
 def work(out: Path, *, text: str, progress: Progress) -> None:
@@ -80,7 +80,7 @@ def test_an_interrupted_caller_ends_it_and_it_tidies_up(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from pipeline.artifacts.child import in_child
+from stages.core.child import in_child
 print("once")
 from test_child import work
 in_child(work, Path(sys.argv[1]), text="script", progress=lambda *_: None)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from gate_reports import every_class, lines, report, verdict
 
-from pipeline.verdict.conformance import ALLOWED, ComparedRequest, Conformance, Deviation, Distance, EngineConformance, allowed
+from stages.verdict.conformance import ALLOWED, ComparedRequest, Conformance, Deviation, Distance, EngineConformance, allowed
 
 
 def request(kl: float | None = 1e-12, stored: float | None = 0.0, mean: float | None = 0.0, **changes: Any) -> ComparedRequest:
@@ -47,8 +47,13 @@ BETWEEN = engine(request(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
         (SOUND, {}, "PASS", "so that at most 39 % of requests deviate (95 %)"),  # 1 - 0.05^(1/6)
         (BETWEEN, {}, "FAIL", "1 of 1 requests"),
         (BETWEEN, {"baseline": engine(COARSE)}, "PASS", "as the reference engine does"),
-        (engine(request(kl=1e-2)), {"dtype": None}, "PASS", "int8 in an arithmetic of its own: KL 1.0e-02 from the oracle's"),
-        (engine(request(kl=None)), {"dtype": None}, "PASS", "KL inf from the oracle's, at most inf"),
+        (
+            engine(request(kl=1e-2)),
+            {"dtype": None},
+            "PASS",
+            "int8 in an arithmetic of its own: KL 1.0e-02 from the reference engine's",
+        ),
+        (engine(request(kl=None)), {"dtype": None}, "PASS", "KL inf from the reference engine's, at most inf"),
         (engine(), {}, "INCONCLUSIVE", "workloads.conformance_samples"),
         (
             engine(request(kl=1e-2), deviation=DEVIATION, kl=1.2e-2, twin_kl=8e-3),

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.artifacts.workdir import check_workdir
-from pipeline.terminal import console, progress
-from pipeline.terminal.console import relative
-from pipeline.terminal.progress import Phases
+from pipeline.cli import console, progress
+from pipeline.cli.console import relative
+from pipeline.cli.progress import Phases
+from pipeline.store.workdir import check_workdir
 
 
 @pytest.fixture(autouse=True)

@@ -10,15 +10,15 @@ import pytest
 from fake_engine import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, lines, report
 
-from pipeline.core.records import Sample
-from pipeline.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProcessMemory
-from pipeline.verdict.gates import decide
+from stages.core.records import Sample
 from stages.evaluate.decoding.batches import Finished, Greedy, Logits
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
 from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import encode
+from stages.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProcessMemory
+from stages.verdict.gates import decide
 
 SAMPLES = [
     Sample(id="short", workload="a", prompt="abc", reference="xy"),

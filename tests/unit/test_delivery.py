@@ -3,12 +3,12 @@
 import pytest
 from gate_reports import gates, lines, report
 
-from pipeline.core.kv import Side
-from pipeline.core.records import LayerDelivery
-from pipeline.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
-from pipeline.verdict.delivery import describe_changes, scale_changes
-from pipeline.verdict.thresholds import ScaleChangeKind
-from stages.evaluate.reference.engine import LEAST_MEASURED, ROUNDING, ReferenceEngine
+from stages.evaluate.conformance.engine import LEAST_MEASURED, ROUNDING, ReferenceEngine
+from stages.policies.policy import Side
+from stages.policies.scales import LayerDelivery
+from stages.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
+from stages.verdict.delivery import describe_changes, scale_changes
+from stages.verdict.thresholds import ScaleChangeKind
 
 Scales = dict[Side, tuple[float, ...]]
 BOTH = {0: [Side.KEY, Side.VALUE]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.compose import plan
-from pipeline.core.redaction import secret_name
+from stages.core.redaction import secret_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"

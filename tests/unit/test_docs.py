@@ -15,9 +15,9 @@ import yaml
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Stage
-from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
-from pipeline.core.formats import WeightsFormat
-from pipeline.verdict.gates import Gates
+from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
+from stages.policies.formats import WeightsFormat
+from stages.verdict.gates import Gates
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [

@@ -9,14 +9,14 @@ from typing import Any, get_args
 import pytest
 from fake_stages import FakeBackend, use_fake_stages
 
+from pipeline.chain.dry import foretell
+from pipeline.chain.judge import Chain
+from pipeline.chain.runner import run
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Stage
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.dry import foretell
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
-from pipeline.run.chain import Chain
-from pipeline.run.runner import run
+from stages.core.errors import MissingRequirement, UserError
 
 BRIEF = ["calibration.samples=4", "workloads.rounds=[0.5,1.0]", "tracking=none"]
 OF_STAGES: dict[str, list[str]] = {

@@ -12,9 +12,10 @@ from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, SharingFake
 from gguf_files import TOKENS, bpe_metadata, random_model, write_gguf
 from judged_engine import TINY
 
-from pipeline.checkpoint.ends import named_ends
-from pipeline.core.records import Sample
-from pipeline.gguf.model import inspect_gguf
+from stages.checkpoints.ends import named_ends
+from stages.checkpoints.gguf.convert import convert_gguf
+from stages.checkpoints.gguf.model import inspect_gguf
+from stages.core.records import Sample
 from stages.engines.bundle import copy_tokenizer
 from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.decode import decode
@@ -24,7 +25,6 @@ from stages.evaluate.decoding.rows import judged_answers
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.evaluate.measure import in_own_words
-from stages.gguf.convert import convert_gguf
 
 PAD, END, USER = 5, 1, 3
 TOOL_CALL = 4

@@ -7,10 +7,10 @@ import pytest
 from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine, sharing_engine
 
-from pipeline.core.engine import Engine
-from pipeline.core.records import Sample
-from pipeline.verdict.report import SampleRow, load_rows
+from stages.core.records import Sample
+from stages.engines.interface import Engine
 from stages.evaluate.again import decode_again, difference
+from stages.verdict.report import SampleRow, load_rows
 
 CONFIG = brief_workloads(context_bins=[0, 6])
 SAMPLES = [Sample(id=f"copy-{i}", workload="copy", prompt=f"c{i:02}", reference=f"a{i}b") for i in range(24)]

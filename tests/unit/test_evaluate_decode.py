@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine, sharing_engine
 
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
-from pipeline.core.records import Sample
+from stages.core.errors import UserError
+from stages.core.records import Sample
+from stages.engines.interface import Engine
 from stages.evaluate.decoding import noise
 from stages.evaluate.decoding.batches import DecodeStep, Finished, Greedy, Logits
 from stages.evaluate.decoding.decode import decode

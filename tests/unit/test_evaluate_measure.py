@@ -11,13 +11,13 @@ import pytest
 from evaluations import evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
 
-from pipeline.core.errors import UserError
-from pipeline.core.records import Sample
-from pipeline.core.workloads import CANARY_FACTOR
-from pipeline.verdict.gates import Gates, decide
-from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Verdict
-from pipeline.verdict.tracked import flat_metrics
+from stages.core.errors import UserError
+from stages.core.records import Sample
+from stages.verdict.gates import Gates, decide
+from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
+from stages.verdict.thresholds import Verdict
+from stages.verdict.tracked import flat_metrics
+from stages.workloads.config import CANARY_FACTOR
 
 
 def samples(per_class: int = 80) -> list[Sample]:

@@ -13,12 +13,12 @@ from evaluations import brief_workloads, joined, measure_baseline, measure_candi
 from fake_engine import CharTokenizer, SharingFake, sharing_engine
 from test_evaluate_measure import samples
 
-from pipeline.core.records import Progress, no_progress
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.report import EvaluationReport
+from stages.core.records import Progress, no_progress
 from stages.evaluate.decoding.results import UNFINISHED
 from stages.evaluate.inputs.tokens import encode_rounds
 from stages.evaluate.joining import JoinedEvaluation
+from stages.verdict.report import EvaluationReport
+from stages.workloads.config import WorkloadsConfig
 
 SAMPLES = samples(12)
 CONFIG: WorkloadsConfig = brief_workloads()

@@ -9,10 +9,10 @@ from evaluations import brief_workloads, evaluate, joined, measure_baseline, mea
 from fake_engine import CharTokenizer, FakeEngine, fake_engine
 from test_evaluate_measure import SAMPLES, samples
 
-from pipeline.core.records import Sample
-from pipeline.verdict.report import LEAST_STEP, load_rows
+from stages.core.records import Sample
 from stages.evaluate.inputs.rounds import assign_rounds, planned_shares
 from stages.evaluate.inputs.tokens import encode_rounds, read_encoded
+from stages.verdict.report import LEAST_STEP, load_rows
 
 SHARES = [0.1, 0.25, 0.5, 0.75, 1.0]
 

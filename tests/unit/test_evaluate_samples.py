@@ -9,10 +9,10 @@ import pytest
 from evaluations import builtin_workloads
 from refusals import refused
 
-from pipeline.core.errors import UserError
-from pipeline.core.workloads import Workload
+from stages.core.errors import UserError
 from stages.evaluate.inputs.samples import load_samples, read_jsonl
-from stages.workloads import WORKLOADS
+from stages.workloads.config import Workload
+from stages.workloads.generated import WORKLOADS
 
 
 def write(tmp_path: Path, *lines: object) -> Path:

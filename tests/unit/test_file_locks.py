@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import locks
-from pipeline.artifacts.locks import LIMIT, locked, locked_at_once
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.store import locks
+from pipeline.store.locks import LIMIT, locked, locked_at_once
+from stages.core.errors import MissingRequirement, UserError
 
 REFUSAL = r"cannot be locked \(.*\); it must be in a folder that has locks and lets you write"
 FORK = multiprocessing.get_context("fork")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import files
-from pipeline.artifacts.files import POOL, STORE_FILE, link_or_copy, sweep_pool
+from stages.core import files
+from stages.core.files import POOL, STORE_FILE, link_or_copy, sweep_pool
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from format_cases import DYNAMIC, FORMATS, QUANTIZED, Trial, add_int2, fitting, 
 from hypothesis import given, settings
 from torch import Tensor
 
-from pipeline.core.formats import Format
-from pipeline.formats.oracle import Static
-from pipeline.formats.spec import MIN_SCALE
-from pipeline.formats.table import CODES
-from stages.engines.oracle.formats import dequantize, hadamard, quantize
+from stages.engines.reference.formats import dequantize, hadamard, quantize
+from stages.policies.arithmetic_torch import Static
+from stages.policies.formats import Format
+from stages.policies.spec import MIN_SCALE
+from stages.policies.table import CODES
 
 examples = settings(max_examples=25, derandomize=True, deadline=None)
 

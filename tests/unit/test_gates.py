@@ -10,10 +10,10 @@ from gate_reports import CLASSES, GATES, answered, drafted, every_class, fidelit
 from test_conformance_gate import SOUND, engine, record, request
 from test_coverage import BAD, LARGER, probes
 
-from pipeline.statistics.bets import OUTLIER
-from pipeline.verdict.coverage import ReusedPrefixes
-from pipeline.verdict.report import Canary, SampleRow
-from pipeline.verdict.thresholds import Check, Verdict
+from stages.verdict.coverage import ReusedPrefixes
+from stages.verdict.report import Canary, SampleRow
+from stages.verdict.statistics.bets import OUTLIER
+from stages.verdict.thresholds import Check, Verdict
 
 Rows = list[SampleRow]
 

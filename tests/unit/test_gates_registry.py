@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from pipeline.config.compose import plan
-from pipeline.verdict.gates import GATES, LINES, Gates
+from stages.verdict.gates import GATES, LINES, Gates
 
 VERDICT = (Path(__file__).resolve().parents[2] / "docs" / "verdict.md").read_text(encoding="utf-8")
 

@@ -17,9 +17,9 @@ from gate_reports import (
 )
 from pydantic import ValidationError
 
-from pipeline.verdict.gates import decide, is_final
-from pipeline.verdict.report import Canary, SampleRow
-from pipeline.verdict.thresholds import RULES, Verdict
+from stages.verdict.gates import decide, is_final
+from stages.verdict.report import Canary, SampleRow
+from stages.verdict.thresholds import RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from pipeline.statistics import bets
-from pipeline.statistics.bets import Array, Mean, log_score
-from pipeline.statistics.bootstrap import resampled_sums
+from stages.verdict.statistics import bets
+from stages.verdict.statistics.bets import Array, Mean, log_score
+from stages.verdict.statistics.bootstrap import resampled_sums
 
 RUNS = 2000
 LIMIT = 0.05

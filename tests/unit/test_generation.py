@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, KVShape
-from pipeline.core.records import MemoryReport
+from stages.core.errors import UserError
+from stages.core.records import MemoryReport
 from stages.engines.base import Logits, SequenceTable
+from stages.engines.interface import Engine
+from stages.policies.policy import FP16_POLICY, KVShape
 
 VOCAB = 32
 PROMPTS = [[1] * 9, [2], [3, 4], [5] * 30, [6, 7, 8], [9], [10, 11]]

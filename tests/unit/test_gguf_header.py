@@ -13,13 +13,13 @@ from gguf.quants import dequantize
 from gguf_files import VOCAB_SIZE, bpe_metadata, random_model, write_gguf
 from refusals import refused
 
-from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.chain import inputs
 from pipeline.config.compose import plan
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVShape
-from pipeline.gguf.header import TENSOR_TYPES, read_header
-from pipeline.gguf.model import inspect_gguf
-from pipeline.run import inputs
+from stages.checkpoints.gguf.header import TENSOR_TYPES, read_header
+from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.places import locate_checkpoint
+from stages.core.errors import MissingRequirement, UserError
+from stages.policies.policy import KVShape
 
 
 @pytest.fixture(scope="module")

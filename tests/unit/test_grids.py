@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pipeline.terminal.grids import Column, Grid, Row
+from pipeline.cli.grids import Column, Grid, Row
 
 COLUMNS = [Column(f"c{i}", f"column\n{i}", form) for i, form in enumerate((",", ".3f", ".1e"))]
 ROWS = [

@@ -15,15 +15,15 @@ from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
 
 from pipeline.config.compose import plan
-from pipeline.core.errors import UserError
-from pipeline.core.records import Sample
-from pipeline.core.workloads import GSM8K_PROBLEMS
-from pipeline.verdict.report import load_rows
+from stages.core.errors import UserError
+from stages.core.records import Sample
 from stages.evaluate.decoding.rows import probability
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.verdict.report import load_rows
 from stages.workloads import gsm8k
+from stages.workloads.config import GSM8K_PROBLEMS
 from stages.workloads.gsm8k import final_number, gsm8k_samples
 
 ROOT = Path(__file__).resolve().parents[2]

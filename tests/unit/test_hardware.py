@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from pipeline.artifacts.hardware import gpus, hardware
-from pipeline.core.errors import MissingRequirement
+from stages.core.errors import MissingRequirement
+from stages.core.hardware import gpus, hardware
 from stages.engines.bundle import BuiltFor, check_built_for
 
 BUILT = BuiltFor(library="TensorRT", version="10.14.1.48", compute_capabilities=["8.9", "9.0"])

@@ -1,7 +1,6 @@
 """Import rules: packages are ordered, there are no cycles, and each heavy library is imported in one place."""
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,28 +18,20 @@ HEAVY = {
 
 ROOMS = (
     "plugins",
-    "pipeline.formats",
-    "pipeline.core",
-    "pipeline.checkpoint",
-    "pipeline.gguf",
-    "pipeline.artifacts",
-    "stages.rotary",
-    "stages.checkpoints",
-    "pipeline.statistics",
-    "pipeline.verdict",
-    "pipeline.verdict.gates",
-    "pipeline.trust",
-    "pipeline.registry",
-    "pipeline.planning",
-    "pipeline.routing",
-    "pipeline.config",
-    "pipeline.terminal",
-    "stages.gguf",
+    "stages.core",
+    "stages.policies",
     "stages.workloads",
-    "stages.opening",
+    "stages.checkpoints",
+    "stages.checkpoints.gguf",
+    "stages.checkpoints.shapes",
+    "stages.checkpoints.opening",
+    "stages.verdict.statistics",
+    "stages.verdict",
+    "stages.verdict.gates",
+    "stages.verdict.candidate",
     "stages.engines",
     "stages.engines.paged",
-    "stages.engines.oracle",
+    "stages.engines.reference",
     "stages.engines.cuda",
     "stages.engines.onnx",
     "stages.engines.tensorrt",
@@ -53,19 +44,22 @@ ROOMS = (
     "stages.evaluate.distances",
     "stages.evaluate.inputs",
     "stages.evaluate.decoding",
-    "stages.evaluate.reference",
+    "stages.evaluate.conformance",
     "stages.evaluate",
-    "stages.tune",
+    "stages.planning",
     "stages.tiny",
     "stages.report",
+    "pipeline.store",
+    "pipeline.registry",
+    "pipeline.registry.routing",
+    "pipeline.config",
     "pipeline.loading",
     "pipeline.evidence",
-    "pipeline.upkeep",
-    "pipeline.run",
-    "pipeline.dry",
+    "pipeline.cli",
+    "pipeline.chain",
     "pipeline.api",
+    "pipeline.lm_eval",
     "pipeline.__main__",
-    "stages.lm_eval",
     "benchmarks",
     "examples",
 )
@@ -148,33 +142,49 @@ def test_a_room_of_the_pipeline_is_small() -> None:
         assert not folder.is_dir() or 0 < len(modules) <= MODULES_IN_A_ROOM, name
 
 
-def test_the_pipeline_imports_stages_inside_functions_alone() -> None:
-    """Stages import torch, and configuration errors must not wait for this. Backends' configuration modules are light."""
-    for module in (name for name in MODULES if name.startswith("pipeline") and not is_arithmetic(name)):
-        tops = {name for name in imported_at_the_top(MODULES[module]) if name.split(".")[0] in ("stages", "plugins", "torch")}
-        heavy = {name for name in tops if not re.fullmatch(r"stages\.engines\.\w+\.config", name)}
-        assert not heavy, f"{module} imports {sorted(heavy)} at its top"
+HEAVY_MODULES = {"pipeline.registry.mlflow_client", "pipeline.registry.mlflow_store"}
+"""Modules of the pipeline that load a heavy library when they are imported."""
+
+
+@cache
+def loaded_libraries(module: str) -> frozenset[str]:
+    """Return the top-level names of the libraries that importing a module loads."""
+    names = imported_at_the_top(MODULES[module])
+    return frozenset(
+        library
+        for name in names
+        for library in (loaded_libraries(name) if name in MODULES else {name.split(".", maxsplit=1)[0]})
+    )
+
+
+def test_the_pipeline_loads_nothing_heavy_when_it_is_imported() -> None:
+    """A configuration error must not wait for torch: heavy modules of stages are imported inside functions."""
+    heavy = {name: HEAVY & loaded_libraries(name) for name in MODULES if name.startswith("pipeline")}
+    assert {name for name, libraries in heavy.items() if libraries} == HEAVY_MODULES, heavy
 
 
 def test_modules_are_looked_up_by_name_for_backends_alone() -> None:
     """Two kinds of modules are looked up: backends, by the name of their folder, and the modules that build their bundles."""
-    dynamic = [name for name in MODULES if name.startswith("pipeline") and "import_module(" in MODULES[name].read_text("utf-8")]
-    assert dynamic == ["pipeline.artifacts.backend", "pipeline.core.backends", "pipeline.loading"]
+    dynamic = {name for name in MODULES if "import_module(" in MODULES[name].read_text("utf-8") and ".worker." not in name}
+    assert dynamic == {
+        "stages.engines.backend",
+        "stages.engines.config",
+        "stages.engines.interpreter.backend",
+        "pipeline.loading",
+    }
 
 
-def is_arithmetic(module: str) -> bool:
-    """Return whether a module contains the arithmetic of a number format."""
-    return module.startswith("pipeline.formats.") and module.rsplit(".", maxsplit=1)[-1] in ("oracle", "graph", "body")
+def arithmetic(module: str) -> str | None:
+    """Return the suffix of a module with the arithmetic of a number format: torch or onnx; None for other modules."""
+    name = module.rsplit(".", maxsplit=1)[-1]
+    return {"arithmetic_torch": "torch", "arithmetic_onnx": "onnx", "onnx_body": "onnx"}.get(name)
 
 
-def test_the_arithmetics_of_formats_are_imported_by_stages_alone_and_the_two_do_not_know_each_other() -> None:
+def test_the_two_arithmetics_of_a_format_do_not_know_each_other() -> None:
     for name in MODULES:
-        used = {module for module in imported_modules(name) if is_arithmetic(module)}
-        kind = name.split(".")[-1]
-        if is_arithmetic(name):
-            assert all((module.split(".")[-1] == "oracle") == (kind == "oracle") for module in used), name
-        else:
-            assert not used or not name.startswith(("pipeline", "plugins")), name
+        used = {arithmetic(module) for module in imported_modules(name)} - {None}
+        assert arithmetic(name) is None or used <= {arithmetic(name)}, name
+        assert not used or not name.startswith(("pipeline", "plugins")), name
 
 
 @pytest.mark.parametrize(
@@ -190,11 +200,11 @@ def test_tensorrt_has_one_door_in_the_stages_and_one_in_the_plugins() -> None:
 
 LIGHT = """
 import sys
-import pipeline.__main__, pipeline.api, pipeline.gguf.model, pipeline.upkeep.status, plugins.kv_attention.layout
+import pipeline.__main__, pipeline.api, stages.checkpoints.gguf.model, pipeline.cli.status, plugins.kv_attention.layout
 import stages.evaluate.inputs.tokens, stages.quantize.validate
-from pipeline.artifacts.digest import code_digest
+from stages.core.digest import code_digest
 from pipeline.config.compose import plan
-from pipeline.core.backends import backend_configs
+from stages.engines.config import backend_configs
 from pipeline.loading import open_backend
 
 code_digest("stages.quantize.run")

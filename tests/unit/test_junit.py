@@ -5,9 +5,10 @@ from xml.etree import ElementTree
 
 from judged_candidates import judged_candidate
 
-from pipeline.registry.summary import Candidate, Summary
-from pipeline.terminal.junit import write_junit
-from pipeline.verdict.thresholds import Check, LineStatus
+from pipeline.cli.junit import write_junit
+from pipeline.registry.summary import Summary
+from stages.verdict.candidate import Candidate
+from stages.verdict.thresholds import Check, LineStatus
 
 CHILDREN = {
     "testsuites": {"testsuite"},

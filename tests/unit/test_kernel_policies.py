@@ -8,17 +8,17 @@ import torch
 from refusals import refused
 from shipped import SHIPPED
 
-from pipeline.artifacts.backend import FLOAT16_WEIGHTS, Backend
+from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVShape, LayerOverride
 from pipeline.loading import open_backend
-from pipeline.run.inputs import check_inputs
+from stages.core.errors import MissingRequirement, UserError
+from stages.engines.backend import FLOAT16_WEIGHTS, Backend
 from stages.engines.cuda.device import device_identity, resolve_device
-from stages.engines.oracle.config import TorchConfig
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
-from stages.evaluate.reference.engine import ROUNDING
+from stages.engines.reference.config import TorchConfig
+from stages.evaluate.conformance.engine import ROUNDING
+from stages.policies.formats import Format
+from stages.policies.policy import FP16_POLICY, KVShape, LayerOverride
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
 HELD = {"bf16", "fp16", "fp8", "fp8_head", "fp8_token", "fp8_uncalibrated", "fp8k_int4v", "fp8k_nvfp4v", "int8", "int8_tensor"}

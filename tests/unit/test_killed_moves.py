@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, proven, replay_without_findings
 
-from pipeline.core.errors import UserError
 from pipeline.registry.promotion import mover, promote, rollback
-from pipeline.registry.summary import Candidate
-from pipeline.routing.moves import Aliases, Move, make_moves, read_aliases
+from pipeline.registry.routing.moves import Aliases, Move, make_moves, read_aliases
+from stages.core.errors import UserError
+from stages.verdict.candidate import Candidate
 
 
 class Killed(BaseException):

@@ -9,10 +9,10 @@ from refusals import refused
 from shipped import SHIPPED
 
 from pipeline.config.compose import plan
-from pipeline.core.errors import UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window, live_tokens
-from pipeline.core.scales import KVScales, SideScales
+from stages.core.errors import UserError
+from stages.policies.formats import Format
+from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window, live_tokens
+from stages.policies.scales import KVScales, SideScales
 
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
 KIB, GIB = 1024, 1024**3

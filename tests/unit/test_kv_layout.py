@@ -6,13 +6,13 @@ from typing import Any, get_args
 
 import pytest
 
-from pipeline.core.formats import Format, ScaleSource
-from pipeline.core.kv import PAGE_TOKENS as POLICY_PAGE_TOKENS
-from pipeline.formats import spec
-from pipeline.formats.nvfp4 import spec as nvfp4
-from pipeline.formats.table import CODES
 from plugins.kv_attention import layout as page_format
 from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, PAGE_TOKENS, CacheLayout, Dtype, SideLayout
+from stages.policies import spec
+from stages.policies.formats import Format, ScaleSource
+from stages.policies.nvfp4 import spec as nvfp4
+from stages.policies.policy import PAGE_TOKENS as POLICY_PAGE_TOKENS
+from stages.policies.table import CODES
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "float32": 4}
 SIDES = [

@@ -14,11 +14,11 @@ from test_kv_layout import SIDES, policy_format
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.formats.oracle import Static
 from plugins.kv_attention import reference
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout
-from stages.engines.oracle.formats import dequantize as oracle_dequantize
-from stages.engines.oracle.formats import quantize as oracle_quantize
+from stages.engines.reference.formats import dequantize as reference_dequantize
+from stages.engines.reference.formats import quantize as reference_quantize
+from stages.policies.arithmetic_torch import Static
 
 examples = settings(max_examples=40, derandomize=True, deadline=None)
 
@@ -41,14 +41,14 @@ def static_scale(side: SideLayout, x_HTD: Tensor) -> Tensor | None:
 @example(x_HTD=torch.zeros(1, 1, 64))
 @example(x_HTD=torch.arange(-64.0, 64.0).reshape(1, 2, 64) * 0.5)
 @given(x_HTD=tensors())
-def test_every_format_stores_the_bits_that_the_oracle_stores(x_HTD: Tensor) -> None:
+def test_every_format_stores_the_bits_that_the_reference_stores(x_HTD: Tensor) -> None:
     for side in SIDES:
         if x_HTD.shape[-1] % (side.group_size or 1):
             continue
         scale = static_scale(side, x_HTD)
         codes_THW, scales = reference.quantize(x_HTD.transpose(0, 1), side, scale)
         static = None if scale is None else Static(scale.view(-1, 1, 1), None)
-        expected = oracle_quantize(x_HTD, policy_format(side), static)
+        expected = reference_quantize(x_HTD, policy_format(side), static)
         assert same_bits(codes_THW.transpose(0, 1).contiguous(), expected.codes.contiguous()), side
         assert (scales is None) == (expected.scale is None), side
         if scales is not None and expected.scale is not None:
@@ -106,7 +106,7 @@ class History:
             scale = self.cache.get(f"{name}_scale")
             static = None if scale is None else Static(scale.view(-1, 1, 1), None)
             form = policy_format(side)
-            rounded = oracle_dequantize(oracle_quantize(x_HTD, form, static), form, static)
+            rounded = reference_dequantize(reference_quantize(x_HTD, form, static), form, static)
             length = x_HTD.shape[1]
             position = torch.arange(length)
             exact = (position < self.layout.sink_tokens) | (position >= length - self.layout.recent_tokens)

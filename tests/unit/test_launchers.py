@@ -13,11 +13,11 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from refusals import refused
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
+from pipeline.chain import sweeps
+from pipeline.cli import commands, console
 from pipeline.config import compose, launchers, workers
 from pipeline.config.compose import plan
-from pipeline.core.errors import CannotBeJudged, MissingRequirement, UserError, describe, exit_code
-from pipeline.run import sweeps
-from pipeline.terminal import commands, console
+from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, describe, exit_code
 
 SLURM = [
     "hydra/launcher=submitit_slurm",

@@ -10,12 +10,12 @@ from ggml_cases import NAMES, form_of, raw, vectors
 from gguf import GGMLQuantizationType, quants
 from pydantic import ValidationError
 
+from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
-from pipeline.core.errors import UserError
-from pipeline.core.formats import Format
-from pipeline.formats.ggml.oracle import asked
-from pipeline.run.inputs import check_inputs
-from stages.engines.oracle.formats import dequantize, quantize
+from stages.core.errors import UserError
+from stages.engines.reference.formats import dequantize, quantize
+from stages.policies.formats import Format
+from stages.policies.ggml.arithmetic_torch import asked
 
 
 @pytest.mark.parametrize("name", NAMES)

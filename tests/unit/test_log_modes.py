@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from bad_input.case import Case, Commands, Outcome
 
-from pipeline.core.redaction import RedactedStream
+from stages.core.redaction import RedactedStream
 
 ROOT = Path(__file__).resolve().parents[2]
 
 NOISE = """
 import logging, os, subprocess, sys, warnings
-from pipeline.terminal import console
-from pipeline.terminal.grids import Column, Grid, Row
+from pipeline.cli import console
+from pipeline.cli.grids import Column, Grid, Row
 console.configure("json")
 console.begin(console.RunningJob("evaluate", "fp8", 2, 5), " of tiny")
 print("printed by a library")

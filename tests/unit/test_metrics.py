@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax as scipy_log_softmax
 
-from pipeline.core.records import Check, Sample
+from stages.core.records import Check, Sample
 from stages.evaluate.distances.distance import Distributions, StepStatistics, compare_head, log_softmax
 from stages.evaluate.distances.metrics import context_bin, depth_name, fidelity
 from stages.evaluate.distances.scores import head_of

@@ -7,9 +7,9 @@ from gate_reports import answered, row, sliced, verdict
 from judged_candidates import judged_candidate
 
 from pipeline.registry.pages import FIRST, LIMIT, chosen, of_baseline, run_tables
-from pipeline.registry.summary import Candidate
-from pipeline.verdict.report import SampleRow
-from pipeline.verdict.tracked import flat_metrics
+from stages.verdict.candidate import Candidate
+from stages.verdict.report import SampleRow
+from stages.verdict.tracked import flat_metrics
 
 
 def judged(folder: Path, rows: list[SampleRow]) -> Candidate:

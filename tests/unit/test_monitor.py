@@ -9,10 +9,10 @@ import pytest
 from routed_engines import Fleet
 
 from pipeline.config.compose import plan
-from pipeline.core.errors import GateRefusal, UserError
-from pipeline.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
-from pipeline.routing.moves import Aliases, read_aliases
-from pipeline.routing.stages import ALPHA, Reading, monitor, quality_holds, read_monitors, step
+from pipeline.registry.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
+from pipeline.registry.routing.moves import Aliases, read_aliases
+from pipeline.registry.routing.stages import ALPHA, Reading, monitor, quality_holds, read_monitors, step
+from stages.core.errors import GateRefusal, UserError
 
 LIMITS = plan(["stage=monitor", "monitor.snapshot=s"], multirun=False).jobs[0].monitor
 WELL: dict[str, Any] = {

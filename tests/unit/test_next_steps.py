@@ -12,14 +12,14 @@ import pytest
 from judged_candidates import judged_candidate
 from judged_engine import config_of
 
+from pipeline.chain.inputs import check_inputs
+from pipeline.cli import commands, next_steps
+from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.registry.summary import Candidate, Registration
-from pipeline.run.inputs import check_inputs
-from pipeline.terminal import commands, next_steps
-from pipeline.terminal.next_steps import NextStep
-from pipeline.verdict.gates.recovery import RECOVERY
-from pipeline.verdict.thresholds import Check, Status
+from stages.verdict.candidate import Candidate, Registration
+from stages.verdict.gates.recovery import RECOVERY
+from stages.verdict.thresholds import Check, Status
 
 TINY = str(Path(__file__).parents[2] / "stages" / "tiny" / "checkpoint")
 TYPED = [

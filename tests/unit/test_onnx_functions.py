@@ -16,16 +16,16 @@ from format_cases import add_int2, name
 from onnx import helper
 from shipped import SHIPPED
 
-from pipeline.core.formats import Format, Granularity
-from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.scales import KVScales, SideScales
-from pipeline.formats.body import DOMAIN, FLOAT_TYPES, OPSET
-from pipeline.formats.graph import onnx_type
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import quantize_function
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import IR_VERSION
-from stages.engines.oracle import formats as oracle
+from stages.engines.reference import formats as reference
+from stages.policies.arithmetic_onnx import onnx_type
+from stages.policies.formats import Format, Granularity
+from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, OPSET
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.scales import KVScales, SideScales
 
 UNIT = SideScales(scale=(1.0,))
 FLOAT = onnx.TensorProto.FLOAT
@@ -78,7 +78,7 @@ TURBOQUANT = Format(dtype="int4", granularity="per_token", symmetric=False, scal
 NVFP4S = [SHIPPED["nvfp4"].key.model_copy(update={"rotation": rotation}) for rotation in ("none", "hadamard")]
 
 
-def assert_stores_what_the_oracle_stores(form: Format, compute: Compute = "float32") -> None:
+def assert_stores_what_the_reference_stores(form: Format, compute: Compute = "float32") -> None:
     """Compare bit for bit. For rotations, the order of the sum may move a value across the border between two codes."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 40, 64)).astype(np.float32) * np.exp2(rng.integers(-9, 4, (2, 3, 40, 1)))
@@ -87,8 +87,8 @@ def assert_stores_what_the_oracle_stores(form: Format, compute: Compute = "float
     x = x.astype(FLOATS[compute])
     static = scales_of(form, 3, 64)
     stored = quantize(x, form, static, compute)
-    shared = None if static is None else oracle.static_scales(static, form, 3, 64)
-    expected = oracle.quantize(torch.from_numpy(x.astype(np.float32)), form, shared)
+    shared = None if static is None else reference.static_scales(static, form, 3, 64)
+    expected = reference.quantize(torch.from_numpy(x.astype(np.float32)), form, shared)
     tensors = [t for t in (expected.codes, expected.scale, expected.zero) if t is not None]
     for array, tensor in zip(stored, tensors, strict=True):
         raw = tensor.contiguous().view(torch.uint8).numpy()
@@ -97,13 +97,13 @@ def assert_stores_what_the_oracle_stores(form: Format, compute: Compute = "float
 
 
 @pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=name)
-def test_a_format_stores_what_the_oracle_stores(form: Format) -> None:
-    assert_stores_what_the_oracle_stores(form)
+def test_a_format_stores_what_the_reference_stores(form: Format) -> None:
+    assert_stores_what_the_reference_stores(form)
 
 
 @pytest.mark.parametrize("form", [*FORMATS[::3], *NVFP4S, TURBOQUANT], ids=name)
 def test_what_is_stored_of_bfloat16_numbers_is_rounded_once_from_float32(form: Format) -> None:
-    assert_stores_what_the_oracle_stores(form, "bfloat16")
+    assert_stores_what_the_reference_stores(form, "bfloat16")
 
 
 @pytest.mark.parametrize("tokens", [3, 1], ids=["prefill", "decode"])
@@ -127,15 +127,15 @@ def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(to
 
 @pytest.mark.parametrize("form", NVFP4S[::2], ids=name)
 def test_nvfp4_is_rounded_in_float32_where_the_graph_computes_in_float16(form: Format) -> None:
-    assert_stores_what_the_oracle_stores(form, "float16")
+    assert_stores_what_the_reference_stores(form, "float16")
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_new_integer_format_stores_what_the_oracle_stores(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_integer_format_stores_what_the_reference_stores(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     add_int2(monkeypatch)
     form = Format(dtype="int2", granularity="per_token", symmetric=symmetric, scale="dynamic")
     assert quantize(np.zeros((1, 1, 1, 64)), form)[0].shape == (1, 1, 1, 16)
-    assert_stores_what_the_oracle_stores(form)
+    assert_stores_what_the_reference_stores(form)
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])

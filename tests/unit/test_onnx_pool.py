@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, Window
+from stages.core.errors import UserError
 from stages.engines.paged.pool import PagedPool
+from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy, KVShape, Window
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4)
 FP16 = FP16_POLICY.key

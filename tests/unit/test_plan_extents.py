@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, KVShape
+from stages.core.errors import UserError
 from stages.engines.tensorrt.shapes import (
     MOST_ELEMENTS,
     MOST_SHARED_ELEMENTS,
@@ -16,6 +15,7 @@ from stages.engines.tensorrt.shapes import (
     plan_run,
     prefill_rows,
 )
+from stages.policies.policy import FP16_POLICY, KVShape
 
 LLAMA = KVShape(layers=2, kv_heads=8, head_dim=128)
 Q_HEADS = 32

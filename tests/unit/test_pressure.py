@@ -7,10 +7,10 @@ import pytest
 from fake_engine import VOCAB, FakeEngine
 from gate_reports import pressure_line
 
-from pipeline.core.records import Pressed, Sample, no_progress
-from pipeline.verdict.coverage import PoolDeviation, Pressure
+from stages.core.records import Pressed, Sample, no_progress
 from stages.evaluate.decoding.pressure import LEAST_KL, pressure, requests
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.verdict.coverage import PoolDeviation, Pressure
 
 ITEMS = [
     EncodedSample(

@@ -10,9 +10,9 @@ from hostile import plant_code
 from refusals import refused
 
 from pipeline.config.config import CalibrationConfig
-from pipeline.core.errors import UserError
-from pipeline.core.records import Sample
-from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.checkpoints.loading import load_causal_lm, load_tokenizer
+from stages.core.errors import UserError
+from stages.core.records import Sample
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.quantize.calibration import calibration_texts, tokenize
 from stages.workloads.prompts import all_prompt_ids, render_all

@@ -6,10 +6,10 @@ import pytest
 import torch
 from onnx_fixtures import BF16, FP8, FP16, fmt
 
-from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side, Window
+from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
+from stages.core.errors import MissingRequirement, UserError
+from stages.policies.formats import Format
+from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side, Window
 from stages.quantize.calibration import tokenize
 from stages.quantize.recipe import check_enabled
 from stages.quantize.run import resolve_device

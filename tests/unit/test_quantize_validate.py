@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
-from pipeline.core.scales import KVScales, SideScales
+from stages.policies.formats import Format
+from stages.policies.policy import FP16_POLICY, KVPolicy, Side
+from stages.policies.scales import KVScales, SideScales
 from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
 
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")

@@ -9,16 +9,16 @@ from quantized_checkpoints import FORMS, quantize_checkpoint
 from safetensors.torch import load_file, save_file
 from shipped import SHIPPED
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.finite import check_finite
-from pipeline.checkpoint.quantized import SERVED
-from pipeline.checkpoint.weights import check_weights
-from pipeline.core.errors import UserError
-from pipeline.core.kv import Side
-from stages.checkpoints import expected_tensors, load_causal_lm
-from stages.engines.oracle.model import round_inputs
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.finite import check_finite
+from stages.checkpoints.loading import expected_tensors, load_causal_lm
+from stages.checkpoints.quantized import SERVED
+from stages.checkpoints.weights import check_weights
+from stages.core.digest import file_digest
+from stages.core.errors import UserError
+from stages.engines.reference.model import round_inputs
 from stages.engines.trtllm.library import refuse
+from stages.policies.policy import Side
 from stages.quantize.export import as_given
 from stages.quantize.materialize import copy_without_scales, own_scales, write_plain
 
@@ -65,7 +65,7 @@ def test_the_scales_of_a_cache_are_read_and_left_out_of_what_is_served(tiny_chec
     assert given.keys() - served.keys() == {name for name in given if name.endswith(("k_scale", "v_scale"))}
 
 
-def test_the_oracle_multiplies_int8_codes_where_the_engine_does(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_reference_multiplies_int8_codes_where_the_engine_does(tiny_checkpoint: Path, tmp_path: Path) -> None:
     numbers = quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
     stored = load_file(tmp_path / "given" / "model.safetensors")
     write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)

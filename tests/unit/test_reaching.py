@@ -13,10 +13,10 @@ from answering import answering
 from refusals import refused
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.registry import mlflow_client, reaching
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from stages.core.errors import MissingRequirement, UserError
 
 SECRET = "hunter2/hunter2"
 

@@ -12,17 +12,17 @@ from gate_reports import report as make_report
 from judged_engine import config_of, judged_engine
 from shipped import SHIPPED
 
+from pipeline.chain.planning import recommend_policy
+from pipeline.cli.tables import recommendation_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
-from pipeline.core.errors import GateRefusal
-from pipeline.core.kv import KVShape
-from pipeline.planning.capacity import Capacity, measure
-from pipeline.planning.recommend import Judged, Recommendation, recommend
-from pipeline.planning.shapes import ModelShape
-from pipeline.run.planning import recommend_policy
-from pipeline.terminal.tables import recommendation_lines
-from pipeline.verdict.coverage import Exercised, Limits
-from pipeline.verdict.report import SAMPLES_FILE
+from stages.checkpoints.shapes import ModelShape
+from stages.core.errors import GateRefusal
+from stages.planning.capacity import Capacity, measure
+from stages.planning.recommend import Judged, Recommendation, recommend
+from stages.policies.policy import KVShape
+from stages.verdict.coverage import Exercised, Limits
+from stages.verdict.report import SAMPLES_FILE
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 MODEL = ModelShape(Path("/models/some-llm"), SHAPE, 4, (None,) * 4, 8192, dict, ())
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
         "fp8",
         {"fp16": "admits 382 of 700 requests at once"},
     ),
-    "of the same bytes the oracle comes last": (
+    "of the same bytes the reference engine comes last": (
         [judged("fp8", backend="torch", kl_mean=0.001), judged("fp8_head")], [], "fp8_head", {"fp8": "or a larger KL"}),
     "and then the lowest KL counts": ([judged("fp8", kl_mean=0.001), judged("fp8_head")], [], "fp8", {}),
 }  # fmt: skip

@@ -9,14 +9,14 @@ import torch
 from shipped import SHIPPED
 
 from benchmarks import benchlib
-from pipeline.artifacts.store import Store
+from pipeline.chain.inputs import check_inputs
+from pipeline.chain.judge import Chain
 from pipeline.config.compose import plan
-from pipeline.core.errors import MissingRequirement
-from pipeline.run.chain import Chain
-from pipeline.run.inputs import check_inputs
-from stages.engines.oracle.device import LEAST_BYTES, reference_device
-from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.placing import place, shorten, within_memory
+from pipeline.store.store import Store
+from stages.core.errors import MissingRequirement
+from stages.engines.reference.device import LEAST_BYTES, reference_device
+from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.placing import place, shorten, within_memory
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_weights_that_stay_in_16_bits_give_the_same_logits_bit_for_bit() -> None
     assert place(models[0], CPU) is models[0]
     shorten(models[1], CPU)
     for _ in range(2):
-        wide, short = (OracleEngine.from_model(model, SHIPPED["int8"]).forced(text, 100) for model in models)
+        wide, short = (TorchEngine.from_model(model, SHIPPED["int8"]).forced(text, 100) for model in models)
         assert wide.tobytes() == short.tobytes()
         dtypes = {name: weight.dtype for name, weight in models[1].named_parameters()}
         assert [name for name, dtype in dtypes.items() if dtype == torch.float32] == ["model.layers.1.mlp.up_proj.weight"]

@@ -10,15 +10,16 @@ import pytest
 from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, proven, replay_without_findings
 from refusals import refused
 
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove, Prove, Replay, ReplayedEvidence, choose
-from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.registry.summary import evidence_digest
 from pipeline.registry.tracking import Version
-from pipeline.verdict.coverage import Exercised, Limits
-from pipeline.verdict.gates import Decide
-from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Status, Verdict
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.coverage import Exercised, Limits
+from stages.verdict.gates import Decide
+from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
+from stages.verdict.thresholds import Status, Verdict
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_live_tokens_decide_then_the_lower_mean_kl_and_what_is_unknown_loses(fp8
 
     assert choose([one("a", 10.0, 0.1), one("b", 12.0, 0.2), one("c", None, 0.0)]).name == "b"
     assert choose([one("z", 9.0, 0.02), one("zz", 9.0, None), one("a", 9.0, 0.01)]).name == "a"
-    assert choose([one("oracle", 9.0, 0.0, backend="torch"), one("a", 9.0, 0.1)]).name == "a"
+    assert choose([one("reference", 9.0, 0.0, backend="torch"), one("a", 9.0, 0.1)]).name == "a"
 
 
 def test_nothing_is_promoted_when_none_passed(tmp_path: Path, registry: MemoryRegistry) -> None:

@@ -10,9 +10,10 @@ import pytest
 from pydantic import ValidationError
 from refusals import refused
 
-from pipeline.core.errors import UserError
-from pipeline.registry.summary import Candidate, Cited, Registration, begin, finish, forget, load, note, record
-from pipeline.verdict.thresholds import Check, Verdict
+from pipeline.registry.summary import begin, finish, forget, load, note, record
+from stages.core.errors import UserError
+from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.thresholds import Check, Verdict
 
 FP8 = Candidate(
     name="fp8",

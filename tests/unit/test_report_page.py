@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from report_pages import asked, exhibit, exhibits, occasion, rows
 
-from pipeline.verdict.gates import LINES
 from stages.report.answers import changed_answers
 from stages.report.charts import BASELINE, Spec, context_numbers, draw_svg, quality_numbers, recovery_numbers
 from stages.report.content import MOST_POLICIES, make_page
 from stages.report.exhibit import Exhibit
 from stages.report.page import render, write_page
 from stages.report.text import differences, shown
+from stages.verdict.gates import LINES
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",

@@ -7,12 +7,12 @@ import pytest
 from gate_reports import GATES
 from judged_engine import candidate_of, config_of, judged_engine
 
+from pipeline.chain import showing
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
-from pipeline.registry.summary import Candidate
-from pipeline.run import showing
-from pipeline.verdict.gates import decide
+from stages.verdict.candidate import Candidate
+from stages.verdict.gates import decide
 
 OWN = {"id": "mine-1", "prompt": "our secret recipe: how much salt?", "reference": "two spoons", "workload": "copy"}
 

@@ -9,10 +9,10 @@ import pytest
 from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_engine
 
-from pipeline.core.records import Sample
-from pipeline.verdict.report import SampleRow, load_report, load_rows
+from stages.core.records import Sample
 from stages.evaluate.again import decode_again, difference
 from stages.evaluate.decoding.stored import read_round
+from stages.verdict.report import SampleRow, load_report, load_rows
 
 TOKENIZER = CharTokenizer()
 CONFIG = brief_workloads(extra_new_tokens=4)

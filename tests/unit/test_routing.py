@@ -9,17 +9,17 @@ from judged_candidates import decide_pass
 from judged_engine import cited_tags, judged_engine
 from routed_engines import Fleet
 
-from pipeline.artifacts.locks import locked
-from pipeline.core.errors import GateRefusal, UserError
 from pipeline.evidence.reading import registered_engine
 from pipeline.evidence.verify import replay_candidate
 from pipeline.registry import promotion
+from pipeline.registry.routing import moves
+from pipeline.registry.routing.moves import Aliases, read_aliases
+from pipeline.registry.routing.stages import roll_back
+from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
-from pipeline.routing import moves
-from pipeline.routing.moves import Aliases, read_aliases
-from pipeline.routing.stages import roll_back
-from pipeline.trust.signing import SigningConfig
-from pipeline.verdict.report import REPORT_FILE
+from pipeline.store.locks import locked
+from stages.core.errors import GateRefusal, UserError
+from stages.verdict.report import REPORT_FILE
 
 BOTH = "routes: {retrieval: {policy: fp8, fallback: bf16}, copy: {policy: int8}}"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import __main__ as command
-from pipeline.artifacts import hardware
-from pipeline.core.redaction import MASK, RedactedStream, holds_secret, redact_text
-from pipeline.terminal import console
+from pipeline.cli import console
+from stages.core import hardware
+from stages.core.redaction import MASK, RedactedStream, holds_secret, redact_text
 from stages.engines.interpreter.process import Program, Worker
 from stages.engines.onnx.native import compiler
 
@@ -201,7 +201,7 @@ def test_neither_compiler_nor_driver_tool_sees_a_secret(tmp_path: Path, monkeypa
 
 @pytest.mark.usefixtures("planted")
 def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
-    redacting = "from pipeline.core.redaction import redact_output; redact_output(); redact_output()"
+    redacting = "from stages.core.redaction import redact_output; redact_output(); redact_output()"
     program = f"import os; {redacting}; raise SystemExit(str(os.environ))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert MASK in result.stderr

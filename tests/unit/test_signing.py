@@ -19,16 +19,16 @@ from judged_engine import candidate_of, cited_tags, config_of, exported, judged_
 from signing_keys import key_pair, keys
 
 from pipeline.api import champion
+from pipeline.chain.job import Run
+from pipeline.chain.serving import rollback
+from pipeline.chain.serving import verify as verify_stage
 from pipeline.config.compose import plan
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
+from pipeline.registry.signing import SIGNATURE_FILE, SigningConfig
 from pipeline.registry.tracking import Version
-from pipeline.run.job import Run
-from pipeline.run.serving import rollback
-from pipeline.run.serving import verify as verify_stage
-from pipeline.trust.signing import SIGNATURE_FILE, SigningConfig
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from test_checkpoint_description import MISTRAL, make
 
-from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.config.compose import plan
-from pipeline.core.errors import UserError
-from pipeline.core.kv import Eviction
 from pipeline.loading import open_backend
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
+from stages.core.errors import UserError
+from stages.engines.backend import Job
+from stages.policies.policy import Eviction
 
 SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 tokens alone: .*backend=onnxruntime"
 

@@ -15,14 +15,14 @@ from pydantic import ValidationError
 from test_evaluate_measure import SAMPLES
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from pipeline.core.records import Drafting
-from pipeline.core.workloads import SpeculationConfig
-from pipeline.verdict.gates import decide
-from pipeline.verdict.report import load_report, load_rows
-from pipeline.verdict.thresholds import Check, Verdict
-from pipeline.verdict.tracked import flat_metrics
+from stages.core.records import Drafting
 from stages.evaluate.decoding import speculation
 from stages.evaluate.decoding.speculation import draft_passes, lookup_passes
+from stages.verdict.gates import decide
+from stages.verdict.report import load_report, load_rows
+from stages.verdict.thresholds import Check, Verdict
+from stages.verdict.tracked import flat_metrics
+from stages.workloads.config import SpeculationConfig
 
 STOP = 0
 

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 import stages
-from pipeline.artifacts import digest
-from pipeline.artifacts.files import STORE_FILE
-from pipeline.artifacts.locks import locked_at_once
-from pipeline.artifacts.store import MANIFEST, USERS, Recipe, Store, alone, used
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.store.locks import locked_at_once
+from pipeline.store.store import MANIFEST, USERS, Store, alone, used
+from stages.core import digest
+from stages.core.artifact import Recipe
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.files import STORE_FILE
 
 ENGINES = Path(stages.__file__).parent / "engines"
 
 
 def recipe(**config: object) -> Recipe:
-    return Recipe("demo", code=("pipeline.core.kv",), config=config, inputs={"model": "0" * 64}, libraries=("numpy",))
+    return Recipe("demo", code=("stages.policies.policy",), config=config, inputs={"model": "0" * 64}, libraries=("numpy",))
 
 
 def write_one(out: Path) -> None:
@@ -34,7 +35,7 @@ def write_one(out: Path) -> None:
         {"config": {"a": 2}},
         {"inputs": {"model": "1" * 64}},
         {"stage": "other"},
-        {"code": ("pipeline.artifacts.store",)},
+        {"code": ("pipeline.store.store",)},
         {"libraries": ("rich",)},
         {"measures_time": True},
     ],
@@ -163,7 +164,7 @@ def test_a_store_of_an_older_kvgate_without_a_version_is_taken_over(tmp_path: Pa
 
 def test_a_distribution_that_is_not_installed_is_named_with_the_fix() -> None:
     with pytest.raises(MissingRequirement, match=r"^no-such-library is not installed: pip install no-such-library$"):
-        Recipe("demo", ("pipeline.core.kv",), {}, {}, ("no-such-library",))
+        Recipe("demo", ("stages.policies.policy",), {}, {}, ("no-such-library",))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"parts": {"inputs": {}}}', "\udcff"])
@@ -190,8 +191,8 @@ def test_the_digest_of_a_folder_ignores_its_siblings(tmp_path: Path) -> None:
 
 def test_code_digest_covers_what_a_module_imports_also_inside_functions() -> None:
     modules = digest.reachable_modules("stages.quantize.run")
-    assert {"stages", "stages.quantize.run", "stages.quantize.modelopt_adapter", "pipeline.core.kv"} <= set(modules)
-    assert "pipeline.artifacts.store" not in digest.reachable_modules("pipeline.core.kv")
+    assert {"stages", "stages.quantize.run", "stages.quantize.modelopt_adapter", "stages.policies.policy"} <= set(modules)
+    assert "pipeline.store.store" not in digest.reachable_modules("stages.policies.policy")
 
 
 CODE = """

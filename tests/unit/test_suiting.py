@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from evaluations import builtin_workloads
 
-from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.compose import plan
-from pipeline.core.errors import CannotBeJudged
+from stages.checkpoints.places import locate_checkpoint
+from stages.core.errors import CannotBeJudged
 from stages.evaluate.decoding.rows import Answer
 from stages.evaluate.decoding.stored import Round, require_able
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.checks import Judgement
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
-from stages.workloads import generate
+from stages.workloads.generated import generate
 
 TINY = locate_checkpoint("pkg://stages.tiny/checkpoint")
 

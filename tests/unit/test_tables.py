@@ -7,11 +7,11 @@ import pytest
 from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
 
-from pipeline.registry.summary import Candidate, not_passed
-from pipeline.terminal import console
-from pipeline.terminal.tables import comparison, print_verdict
-from pipeline.verdict.thresholds import Check
-from pipeline.verdict.tracked import flat_metrics
+from pipeline.cli import console
+from pipeline.cli.tables import comparison, print_verdict
+from stages.verdict.candidate import Candidate, not_passed
+from stages.verdict.thresholds import Check
+from stages.verdict.tracked import flat_metrics
 
 UNGRADED = {"quality/accuracy_baseline": 0.9}
 

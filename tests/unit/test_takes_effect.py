@@ -4,9 +4,9 @@ import pytest
 from gate_reports import CLASSES, answered, report, verdict
 from shipped import SHIPPED
 
-from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.verdict.gates import is_final
-from pipeline.verdict.report import SampleRow
+from stages.policies.policy import KVPolicy, KVShape
+from stages.verdict.gates import is_final
+from stages.verdict.report import SampleRow
 
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=64)
 LONG = {name: policy for name, policy in SHIPPED.items() if policy.takes_effect}

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 from shipped import SHIPPED
 
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, LayerOverride, Window
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.tensorrt import library as library_module
 from stages.engines.tensorrt.backend import cuda_gpu, refuse_caches
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.shapes import PlanLimits
+from stages.policies.formats import Format
+from stages.policies.policy import KVPolicy, LayerOverride, Window
 
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
 FP16 = Format(dtype="fp16")

@@ -8,10 +8,10 @@ import pytest
 from hostile import changed
 from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.errors import UserError
-from stages.checkpoints import load_tokenizer
-from stages.opening import TEXTS, check_opens
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.loading import load_tokenizer
+from stages.checkpoints.opening import TEXTS, check_opens
+from stages.core.errors import UserError
 
 CLASSES = ("Llama", "CodeLlama", "Qwen2", "Gemma", "GPT2", "Evil")
 

@@ -6,9 +6,9 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from pydantic import ValidationError
 
-from pipeline.core.errors import UserError
+from pipeline.chain.job import open_store
 from pipeline.registry.tracking import Tracking, compare_url, locate, server_command
-from pipeline.run.job import open_store
+from stages.core.errors import UserError
 
 
 def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.core.redaction import MASK, PARAM_CHARS, clip, redact, redact_text, secret_name
+from stages.core.redaction import MASK, PARAM_CHARS, clip, redact, redact_text, secret_name
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ import pytest
 from gate_reports import row
 from judged_candidates import judged_candidate
 
-from pipeline.artifacts.digest import files_digest, tree_files
-from pipeline.core.errors import UserError
+from pipeline.chain.job import open_store
 from pipeline.registry.mlflow_client import path_of
 from pipeline.registry.mlflow_store import LOCK, MlflowStore, download_engine
 from pipeline.registry.pages import COLOURS
-from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Tracking, locate
-from pipeline.run.job import open_store
-from pipeline.verdict.thresholds import Status
+from stages.core.digest import files_digest, tree_files
+from stages.core.errors import UserError
+from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.thresholds import Status
 
 SECRET = "hunter2hunter2"
 
@@ -224,7 +224,7 @@ def leave_a_run_open(work: Path) -> str:
 import os, signal
 from pathlib import Path
 from pipeline.registry.tracking import Tracking
-from pipeline.run.job import open_store
+from pipeline.chain.job import open_store
 store = open_store(Tracking(), Path({str(work)!r}), "tiny")
 with store.recorded("killed", {{}}) as run_id:
     print(run_id, flush=True)

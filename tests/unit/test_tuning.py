@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from pipeline.config.policies import load_policies, policy_yaml
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
-from pipeline.core.scales import KVScales, SideScales
-from pipeline.planning.tuning import SIDES, MeasuredPolicy, beaten, choose, is_on_front, mixed_policy, mixed_scales
-from stages.tune.run import Option, fewest_bytes
+from stages.planning.tune import Option, fewest_bytes
+from stages.planning.tuning import SIDES, MeasuredPolicy, beaten, choose, is_on_front, mixed_policy, mixed_scales
+from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
+from stages.policies.scales import KVScales, SideScales
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
 FP8, INT8, INT4 = load_policies("tune.policies", ["fp8", "int8", "int4_g32"])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.commands import standing
 from pipeline.config.compose import plan
-from pipeline.terminal.commands import standing
 
 PATHS = [
     "/data/modèle",

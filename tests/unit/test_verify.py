@@ -12,11 +12,11 @@ import pytest
 from evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
 from judged_engine import candidate_of, exported, judged_engine
 
-from pipeline.artifacts.digest import file_digest, files_digest, json_digest
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence
-from pipeline.verdict.thresholds import RULES
+from stages.core.digest import file_digest, files_digest, json_digest
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.verdict.thresholds import RULES
 
 
 def test_an_untouched_engine_is_the_same_in_its_store_and_copied_out_of_it(evidence: Path, copy: Path) -> None:

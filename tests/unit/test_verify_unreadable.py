@@ -12,10 +12,10 @@ import pytest
 from evidence_copies import at, code, edit, leaves, replaced, replayed
 from judged_engine import judged_engine
 
-from pipeline.core.errors import UserError
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
+from stages.core.errors import UserError
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 
 @pytest.mark.parametrize(

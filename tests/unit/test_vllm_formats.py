@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from shipped import SHIPPED
 from torch import Tensor
 
+from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
-from pipeline.core.errors import UserError
-from pipeline.core.formats import Format
-from pipeline.formats.oracle import Stored
-from pipeline.formats.vllm_token_head.oracle import signs
-from pipeline.run.inputs import check_inputs
-from stages.engines.oracle.formats import dequantize, quantize
+from stages.core.errors import UserError
+from stages.engines.reference.formats import dequantize, quantize
+from stages.policies.arithmetic_torch import Stored
+from stages.policies.formats import Format
+from stages.policies.vllm_token_head.arithmetic_torch import signs
 
 K8V4, INT4 = SHIPPED["vllm_k8v4"], SHIPPED["vllm_int4"]
 
@@ -107,7 +107,7 @@ def test_what_vllm_has_no_such_format_of_is_refused(changed: dict[str, object], 
         ("tensorrt_rtx", "vllm_int8", r"kv\.key\.arithmetic=kvgate$"),
     ],
 )
-def test_graphs_refuse_what_the_oracle_alone_computes_and_name_it(backend: str, kv: str, instead: str) -> None:
+def test_graphs_refuse_what_the_reference_alone_computes_and_name_it(backend: str, kv: str, instead: str) -> None:
     (job,) = plan([f"backend={backend}", f"kv={kv}"], multirun=False).jobs
     with pytest.raises(UserError, match=rf"^kv\.key\.arithmetic=vllm_\w+: .*; use backend=torch .*, or set {instead}"):
         check_inputs(job)

@@ -10,8 +10,7 @@ from fake_interpreter import make_interpreter
 from interpreter_bundles import config_of
 from shipped import SHIPPED, conf
 
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter import bundle
 from stages.engines.interpreter.process import Interpreter, WorkerError, probe
 from stages.engines.vllm.engine import VllmEngine
@@ -25,6 +24,7 @@ from stages.engines.vllm.library import (
     refuse_dtype,
     skipped_layers,
 )
+from stages.policies.policy import KVPolicy
 
 EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 

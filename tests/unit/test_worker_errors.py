@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.errors import MissingRequirement, UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import MOST_SAID, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import EmptyAnswer
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
-from pipeline.core.errors import MissingRequirement
-from pipeline.run.inputs import check_inputs
+from stages.core.errors import MissingRequirement
 
 
 def _missing(_name: str) -> Any:

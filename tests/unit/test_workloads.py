@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from pipeline.core.records import Sample
-from stages.workloads import WORKLOADS, generate
+from stages.core.records import Sample
 from stages.workloads.conversation import compact_json
+from stages.workloads.generated import WORKLOADS, generate
 from stages.workloads.trained import TOOLS, similar_ids, similar_records
 
 COUNT = 60

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.errors import UserError
-from pipeline.core.records import Sample
-from stages.checkpoints import load_tokenizer
+from stages.checkpoints.loading import load_tokenizer
+from stages.core.errors import UserError
+from stages.core.records import Sample
 from stages.evaluate.inputs.checks import judge, mentions, words_of
-from stages.workloads import generate
 from stages.workloads.documentation import SPLITS, pages
+from stages.workloads.generated import generate
 from stages.workloads.pages import DIFFICULTIES, QUESTIONS
 from stages.workloads.prompts import all_prompt_ids
 

@@ -5,21 +5,21 @@ backend.device=auto selects this engine if torch finds a GPU, else the reference
 
 from pathlib import Path
 
-from pipeline.artifacts.backend import FLOAT16_WEIGHTS, Job
-from pipeline.checkpoint.description import refuse_other_attention
-from pipeline.core.engine import Engine
-from pipeline.core.errors import MissingRequirement
-from stages.engines.oracle.backend import OracleBackend
+from stages.checkpoints.description import refuse_other_attention
+from stages.core.errors import MissingRequirement
+from stages.engines.backend import FLOAT16_WEIGHTS, Job
+from stages.engines.interface import Engine
+from stages.engines.reference.backend import TorchBackend
 
 
-class CudaBackend(OracleBackend):
+class CudaBackend(TorchBackend):
     """transformers' model on the current GPU, with attention through the kernels."""
 
     def check_inputs(self, job: Job) -> None:
         """Refuse a policy that the kernels do not support and, if the command judges, a missing GPU. Building needs no GPU."""
         if self.config.device == "auto" and not (job.judges and self._finds_gpu()):
             if job.judges:
-                self._refuse_oracle()
+                self._refuse_reference()
             return
         from stages.engines.paged.kernel_layout import check_kernels
 
@@ -49,18 +49,18 @@ class CudaBackend(OracleBackend):
 
     def load(self, bundle: Path) -> Engine:
         if not self._finds_gpu():
-            self._refuse_oracle()
+            self._refuse_reference()
             return super().load(bundle)
         from stages.engines.cuda.engine import load_engine
 
         return load_engine(bundle, threads=self.config.threads, compute_dtype=self.config.compute_dtype)
 
-    def _refuse_oracle(self) -> None:
+    def _refuse_reference(self) -> None:
         """Raise MissingRequirement if `compute_dtype` is not the reference engine's float32."""
         if self.config.compute_dtype != "float32":
             raise MissingRequirement(
                 f"backend.compute_dtype={self.config.compute_dtype}: torch finds no NVIDIA GPU, and on a CPU backend=torch "
-                "is the oracle, which computes in float32; set backend.compute_dtype=float32"
+                "is the reference engine, which computes in float32; set backend.compute_dtype=float32"
             )
 
     def _finds_gpu(self) -> bool:

@@ -13,14 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import StoredCopy
-from pipeline.core.scales import KVScales
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout, SideLayout
+from stages.core.errors import UserError
+from stages.core.records import StoredCopy
 from stages.engines.paged.sequences import PageAllocator, SequencePages
 from stages.engines.staging import scaled
+from stages.policies.policy import PAGE_TOKENS, Side
+from stages.policies.scales import KVScales
 
 FIRST_COLUMNS = 16
 """Initial columns (pages) of a step's page table: 1,024 tokens."""

@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 import torch
 
-from pipeline.core.errors import MissingRequirement
-from stages.engines.oracle.device import gpu_identity
+from stages.core.errors import MissingRequirement
+from stages.engines.reference.device import gpu_identity
 
 OLDEST = 8
 """Lowest major compute capability that the kernels compile for."""

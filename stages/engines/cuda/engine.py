@@ -7,19 +7,19 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.engine import Continuation, Engine
-from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from pipeline.core.scales import KVScales
-from stages.checkpoints import load_causal_lm
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.loading import load_causal_lm
+from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.device import resolve_device
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
-from stages.engines.oracle.build import open_bundle
-from stages.engines.oracle.model import scales_for, shape_for
+from stages.engines.interface import Continuation, Engine
 from stages.engines.paged.kernel_layout import check_kernels
+from stages.engines.reference.build import open_bundle
+from stages.engines.reference.model import scales_for, shape_for
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import KVScales
 
 PASS_TOKENS = 4 * PREFILL_CHUNK
 """Maximum tokens of a pass over several sequences."""

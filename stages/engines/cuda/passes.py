@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from pipeline.core.kv import PAGE_TOKENS, KVShape, page_count
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
-from stages.engines.oracle.model import head, hidden_states, refuse_options
 from stages.engines.paged.sequences import PagedSequence
+from stages.engines.reference.model import head, hidden_states, refuse_options
 from stages.engines.staging import StagedInputs, StepResults
+from stages.policies.policy import PAGE_TOKENS, KVShape, page_count
 
 Indices = npt.NDArray[np.int64]
 ATTENTION = "kvgate_kernels"

@@ -4,14 +4,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
-from pipeline.checkpoint.description import refuse_other_attention
-from pipeline.checkpoint.quantized import SERVED
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
+from stages.checkpoints.description import refuse_other_attention
+from stages.checkpoints.quantized import SERVED
+from stages.core.errors import UserError
+from stages.engines.backend import Artifacts, Backend, Job, Source
+from stages.engines.interface import Engine
 from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.interpreter.process import Program, probe
+from stages.policies.policy import KVPolicy
 
 
 class InterpreterBackend(Backend):

@@ -5,19 +5,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.digest import tree_files
-from pipeline.artifacts.files import link_or_copy_all
-from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
-from pipeline.checkpoint.exports import holder
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.records import Progress
-from pipeline.core.scales import KVScales
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
+from stages.checkpoints.exports import holder
+from stages.core.digest import tree_files
+from stages.core.errors import UserError
+from stages.core.files import link_or_copy_all
+from stages.core.records import Progress
 from stages.engines import bundle
 from stages.engines.bundle import BuiltFor, ModelRecord, write_bundle
 from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import Resolved
+from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.scales import KVScales
 
 CHECKPOINT = "checkpoint"
 """Folder of the served checkpoint."""

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.core.backends import BackendConfig
-from pipeline.core.strict import PathText
+from stages.core.strict import PathText
+from stages.engines.config import BackendConfig
 
 
 class InterpreterConfig(BackendConfig):

@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.core.errors import MissingRequirement, UserError, short
-from pipeline.core.redaction import child_environment
+from stages.core.errors import MissingRequirement, UserError, short
+from stages.core.redaction import child_environment
 from stages.engines.bundle import BuiltFor, release_of
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.interpreter.worker import kvgate_channel

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.core.strict import StrictModel
+from stages.core.strict import StrictModel
 
 
 class Device(StrictModel):

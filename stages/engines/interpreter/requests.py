@@ -21,17 +21,17 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.engine import Continuation, Engine, check_tokens
-from pipeline.core.errors import UserError
-from pipeline.core.formats import Format
-from pipeline.core.kv import Side, page_count
-from pipeline.core.records import LoadTimes, MemoryReport, StoredCopy
+from stages.core.errors import UserError
+from stages.core.records import LoadTimes, MemoryReport, StoredCopy
 from stages.engines.base import Logits, SequenceTable
 from stages.engines.bundle import open_bundle
+from stages.engines.interface import Continuation, Engine, check_tokens
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle
 from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.interpreter.process import A, Interpreter, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
+from stages.policies.formats import Format
+from stages.policies.policy import Side, page_count
 
 TIMEOUT_KEY = "backend.request_timeout_s"
 Bytes = npt.NDArray[np.uint8]

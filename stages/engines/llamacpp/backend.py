@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from pipeline.artifacts.backend import Artifacts, Job, Source
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
+from stages.core.errors import UserError
+from stages.engines.backend import Artifacts, Job, Source
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.engines.llamacpp.library import PROGRAM, cache_types
+from stages.policies.policy import KVPolicy
 
 
 class LlamaCppBackend(InterpreterBackend):

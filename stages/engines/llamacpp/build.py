@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.files import link_or_copy
-from pipeline.checkpoint.description import read_config
-from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.records import Progress
+from stages.checkpoints.description import read_config
+from stages.core.files import link_or_copy
+from stages.core.records import Progress
 from stages.engines.interpreter.bundle import ServedBundle, begin_bundle, end_bundle
 from stages.engines.interpreter.process import Interpreter, Worker
 from stages.engines.interpreter.requests import open_model
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.engines.llamacpp.library import GGUF, PROGRAM, cache_types, rotates
+from stages.policies.policy import KVPolicy, Side
 
 COMMAND_FILE = "launch.txt"
 

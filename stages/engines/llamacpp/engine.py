@@ -6,10 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core.formats import Format
-from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import MemoryReport, StoredCopy
-from pipeline.gguf.model import pairs_neighbours
+from stages.checkpoints.gguf.model import pairs_neighbours
+from stages.core.records import MemoryReport, StoredCopy
 from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Generation
@@ -17,6 +15,8 @@ from stages.engines.interpreter.requests import Bytes, Request, ShowingEngine
 from stages.engines.llamacpp.build import LlamaCppBundle, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.engines.llamacpp.library import GGUF, PROGRAM, LlamaCppFacts
+from stages.policies.formats import Format
+from stages.policies.policy import PAGE_TOKENS, Side
 
 
 class LlamaCppEngine(ShowingEngine):

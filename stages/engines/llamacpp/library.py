@@ -5,16 +5,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.checkpoint.exports import beyond_one_format, describe_format
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.strict import StrictModel
-from pipeline.formats.table import CODES
+from stages.checkpoints.exports import beyond_one_format, describe_format
+from stages.core.errors import UserError
+from stages.core.strict import StrictModel
 from stages.engines.interpreter import protocol
 from stages.engines.interpreter.bundle import cannot_hold
 from stages.engines.interpreter.process import Program
 from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.config import LlamaCppConfig
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.table import CODES
 
 READ = "0.3.36"
 """The release of llama-cpp-python that the worker was checked against."""

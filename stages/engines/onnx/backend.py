@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from pipeline.artifacts.backend import TORCH, Artifacts, Backend, Job, Source
-from pipeline.artifacts.child import in_child
-from pipeline.artifacts.store import Recipe
-from pipeline.core.engine import Engine
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
+from stages.core.artifact import Recipe
+from stages.core.child import in_child
+from stages.core.records import Progress
+from stages.engines.backend import TORCH, Artifacts, Backend, Job, Source
+from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
-from stages.engines.onnx.refusals import refuse_bfloat16, refuse_heavy_tokens, refuse_oracles_own
+from stages.engines.onnx.refusals import refuse_bfloat16, refuse_heavy_tokens, refuse_reference_only
+from stages.policies.policy import KVPolicy
 
 
 class OnnxBackend(Backend):
@@ -26,7 +26,7 @@ class OnnxBackend(Backend):
         """Refuse bfloat16, H2O's eviction, formats that only the reference engine computes, and native without a compiler."""
         refuse_bfloat16(self.config.compute_dtype)
         refuse_heavy_tokens(job.policy)
-        refuse_oracles_own(job.policy)
+        refuse_reference_only(job.policy)
         if self.config.attention == "native":
             require_compiler()
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import onnx
 from onnx import helper
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.files import link_or_copy
-from pipeline.core.kv import POLICY_FILE, KVPolicy
-from pipeline.core.records import Progress
-from pipeline.core.scales import SCALES_FILE
+from stages.core.digest import file_digest
+from stages.core.files import link_or_copy
+from stages.core.records import Progress
 from stages.engines.base import Mode
 from stages.engines.bundle import begin_bundle, read_record, write_bundle
 from stages.engines.onnx.bundle import BACKEND, GRAPHS, WEIGHTS_FILE, Bundle, ModelInfo
 from stages.engines.onnx.surgery import specialise
+from stages.policies.policy import POLICY_FILE, KVPolicy
+from stages.policies.scales import SCALES_FILE
 
 
 def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:

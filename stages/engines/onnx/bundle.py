@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Literal
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.scales import KVScales
-from pipeline.core.strict import StrictModel
+from stages.core.errors import UserError
+from stages.core.strict import StrictModel
 from stages.engines import bundle as bundles
 from stages.engines.bundle import BUNDLE_FILE, ModelRecord
+from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.scales import KVScales
 
 BACKEND = "onnxruntime"
 GRAPHS = ("prefill.onnx", "decode.onnx")

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pipeline.core.backends import BackendConfig, InProcessConfig
+from stages.engines.config import BackendConfig, InProcessConfig
 
 
 class GraphConfig(BackendConfig):

@@ -11,10 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import PREFILL_CHUNK
-from pipeline.core.scales import KVScales
-from pipeline.formats.body import NUMPY_FLOATS
+from stages.core.records import PREFILL_CHUNK
 from stages.engines.base import Mode, check_positive
 from stages.engines.onnx.bundle import Bundle, open_bundle
 from stages.engines.onnx.config import CpuAttention
@@ -27,6 +24,9 @@ from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.onnx.weights import widen_rows
 from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
 from stages.engines.paged.prefixes import PrefixCache
+from stages.policies.onnx_body import NUMPY_FLOATS
+from stages.policies.policy import KVPolicy
+from stages.policies.scales import KVScales
 
 
 def load_engine(

@@ -15,16 +15,16 @@ import torch
 from onnx.helper import get_node_attr_value
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
-from pipeline.checkpoint.families import ARCHITECTURES
-from pipeline.core.records import Progress, give_back
-from pipeline.formats.body import DOMAIN
-from stages.checkpoints import load_causal_lm
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
+from stages.checkpoints.families import ARCHITECTURES
+from stages.checkpoints.loading import load_causal_lm
+from stages.core.digest import file_digest
+from stages.core.records import Progress, give_back
 from stages.engines.bundle import copy_tokenizer
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.weights import store_weights
-from stages.engines.oracle.model import asked_of, head, no_mask
+from stages.engines.reference.model import asked_of, head, no_mask
+from stages.policies.onnx_body import DOMAIN
 
 ComputeDType = Literal["float32", "float16", "bfloat16"]
 

@@ -1,6 +1,6 @@
 """Graph nodes of the cache formats: quantization of new tokens, and attention's scores and weighted sums over pages of codes.
 
-The arithmetic is the formats' own (pipeline/formats), after a rotation. Scales and offsets are folded into the queries, scores
+The arithmetic is the formats' own (stages/policies), after a rotation. Scales and offsets are folded into the queries, scores
 or sums if possible; otherwise the graph makes a dequantized copy.
 
 Shapes: B sequences, H KV heads, S new tokens, R query rows of a KV head, P pages, T = P * 64 positions, D head_dim, n code
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import PAGE_TOKENS
-from pipeline.formats.body import Body
-from pipeline.formats.graph import KINDS, Gather, Graph, GraphOptions, Stream
-from pipeline.formats.nvfp4.graph import GRAPH as NVFP4
-from pipeline.formats.vllm_turboquant.graph import GRAPH as VLLM_TURBOQUANT
 from stages.engines.paged.layout import StoredSide
+from stages.policies.arithmetic_onnx import KINDS, Gather, Graph, GraphOptions, Stream
+from stages.policies.nvfp4.arithmetic_onnx import GRAPH as NVFP4
+from stages.policies.onnx_body import Body
+from stages.policies.policy import PAGE_TOKENS
+from stages.policies.vllm_turboquant.arithmetic_onnx import GRAPH as VLLM_TURBOQUANT
 
 OWN: dict[str, Graph] = {graph.spec.name: graph for graph in (NVFP4, VLLM_TURBOQUANT)}
 """Formats with their own nodes instead of their kind's."""

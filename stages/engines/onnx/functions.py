@@ -22,11 +22,11 @@ from typing import Self
 
 import onnx
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
-from pipeline.formats.body import Body
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec, read_scores, read_values
+from stages.policies.onnx_body import Body
+from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side
 
 MASKED = {"float32": -1e30, "float16": -6e4}
 """Score of a masked position: exp underflows to 0, and unlike -inf it never results in NaN."""

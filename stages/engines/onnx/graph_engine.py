@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.engine import check_tokens
-from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import MemoryReport, StoredCopy
-from pipeline.core.scales import KVScales
+from stages.core.records import MemoryReport, StoredCopy
 from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
+from stages.engines.interface import check_tokens
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.paged.sequences import PoolFull
 from stages.engines.paged.waiting import PooledEngine
+from stages.policies.policy import PAGE_TOKENS, Side
+from stages.policies.scales import KVScales
 
 
 class PagedEngine(ChunkedEngine, PooledEngine):

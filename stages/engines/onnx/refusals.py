@@ -3,15 +3,15 @@
 They also apply to TensorRT plans, which are built from the same graphs.
 """
 
-from pipeline.checkpoint.exports import holder
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
+from stages.checkpoints.exports import holder
+from stages.core.errors import UserError
+from stages.policies.policy import KVPolicy
 
 
-def refuse_oracles_own(policy: KVPolicy) -> None:
+def refuse_reference_only(policy: KVPolicy) -> None:
     """Raise UserError for a format that only the reference engine computes."""
     for key, form in policy.formats:
-        if form.code.oracle_only:
+        if form.code.reference_only:
             named, instead = ("dtype", []) if form.arithmetic == "kvgate" else ("arithmetic", ["arithmetic=kvgate"])
             if form.arithmetic == "kvgate" or form.code.bits == 3:
                 instead.append(f"dtype=int{(form.code.bits + 1) // 4 * 4}")

@@ -8,15 +8,15 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy
-from pipeline.core.scales import KVScales
-from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, cache_arithmetic, layer_function
-from pipeline.formats.graph import onnx_type
-from pipeline.formats.spec import FLOAT16
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import SKELETON_NODE, ModelInfo
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function, quantize_name
+from stages.policies.arithmetic_onnx import onnx_type
+from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, cache_arithmetic, layer_function
+from stages.policies.policy import PAGE_TOKENS, KVPolicy
+from stages.policies.scales import KVScales
+from stages.policies.spec import FLOAT16
 
 IR_VERSION = 10
 INT32, FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT

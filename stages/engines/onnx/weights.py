@@ -13,8 +13,8 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from pipeline.artifacts.files import link_or_copy
-from pipeline.checkpoint.files import safetensors_header
+from stages.checkpoints.files import safetensors_header
+from stages.core.files import link_or_copy
 from stages.engines.onnx.bundle import WEIGHTS_FILE
 
 ALIGNMENT = 4096

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVShape, Side
 from plugins.kv_attention.kernels.variants import GROUP_LIMIT
 from plugins.kv_attention.layout import CODES, HEAD_DIMS, KEY_DTYPES, CacheLayout, SideLayout
+from stages.core.errors import UserError
+from stages.policies.policy import KVPolicy, KVShape, Side
 
 POLICY_FIX = "set backend.device=cpu, or choose another policy"
 MODEL_FIX = "set backend.device=cpu"
@@ -86,7 +86,7 @@ def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Ite
         if codes is None:
             yield KernelRefusal(f"{key}.dtype", form.dtype, f"the CUDA kernels hold {plural} as {_listed(dtypes)}")
             return
-        if form.code.oracle_only:
+        if form.code.reference_only:
             yield KernelRefusal(f"{key}.arithmetic", form.arithmetic, "the CUDA kernels have kvgate's alone")
         if form.granularity not in codes.granularities:
             reason = f"the CUDA kernels hold {form.dtype} {_listed(codes.granularities)}"

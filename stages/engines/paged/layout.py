@@ -10,10 +10,10 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.scales import KVScales
-from pipeline.formats.spec import Element
+from stages.policies.formats import Format
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import KVScales
+from stages.policies.spec import Element
 
 
 @dataclass(frozen=True)

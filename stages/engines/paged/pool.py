@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, page_count
-from pipeline.formats.spec import FLOAT16, MAX_FLOAT16
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.sequences import PageAllocator, PagedSequence, PoolFull, SequencePages
+from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, page_count
+from stages.policies.spec import FLOAT16, MAX_FLOAT16
 
 Indices = npt.NDArray[np.int64]
 Places = tuple[Indices, Indices, Indices]

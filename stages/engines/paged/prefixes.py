@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS
+from stages.core.errors import UserError
+from stages.engines.interface import Engine
+from stages.policies.policy import PAGE_TOKENS
 
 
 class PrefixCache:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, page_count
-from pipeline.core.records import MemoryReport
+from stages.core.errors import UserError
+from stages.core.records import MemoryReport
 from stages.engines.base import SequenceTable
+from stages.policies.policy import PAGE_TOKENS, page_count
 
 
 class PageAllocator:

@@ -12,13 +12,13 @@ from itertools import chain
 
 import numpy as np
 
-from pipeline.core.engine import Continuation, Engine
-from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.records import Pressed
+from stages.core.records import Pressed
 from stages.engines.base import Logits
+from stages.engines.interface import Continuation, Engine
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PoolFull
+from stages.policies.policy import PAGE_TOKENS
 
 
 class PooledEngine(Engine):

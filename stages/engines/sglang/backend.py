@@ -1,7 +1,7 @@
 """The backend class of backend=sglang."""
 
-from pipeline.artifacts.backend import Job
-from pipeline.core.errors import MissingRequirement
+from stages.core.errors import MissingRequirement
+from stages.engines.backend import Job
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.sglang.build import PROGRAM, cache_dtype

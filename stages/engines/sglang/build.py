@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.exports import beyond_one_format, describe_format
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
+from stages.checkpoints.exports import beyond_one_format, describe_format
+from stages.core.errors import UserError
+from stages.core.records import Progress
 from stages.engines.interpreter.bundle import (
     CHECKPOINT,
     ServedBundle,
@@ -19,6 +18,7 @@ from stages.engines.interpreter.bundle import (
 from stages.engines.interpreter.process import Program
 from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
+from stages.policies.policy import KVPolicy
 
 READ = "0.5.23"
 """The release that the worker was checked against."""

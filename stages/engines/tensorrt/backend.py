@@ -5,17 +5,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
-from pipeline.artifacts.hardware import gpus
-from pipeline.checkpoint.description import refuse_other_attention
-from pipeline.checkpoint.exports import holder
-from pipeline.core.engine import Engine
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import FP16_POLICY, KVPolicy
+from stages.checkpoints.description import refuse_other_attention
+from stages.checkpoints.exports import holder
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.hardware import gpus
+from stages.engines.backend import Artifacts, Backend, Job, Source
+from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
-from stages.engines.onnx.refusals import refuse_oracles_own
+from stages.engines.onnx.refusals import refuse_reference_only
 from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import Name, load, used_gpu
+from stages.policies.policy import FP16_POLICY, KVPolicy
 
 TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
 """ONNX's names of the element types that TensorRT accepts as inputs."""
@@ -156,7 +156,7 @@ def refuse_caches(job: Job) -> None:
     The engine derives positions from its pages, so it cannot skip tokens.
     """
     policy = job.policy
-    refuse_oracles_own(policy)
+    refuse_reference_only(policy)
     for key, form in policy.formats:
         if form.code.storage.onnx not in TENSOR_TYPES:
             raise UserError(

@@ -14,12 +14,10 @@ from typing import Any
 
 import onnx
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.files import link_or_copy
-from pipeline.core.errors import UserError
-from pipeline.core.kv import POLICY_FILE, KVPolicy
-from pipeline.core.records import Progress
-from pipeline.core.scales import SCALES_FILE
+from stages.core.digest import file_digest
+from stages.core.errors import UserError
+from stages.core.files import link_or_copy
+from stages.core.records import Progress
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
@@ -27,6 +25,8 @@ from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, as_inputs
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.shapes import PlanLimits, Range, prefill_rows
+from stages.policies.policy import POLICY_FILE, KVPolicy
+from stages.policies.scales import SCALES_FILE
 
 Steps = Callable[[int, int], None]
 """Called with the number of finished steps of the build, and the total number."""

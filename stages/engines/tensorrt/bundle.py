@@ -17,13 +17,13 @@ import onnx
 import torch
 from onnx import helper
 
-from pipeline.core.kv import KVPolicy
-from pipeline.core.strict import StrictModel
+from stages.core.strict import StrictModel
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.weights import makers
 from stages.engines.tensorrt.shapes import PlanLimits
+from stages.policies.policy import KVPolicy
 
 PLANS: dict[Mode, str] = {"prefill": "prefill.plan", "decode": "decode.plan"}
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.onnx.config import GraphConfig
+from stages.policies.policy import PAGE_TOKENS
 
 
 class PlanConfig(GraphConfig):

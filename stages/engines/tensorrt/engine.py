@@ -8,11 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.artifacts.hardware import gpus
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.records import PREFILL_CHUNK, StoredCopy
-from pipeline.core.scales import KVScales
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.hardware import gpus
+from stages.core.records import PREFILL_CHUNK, StoredCopy
 from stages.engines.base import Logits, Mode
 from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
 from stages.engines.onnx.graph_engine import PagedEngine
@@ -23,6 +21,8 @@ from stages.engines.tensorrt.library import Library, Name, load, used_gpu
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import CudaDevice, PlanSession
 from stages.engines.tensorrt.shapes import PlanLimits, bucket, plan_run
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import KVScales
 
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":

@@ -5,8 +5,8 @@ from functools import cache
 from importlib import metadata
 from typing import Any, Literal
 
-from pipeline.artifacts.hardware import gpus
-from pipeline.core.errors import MissingRequirement
+from stages.core.errors import MissingRequirement
+from stages.core.hardware import gpus
 from stages.engines.bundle import release_of
 
 Name = Literal["tensorrt_rtx", "tensorrt"]

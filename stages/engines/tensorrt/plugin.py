@@ -17,8 +17,6 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from pipeline.core.kv import KVPolicy
-from pipeline.formats.body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
 from plugins.kv_attention.kernels.variants import WIDEST, Setting, context_blocks, context_variant, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import (
@@ -37,6 +35,8 @@ from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
 from stages.engines.tensorrt.shapes import PlanLimits
+from stages.policies.onnx_body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
+from stages.policies.policy import KVPolicy
 
 PLUGIN_VERSION = "1"
 """Version that TensorRT gives to all quickly deployable plugins."""

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVShape
+from stages.core.errors import UserError
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.pool import Factor, Indices, PagedPool
 from stages.engines.paged.sequences import PageAllocator
 from stages.engines.staging import Section, scaled, stacked
 from stages.engines.tensorrt.session import PlanStep
 from stages.engines.tensorrt.shapes import PlanLimits
+from stages.policies.policy import KVShape
 
 
 @dataclass(frozen=True)

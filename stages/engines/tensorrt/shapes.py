@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, page_count
-from pipeline.core.records import PREFILL_CHUNK
+from stages.core.errors import UserError
+from stages.core.records import PREFILL_CHUNK
+from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, page_count
 
 MOST_ELEMENTS = 2**31 - 1
 """Maximum elements of a tensor: TensorRT's layers index in 32 bits (NVIDIA/TensorRT issues 1948, 3815, 4123)."""

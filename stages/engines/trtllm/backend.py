@@ -1,11 +1,11 @@
 """The backend class of backend=trtllm."""
 
-from pipeline.artifacts.backend import Artifacts, Job, Source
-from pipeline.core.kv import KVPolicy
+from stages.engines.backend import Artifacts, Job, Source
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import JUDGED, PROGRAM, check_inputs, rank_capabilities
+from stages.policies.policy import KVPolicy
 
 
 class TrtllmBackend(InterpreterBackend):

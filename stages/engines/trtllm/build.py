@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from pipeline.checkpoint.description import MODELOPT_FILE
-from pipeline.checkpoint.exports import algorithm
-from pipeline.checkpoint.files import read_json
-from pipeline.checkpoint.rope import rope_at_top_level
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
+from stages.checkpoints.description import MODELOPT_FILE
+from stages.checkpoints.exports import algorithm
+from stages.checkpoints.files import read_json
+from stages.checkpoints.rope import rope_at_top_level
+from stages.core.errors import UserError
+from stages.core.records import Progress
 from stages.engines.bundle import BuiltFor
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, copy_checkpoint, end_bundle
 from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
@@ -21,6 +20,7 @@ from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM, TARGETS, rank_capabilities, rank_environment, read_llm_args
+from stages.policies.policy import KVPolicy
 
 STEPS = 3
 ENGINE = "engine"

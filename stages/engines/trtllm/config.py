@@ -4,9 +4,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.strict import PathText, StrictModel
+from stages.core.strict import PathText, StrictModel
 from stages.engines.interpreter.config import InterpreterConfig
+from stages.policies.policy import PAGE_TOKENS
 
 Switch = Literal["auto", "enable", "disable"]
 

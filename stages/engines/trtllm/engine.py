@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import Side
-from pipeline.core.records import LayerDelivery
+from stages.core.errors import UserError
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
@@ -13,6 +11,8 @@ from stages.engines.trtllm.build import ENGINE, TrtllmBundle, compile_engine
 from stages.engines.trtllm.checkpoint import write_faulted
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM, rank_capabilities, rank_environment, require_gpus
+from stages.policies.policy import Side
+from stages.policies.scales import LayerDelivery
 
 
 class TrtllmEngine(RequestEngine):

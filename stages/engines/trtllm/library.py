@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import CheckpointInfo, refuse_other_attention
-from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import KVPolicy
+from stages.checkpoints.description import CheckpointInfo, refuse_other_attention
+from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
+from stages.core.errors import MissingRequirement, UserError
+from stages.engines.backend import Job
 from stages.engines.bundle import sm_number
 from stages.engines.interpreter.bundle import cannot_hold
 from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import Pinned
 from stages.engines.trtllm import settings, worker
 from stages.engines.trtllm.config import TrtllmConfig
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import KVPolicy
 
 PROGRAM = Program(
     "trtllm",

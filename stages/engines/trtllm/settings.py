@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from stages.core.errors import UserError
 from stages.engines.trtllm.config import TrtllmConfig
+from stages.policies.policy import PAGE_TOKENS, KVPolicy
 
 LOGITS_DTYPE = "float32"
 FP8_ATTENTION_WEIGHTS = ("FP8", "W4A8_AWQ", "NVFP4")

@@ -13,13 +13,13 @@ from typing import Any
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 from safetensors import SafetensorError, safe_open
 
-from pipeline.artifacts.backend import Audit
-from pipeline.checkpoint.files import INDEX, read_json, refusal
-from pipeline.checkpoint.weights import FLOATS
-from pipeline.core.errors import UserError
-from pipeline.core.kv import Side
-from pipeline.core.records import LayerDelivery
-from pipeline.planning.shapes import ModelShape, read_model
+from stages.checkpoints.files import INDEX, read_json, refusal
+from stages.checkpoints.shapes import ModelShape, read_model
+from stages.checkpoints.weights import FLOATS
+from stages.core.errors import UserError
+from stages.engines.backend import Audit
+from stages.policies.policy import Side
+from stages.policies.scales import LayerDelivery
 
 RELEASES = ("0.32", "0.33")
 """Releases that follow the rules below; tests/contract/facts/vllm.json records the digests of vLLM's functions."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.artifacts.backend import Audit, Job
+from stages.engines.backend import Audit, Job
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.config import VllmConfig

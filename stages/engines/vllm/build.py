@@ -6,13 +6,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
+from stages.core.records import Progress
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, end_bundle, resolve
 from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, cache_dtype, skipped_layers
+from stages.policies.policy import KVPolicy
 
 STEPS = 2
 NOT_VLLMS = ("threads", "kv_cache_gib")

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.description import CheckpointInfo, read_config
-from pipeline.checkpoint.files import INDEX
-from pipeline.checkpoint.rope import rope_at_top_level
-from pipeline.checkpoint.weights import tensors_on_disk
-from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.scales import KVScales
+from stages.checkpoints.description import CheckpointInfo, read_config
+from stages.checkpoints.files import INDEX
+from stages.checkpoints.rope import rope_at_top_level
+from stages.checkpoints.weights import tensors_on_disk
 from stages.engines.interpreter.bundle import copy_checkpoint
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.scales import KVScales
 
 CONFIG = "config.json"
 CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")

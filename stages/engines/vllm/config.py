@@ -4,8 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.interpreter.config import InterpreterConfig
+from stages.policies.policy import PAGE_TOKENS
 
 
 class VllmConfig(InterpreterConfig):

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core.errors import MissingRequirement
-from pipeline.core.formats import Format
-from pipeline.core.kv import PAGE_TOKENS, Side, page_count
-from pipeline.core.records import Drafting, LayerDelivery, MemoryReport, Pressed, StoredCopy
+from stages.core.errors import MissingRequirement
+from stages.core.records import Drafting, MemoryReport, Pressed, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
@@ -21,6 +19,9 @@ from stages.engines.vllm.build import VllmBundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, Drafted, LayerScales, VllmFacts, on_cpu
+from stages.policies.formats import Format
+from stages.policies.policy import PAGE_TOKENS, Side, page_count
+from stages.policies.scales import LayerDelivery
 
 LOGPROBS = 20
 """Maximum log-probabilities per token that a request may ask for. An evaluation needs only the chosen token's."""

@@ -5,19 +5,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.artifacts.backend import Audit
-from pipeline.checkpoint.exports import beyond_one_format, describe_format
-from pipeline.checkpoint.quantized import Quantized
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.core.strict import StrictModel
-from pipeline.verdict.delivery import scale_findings
+from stages.checkpoints.exports import beyond_one_format, describe_format
+from stages.checkpoints.quantized import Quantized
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.strict import StrictModel
+from stages.engines.backend import Audit
 from stages.engines.interpreter import protocol
 from stages.engines.interpreter.bundle import cannot_hold
 from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.vllm import worker
 from stages.engines.vllm.audit import PAIRED, SEPARATE
 from stages.engines.vllm.config import VllmConfig
+from stages.policies.policy import KVPolicy
+from stages.verdict.delivery import scale_findings
 
 
 class VllmDescription(protocol.Description):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.engine import Engine
-from pipeline.verdict.coverage import Exercised
+from stages.engines.interface import Engine
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.verdict.coverage import Exercised
 
 Logits = npt.NDArray[np.float32]
 

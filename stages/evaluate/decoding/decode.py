@@ -11,8 +11,7 @@ Engines that cannot fork generate the differing answers in a second pass.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from pipeline.core.engine import Engine
-from pipeline.verdict.coverage import Exercised
+from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import (
     Batch,
     DecodeStep,
@@ -25,6 +24,7 @@ from stages.evaluate.decoding.batches import (
     most_likely,
 )
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.verdict.coverage import Exercised
 
 STEP_ROWS = 64
 """Maximum rows per step of a one-pass forced decode. Limits memory: the consumer of a step copies its logits several times."""

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
-from pipeline.core.records import Progress, no_progress
-from pipeline.verdict.coverage import FreeAnswers, ReusedPrefixes
-from pipeline.verdict.record import finite
+from stages.core.errors import UserError
+from stages.core.records import Progress, no_progress
 from stages.engines.base import Logits
+from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.verdict.coverage import FreeAnswers, ReusedPrefixes
+from stages.verdict.record import finite
 
 TIE = 1e-2
 """Difference of two logits, relative to the row's standard deviation, below which rounding may swap their order."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.report import Fidelity
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.verdict.report import Fidelity
+from stages.workloads.config import WorkloadsConfig
 
 LEAST_CONTROL = 8
 """Minimum samples of the must-fail control.

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.core.engine import Engine
-from pipeline.core.kv import PAGE_TOKENS, page_count
-from pipeline.core.records import Pressed, Progress, no_progress
-from pipeline.verdict.coverage import PoolDeviation, Pressure
-from pipeline.verdict.record import finite, or_infinite
+from stages.core.records import Pressed, Progress, no_progress
+from stages.engines.interface import Engine
 from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.policies.policy import PAGE_TOKENS, page_count
+from stages.verdict.coverage import PoolDeviation, Pressure
+from stages.verdict.record import finite, or_infinite
 
 ROWS = 32
 """Number of compared tokens at the end of a request, where earlier errors have taken effect."""

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from pipeline.verdict.coverage import Exercised
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.scores import HEAD_ARRAYS, SampleHeads
+from stages.verdict.coverage import Exercised
 
 UNFINISHED = "unfinished"
 

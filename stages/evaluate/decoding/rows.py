@@ -12,11 +12,8 @@ from types import FrameType
 
 import numpy as np
 
-from pipeline.core.engine import Engine
-from pipeline.core.records import Progress
-from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.record import finite
-from pipeline.verdict.report import Acceptance, SampleRow
+from stages.core.records import Progress
+from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import DecodeStep, Finished, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import SampleResult
@@ -24,6 +21,9 @@ from stages.evaluate.distances.distance import Array, Distributions, Head, StepS
 from stages.evaluate.distances.scores import Heads, SampleHeads, head_of
 from stages.evaluate.inputs.checks import Judgement, judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
+from stages.verdict.record import finite
+from stages.verdict.report import Acceptance, SampleRow
+from stages.workloads.config import WorkloadsConfig
 
 Done = Callable[[int, SampleResult], None]
 """Called with a sample's index and its result, which includes the engine's own heads if they are recorded."""

@@ -24,17 +24,17 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.core.engine import Engine
-from pipeline.core.kv import FP16_POLICY
-from pipeline.core.records import Progress
-from pipeline.core.workloads import SpeculationConfig
-from pipeline.verdict.coverage import Speculated
-from stages.checkpoints import load_causal_lm
-from stages.engines.oracle.engine import OracleEngine
+from stages.checkpoints.loading import load_causal_lm
+from stages.checkpoints.places import locate_checkpoint
+from stages.core.records import Progress
+from stages.engines.interface import Engine
+from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.rows import Answer
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.policies.policy import FP16_POLICY
+from stages.verdict.coverage import Speculated
+from stages.workloads.config import SpeculationConfig
 
 Drafter = Callable[[Sequence[int], Sequence[int]], int]
 """(prompt, answer of the target) -> number of target passes that produce the answer."""
@@ -92,7 +92,7 @@ class Draft:
 
     def __init__(self, path: str) -> None:
         model = load_causal_lm(locate_checkpoint(path), dtype=torch.float32)
-        self.engine = OracleEngine.from_model(model, FP16_POLICY)
+        self.engine = TorchEngine.from_model(model, FP16_POLICY)
 
     def greedy(self, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
         """Return the draft's most likely token after the prompt and said[:i], for each i.

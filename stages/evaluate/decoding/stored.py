@@ -15,14 +15,14 @@ import numpy as np
 from pydantic import BaseModel, TypeAdapter
 from safetensors.numpy import load_file, save_file
 
-from pipeline.core.errors import CannotBeJudged
-from pipeline.verdict.conformance import EngineConformance
-from pipeline.verdict.coverage import Exercised, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
-from pipeline.verdict.delivery import ScaleChange
-from pipeline.verdict.report import Canary, Fidelity, SystemMetrics, jsonl_lines
+from stages.core.errors import CannotBeJudged
 from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.verdict.conformance import EngineConformance
+from stages.verdict.coverage import Exercised, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
+from stages.verdict.delivery import ScaleChange
+from stages.verdict.report import Canary, Fidelity, SystemMetrics, jsonl_lines
 
 LOGPROBS = "logprobs.safetensors"
 STATISTICS = "statistics.safetensors"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, live_tokens
-from pipeline.core.records import LoadTimes, Progress, give_back, give_back_freed, no_progress
-from pipeline.core.workloads import LIVE_GIB, LIVE_SEQUENCE_TOKENS, WARMUP_STEPS, LoadConfig
-from pipeline.verdict.coverage import Allocation, ProcessMemory
-from pipeline.verdict.report import SystemMetrics
+from stages.core.errors import UserError
+from stages.core.records import LoadTimes, Progress, give_back, give_back_freed, no_progress
+from stages.engines.interface import Engine
+from stages.policies.policy import PAGE_TOKENS, live_tokens
+from stages.verdict.coverage import Allocation, ProcessMemory
+from stages.verdict.report import SystemMetrics
+from stages.workloads.config import LIVE_GIB, LIVE_SEQUENCE_TOKENS, WARMUP_STEPS, LoadConfig
 
 SEED = 0
 """Seed of the prompts, which are random tokens."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.verdict.record import finite
-from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Fidelity, SampleRow, Slice
 from stages.evaluate.distances.distance import Array, StepStatistics
+from stages.verdict.record import finite
+from stages.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Fidelity, SampleRow, Slice
 
 DEPTHS = ("early", "middle", "late")
 

@@ -10,8 +10,8 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.core.records import Sample
-from pipeline.core.strict import unique_keys
+from stages.core.records import Sample
+from stages.core.strict import unique_keys
 from stages.workloads.gsm8k import final_number
 
 

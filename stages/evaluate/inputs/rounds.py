@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
-from pipeline.core.records import Sample
-from pipeline.verdict.report import LEAST_STEP
+from stages.core.records import Sample
+from stages.verdict.report import LEAST_STEP
 
 
 def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:

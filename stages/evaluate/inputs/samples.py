@@ -14,12 +14,12 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.core.errors import UserError
-from pipeline.core.records import LineCheck, Sample
-from pipeline.core.strict import CONTROLS, read_given
-from pipeline.core.workloads import Workload, WorkloadsConfig
+from stages.core.errors import UserError
+from stages.core.records import LineCheck, Sample
+from stages.core.strict import CONTROLS, read_given
 from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
-from stages.workloads import generate
+from stages.workloads.config import Workload, WorkloadsConfig
+from stages.workloads.generated import generate
 from stages.workloads.gsm8k import gsm8k_samples
 
 

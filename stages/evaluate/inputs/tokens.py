@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from pipeline.checkpoint.ends import named_ends
-from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.records import Sample
-from pipeline.core.workloads import WorkloadsConfig
-from stages.checkpoints import load_tokenizer
+from stages.checkpoints.ends import named_ends
+from stages.checkpoints.loading import load_tokenizer
+from stages.core.errors import UserError
+from stages.core.records import Sample
 from stages.evaluate.inputs.rounds import assign_rounds
+from stages.policies.policy import PAGE_TOKENS
+from stages.workloads.config import WorkloadsConfig
 from stages.workloads.prompts import after_answer, all_prompt_ids
 
 UNLIMITED = 1 << 62

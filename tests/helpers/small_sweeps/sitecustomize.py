@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Literal
 
-RUNNER = "pipeline.run.runner"
+RUNNER = "pipeline.chain.runner"
 
 PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, UNDECIDED, KILLED, WAITS = 0, 1, 2, 3, 4, 6, 9, 15
 """Seeds. From DEFECT to MISSING, the seed equals the exit code of a command that runs only this job."""
@@ -25,8 +25,8 @@ def evaluate(run: Any) -> None:
     """Record a candidate, or end in another way, as the job's seed selects."""
     from judged_candidates import judged_candidate
 
-    from pipeline.core.errors import MissingRequirement, UserError
     from pipeline.registry import summary
+    from stages.core.errors import MissingRequirement, UserError
 
     seed, work = run.config.seed, run.config.work
     if seed == DEFECT:

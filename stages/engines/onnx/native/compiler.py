@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.redaction import child_environment
+from stages.core.digest import file_digest
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.redaction import child_environment
 
 SOURCES = ("operator.c", "prefill.c", "attention.c", "pages.h", "codes.h", "ort_abi.h")
 """The kernel's sources. The first file includes the others."""

@@ -10,14 +10,14 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, Side
-from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, layer_function
-from pipeline.formats.table import FP16
+from stages.core.errors import UserError
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec
+from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, layer_function
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.table import FP16
 
 NATIVE_DOMAIN = "kvgate.native"
 

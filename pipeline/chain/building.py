@@ -1,0 +1,289 @@
+"""The chain of artifacts from a checkpoint to an engine. Each artifact is built from earlier ones, or reused from the store."""
+
+import json
+import platform
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.cli import console
+from pipeline.config.config import Config
+from pipeline.config.policies import tuned_policies
+from pipeline.loading import open_backend
+from pipeline.store.store import Store
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.places import locate_checkpoint
+from stages.core.artifact import Artifact, Recipe
+from stages.core.child import in_child
+from stages.core.digest import file_digest, files_digest, json_digest
+from stages.core.errors import UserError
+from stages.core.records import Progress, give_back, in_threads
+from stages.engines.backend import TORCH, Backend, Fill
+from stages.engines.config import BackendConfig
+from stages.engines.reference.config import TorchConfig
+from stages.policies.formats import Rotation
+from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.scales import SCALES_FILE, KVScales
+
+MODELOPT = (*TORCH, "nvidia-modelopt")
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    about = path.stat()
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+@dataclass
+class BuildChain:
+    """The artifacts of one configuration (`stages.engines.backend.Artifacts`), up to its engine."""
+
+    config: Config
+    store: Store
+    finished: list[tuple[str, Artifact]] = field(default_factory=list)
+    """Titles and artifacts, made or reused, in order of completion."""
+    _given: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    """The user's files whose digest names artifacts -> their state before they were read."""
+
+    def digest_of(self, path: Path) -> str:
+        """Return the digest of a user's file. The command fails if the file changes before its artifact is made."""
+        self._given.setdefault(path, _state(path))
+        return file_digest(path)
+
+    def digest_of_model(self, checkpoint: Path) -> str:
+        """Return the digest of a model's files. Files of other formats in the same repository are not included."""
+        info = inspect_checkpoint(checkpoint)
+        names = (*info.weight_files, *info.other_files)
+        return files_digest(dict(zip(names, in_threads(self.digest_of, [checkpoint / name for name in names]), strict=True)))
+
+    def _check_given(self) -> None:
+        for path, state in self._given.items():
+            if not path.exists() or _state(path) != state:
+                raise UserError(f"{path}: was changed while this command read it; run the command again")
+
+    @cached_property
+    def backend(self) -> Backend:
+        return open_backend(self.config.backend)
+
+    @property
+    def given(self) -> Path:
+        """The directory or GGUF that model.path names."""
+        return locate_checkpoint(self.config.model.path)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory of the user's checkpoint, or the checkpoint that a GGUF was converted to."""
+        return self._converted.path if self._converted is not None else self.given
+
+    @property
+    def shape(self) -> KVShape:
+        given = self.given
+        return inspect_gguf(given).info.shape if given.is_file() else inspect_checkpoint(given).shape
+
+    @cached_property
+    def checkpoint_digest(self) -> str:
+        if self._converted is not None:
+            return self._converted.digest
+        with console.doing("reading the model's files"):
+            return self.digest_of_model(self.given)
+
+    @cached_property
+    def _converted(self) -> Artifact | None:
+        """The Hugging Face checkpoint converted from a GGUF, used by every later stage; None if model.path is a checkpoint."""
+        gguf, libraries = self.given, (*TORCH, "gguf", "numpy")
+        if not gguf.is_file():
+            return None
+        recipe = Recipe("checkpoint", ("stages.checkpoints.gguf.convert",), {}, {"gguf": self.digest_of(gguf)}, libraries)
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.checkpoints.gguf.convert import convert_gguf
+
+            convert_gguf(gguf, out, progress=progress)
+
+        return self.make(recipe, fill)
+
+    def calibration(self) -> Artifact:
+        options, seed = self.config.calibration, self.config.seed
+        config: dict[str, Any] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
+        inputs = {"checkpoint": self.checkpoint_digest}
+        if options.file is not None:
+            inputs["jsonl"] = self.digest_of(options.file)
+        recipe = Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.quantize.calibration import calibration_texts
+
+            calibration_texts(self.checkpoint, out, **config | {"jsonl": options.file}, progress=progress)
+
+        return self.make(recipe, fill)
+
+    def weights(self) -> Artifact:
+        """Return the quantized weights that the baseline and every candidate share."""
+        inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
+        recipe = Recipe("weights", ("stages.quantize.run",), self._recipe_config(), inputs, MODELOPT)
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.quantize.run import quantize_weights
+
+            call = quantize_weights if self.config.weights.format == "none" else partial(in_child, quantize_weights)
+            call(self.checkpoint, out, **self._recipe_config(), calibration_texts=self._texts(), progress=progress)
+
+        return self.make(recipe, fill)
+
+    def extremes(self, rotation: Rotation) -> Artifact:
+        """Return the extremes of keys and values after `rotation`, measured on the calibration texts."""
+        weights, max_length = self.weights(), self.config.calibration.max_length
+        config: dict[str, Any] = {"rotation": rotation, "max_length": max_length, "device": self.config.quantize.device}
+        inputs = {"weights": weights.digest, "calibration": self.calibration().digest}
+        recipe = Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT)
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.quantize.run import measure_cache
+
+            paths, texts = (self.checkpoint, weights.path, out), self._texts()
+            in_child(measure_cache, *paths, **config, calibration_texts=texts, progress=progress)
+
+        return self.make(recipe, fill)
+
+    def quantized(self, policy: KVPolicy) -> Artifact:
+        weights = self.weights()
+        calibrated = [] if self._carries_scales(policy) else [form for _, form in policy.formats if form.scale == "calibrated"]
+        extremes = {rotation: self.extremes(rotation) for rotation in sorted({form.rotation for form in calibrated})}
+        inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest, "weights": weights.digest}
+        inputs |= {f"extremes {rotation}": made.digest for rotation, made in extremes.items()}
+        recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, MODELOPT)
+
+        def fill(out: Path, _: Progress) -> None:
+            from stages.quantize.run import scale_cache
+
+            paths = {rotation: made.path for rotation, made in extremes.items()}
+            scale_cache(self.checkpoint, out, policy=policy, extremes=paths)
+
+        return self.make(recipe, fill, policy)
+
+    def _carries_scales(self, policy: KVPolicy) -> bool:
+        """Return whether the checkpoint has static scales in the policy's format. Such scales are not measured again."""
+        if self.given.is_file():
+            return False
+        info = inspect_checkpoint(self.checkpoint)
+        if info.quantized is None:
+            return False
+        from stages.quantize.materialize import own_scales
+
+        return own_scales(info.path, policy, info.shape) is not None
+
+    def exports(self, policy: KVPolicy) -> Artifact:
+        """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
+        weights, scales = self.weights(), self.quantized(policy)
+        inputs = {
+            "checkpoint": self.checkpoint_digest,
+            "calibration": self.calibration().digest,
+            "weights": weights.digest,
+            "quantized": scales.digest,
+        }
+        recipe = Recipe("exports", ("stages.quantize.export",), self._recipe_config(policy), inputs, MODELOPT)
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.quantize.export import export
+
+            paths, texts = (self.checkpoint, weights.path, scales.path / SCALES_FILE, out), self._texts()
+            export(*paths, **self._options(), policy=policy, calibration_texts=texts, progress=progress)
+
+        return self.make(recipe, fill, policy)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of the stages that decide how ModelOpt quantizes weights, except checkpoint and texts."""
+        max_length, seed = self.config.calibration.max_length, self.config.seed
+        return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
+
+    @cached_property
+    def reference_config(self) -> TorchConfig:
+        threads = getattr(self.config.backend, "threads", None)
+        return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
+
+    def tuned(self) -> Artifact:
+        """Return the search of stage=tune for policies with fewer bytes."""
+        options, texts, weights = self.config.tune, self.config.calibration.file, self.weights()
+        policies = tuned_policies(self.config, self.shape)
+        quantized = [self.quantized(policy) for policy in policies]
+        inputs = {"checkpoint": weights.digest_under("checkpoint")}
+        if texts is not None:
+            inputs["jsonl"] = self.digest_of(texts)
+        inputs |= {f"scales {policy.name}": made.files[SCALES_FILE] for policy, made in zip(policies, quantized, strict=True)}
+        content = {
+            "tune": options.model_dump(exclude={"policies"}),
+            "seed": self.config.seed,
+            "python": platform.python_version(),  # some workloads quote this Python's documentation
+            "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
+        }
+        recipe = Recipe("tune", ("stages.planning.tune",), content, inputs, (*TORCH, "numpy", "scipy"))
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.planning.tune import tune
+
+            scales = [KVScales.model_validate_json((made.path / SCALES_FILE).read_bytes()) for made in quantized]
+            tune(
+                weights.path / "checkpoint",
+                out,
+                jsonl=texts,
+                seed=self.config.seed,
+                uniform=list(zip(policies, scales, strict=True)),
+                config=options,
+                threads=self.reference_config.threads,
+                progress=progress,
+            )
+
+        return self.make(recipe, fill, resumable=True)
+
+    def _recipe_config(self, policy: KVPolicy | None = None) -> dict[str, Any]:
+        kv = {} if policy is None else {"kv": policy.model_dump()}
+        return {**self._options(), **kv, "device": self.config.quantize.device}
+
+    def _texts(self) -> list[str]:
+        texts: list[str] = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))
+        return texts
+
+    def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
+        """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
+        backend = self.backend if config is None else open_backend(config)
+        note = "" if config is None or config.name == self.config.backend.name else f" as {config.name}"
+        source, quantized = backend.source(self, policy), self.quantized(policy)
+        content = {"kv": policy.model_dump(), **backend.build_parts()}
+        inputs = {"model": source.digest, "scales": quantized.files[SCALES_FILE]}
+        recipe = Recipe("build", (backend.build_module,), content, inputs, backend.libraries)
+
+        def fill(out: Path, progress: Progress) -> None:
+            backend.build(source.path, out, policy=policy, scales=quantized.path / SCALES_FILE, progress=progress)
+
+        return self.make(recipe, fill, policy, note)
+
+    def make(
+        self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
+    ) -> Artifact:
+        """Return the artifact of `recipe`, and show its progress on the console.
+
+        An artifact is verified once per job, because verification reads every byte. `policy` and `note` complete its title on
+        the console. `Store.get` explains `resumable`.
+        """
+        known = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
+        if known is not None:
+            return known
+        title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
+        artifact = self._get(recipe, fill, title, resumable)
+        self.finished.append((title, artifact))
+        return artifact
+
+    def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:
+        if not self.store.makes:
+            return self.store.get(recipe, lambda _: None)
+        with console.progress(title) as progress:
+
+            def fill_with_progress(out: Path) -> None:
+                fill(out, progress)
+                self._check_given()
+                give_back()
+
+            artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
+        console.step(title, artifact.path, None if artifact.reused else artifact.seconds)
+        return artifact

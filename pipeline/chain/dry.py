@@ -1,0 +1,205 @@
+"""`dry=true`: prints the artifacts that each job would make or reuse, and its foreseeable failures. Nothing is written.
+
+Each job walks its chain over a store that makes nothing (`DryStore`): it finds the artifacts that exist, and returns a stand-in
+for each missing artifact. An artifact's key holds the digests of its inputs, which are unknown until the inputs are made. So a
+stand-in has made-up digests that depend only on its recipe: the second job of a sweep reuses the stand-ins of the first job.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from rich.markup import escape
+
+from pipeline.chain.inputs import TRACKED, checks
+from pipeline.chain.judge import Chain
+from pipeline.cli import console
+from pipeline.cli.grids import Column, Grid, Row
+from pipeline.cli.tables import verdict_lines
+from pipeline.config.compose import Plan
+from pipeline.config.config import JUDGING, MAKING, Config
+from pipeline.config.suiting import has_chat_template
+from pipeline.loading import open_backend, required_libraries
+from pipeline.registry.promotion import PASS
+from pipeline.registry.reaching import check_reachable
+from pipeline.registry.tracking import locate
+from pipeline.store.store import Store
+from stages.checkpoints.places import locate_checkpoint
+from stages.checkpoints.shapes import read_model
+from stages.core.artifact import Artifact, Recipe
+from stages.core.digest import json_digest
+from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
+from stages.verdict.candidate import not_passed
+from stages.verdict.gates import decide
+from stages.verdict.report import load_report, load_rows
+from stages.verdict.thresholds import Verdict
+
+COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds", "time\n(s)", ",.1f")
+
+
+class _Words(dict[str, str]):
+    """Made-up digests of the files and folders of an artifact that does not exist."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    def __missing__(self, name: str) -> str:
+        return json_digest([self._key, name])
+
+
+class StandIn(Artifact):
+    """Placeholder for an artifact that is not in the store."""
+
+    exists = False
+
+    def digest_under(self, folder: str) -> str:
+        return self.files[folder]
+
+
+class DryStore(Store):
+    """A store that makes nothing: `get` returns an artifact that exists and is intact, else a stand-in."""
+
+    makes = False
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.job = 1
+        """Number of the current job."""
+        self.maker: dict[str, int] = {}
+        """Key of a stand-in -> number of the first job that needs it."""
+
+    def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:  # noqa: ARG002
+        found = self.verified(recipe)
+        if found is not None:
+            return found
+        self.maker.setdefault(recipe.key, self.job)
+        path, key = self.path(recipe), recipe.key
+        return StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
+
+
+@dataclass
+class Problems:
+    found: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    """(exit code, line of the message) -> numbers of the affected jobs."""
+
+    def look(self, job: int, check: Callable[[], object]) -> int:
+        """Run a check, record its error and return its exit code: 0 if the check passes. Defects are raised."""
+        try:
+            with required_libraries():
+                check()
+        except Exception as error:
+            code = exit_code(error)
+            if code == DEFECT:
+                raise
+            for line in describe(error).splitlines():
+                jobs = self.found.setdefault((code, line), [])
+                jobs += [job] if job not in jobs else []
+            return code
+        return 0
+
+    def report(self, sweeping: bool) -> int:
+        for (_, line), jobs in self.found.items():
+            where = f"job {', '.join(map(str, jobs))}: " if sweeping else ""
+            console.error(f"{where}{line}")
+        return max((code for code, _ in self.found), key=SEVERITY.index, default=0)
+
+
+def foretell(planned: Plan) -> int:
+    """Print the artifacts that the jobs would make or reuse, and their failures.
+
+    Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
+    """
+    problems, rows, verdicts = Problems(), list[Row](), dict[str, Verdict]()
+    store, opened = DryStore(planned.jobs[0].work / "artifacts"), set[Path]()  # a sweep has one work directory
+    for store.job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
+        codes = {problems.look(store.job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
+        if config.stage not in MAKING:
+            console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
+        elif EXIT_CODES[UserError] not in codes:
+            number = f"job {store.job}: " if planned.sweeping else ""
+            console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
+            chain = Chain(config, store)
+            problems.look(store.job, partial(_walk, chain, label, verdicts))
+            if config.stage in JUDGING and store.job == 1:
+                problems.look(store.job, partial(_say_questions, config))
+            rows += _rows(chain, store)
+    if rows:
+        _print(rows)
+    for label, verdict in verdicts.items():
+        console.say(f"{escape(label)} is judged already: {verdict.status}")
+    if len(verdicts) == len(planned.jobs) and PASS not in [verdict.status for verdict in verdicts.values()]:
+        (label, verdict), *_ = verdicts.items()
+        no = "no candidate of the sweep passed" if planned.sweeping else not_passed(label, verdict.status, verdict.checks)
+        problems.found[EXIT_CODES[GateRefusal], no] = list(range(1, len(planned.jobs) + 1))
+    code = problems.report(planned.sweeping)
+    console.say("dry=true: nothing was written")
+    return code
+
+
+def _walk(chain: Chain, label: str, verdicts: dict[str, Verdict]) -> None:
+    """Walk a chain through all artifacts of its stage, and record the verdict if it is already known."""
+    last = chain.made()
+    if chain.config.stage in JUDGING and last.exists:
+        report = load_report(last.path)
+        verdicts[label] = decide(report, load_rows(last.path), chain.config.gates)
+        if all(artifact.exists for _, artifact in chain.finished):  # the identity binds every artifact
+            chain.identity(last, report, verdicts[label])
+
+
+def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield checks of later requirements: a missing GPU, or a tracking store that does not open."""
+    if config.stage in JUDGING:
+        yield open_backend(config.backend).check_runs
+    if config.stage in MAKING and config.quantize.device == "cuda":
+        yield _check_device
+    if config.tracking.enabled and config.stage in TRACKED:
+        yield lambda: _check_tracking(config)
+
+
+def _check_device() -> None:
+    from stages.quantize.run import resolve_device
+
+    resolve_device("cuda")
+
+
+def _check_tracking(config: Config) -> None:
+    location = locate(config.tracking, config.work, config.model.label)
+    if location.file is None or location.file.is_file():
+        check_reachable(location)
+
+
+def _rows(chain: Chain, store: DryStore) -> Iterator[Row]:
+    for title, artifact in chain.finished:
+        maker = store.maker.get(artifact.key, store.job)
+        if artifact.exists or maker != store.job:
+            word = "reused" if artifact.exists else f"made by job {maker}"
+            yield Row(title, (store.job, word, ""), style="dim")
+        else:
+            took = [manifest["seconds"] for _, manifest in store.manifests(artifact.stage)]
+            yield Row(title, (store.job, "made", median(took) if took else None))
+
+
+def _print(rows: list[Row]) -> None:
+    console.show("dry", Grid("", "artifact", COLUMNS, rows))
+    times = [row.values[2] for row in rows if row.values[1] == "made"]
+    known = [seconds for seconds in times if isinstance(seconds, float)]
+    console.say(f"{len(rows) - len(times)} reused, {len(times)} made, rounds of samples only as far as the gates want them")
+    if known:
+        rest = f"; nothing tells of {len(times) - len(known)}" if len(known) < len(times) else ""
+        console.say(f"time: {sum(known):,.0f} s, each the median of earlier artifacts of its stage here{rest}")
+
+
+def _say_questions(config: Config) -> None:
+    """Print the number of samples per workload, and the time and memory of a verdict with the embedded engine."""
+    workloads, path = config.workloads, locate_checkpoint(config.model.path)
+    kinds = [f"{count} of {name}" for name, count in workloads.samples.items() if count]
+    kinds += [f"those of {workloads.jsonl}"] if workloads.jsonl is not None else []
+    kinds += [f"{workloads.gsm8k} of gsm8k"] if workloads.gsm8k else []
+    said = f"asks {', '.join(kinds)}, in {len(workloads.rounds)} rounds at most"
+    console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
+    parameters = read_model(path).parameters
+    for line in verdict_lines(parameters) if parameters is not None and config.backend.name == "onnxruntime" else ():
+        console.say(line)

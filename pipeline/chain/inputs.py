@@ -1,0 +1,269 @@
+"""Checks that run before any work: the files that the configuration names, the policy, and the backend's requirements."""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
+from pipeline.config.policies import tuned_policies
+from pipeline.loading import open_backend, required_libraries
+from pipeline.registry import summary
+from pipeline.registry.routing.files import read_routing_file, read_snapshot
+from pipeline.registry.tracking import locate
+from pipeline.store.store import check_store
+from pipeline.store.workdir import check_memory, check_room, check_workdir
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_weights
+from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.gguf.vocabulary import UNUSED
+from stages.checkpoints.places import locate_checkpoint
+from stages.checkpoints.shapes import read_model
+from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
+from stages.core.errors import MissingRequirement, UserError, short
+from stages.core.records import Sample
+from stages.engines.backend import Job
+from stages.engines.config import BackendConfig, backend_configs
+from stages.planning.capacity import memory_budget
+from stages.policies.policy import FP16_POLICY
+
+UNRECORDED = ("verify", "audit", "status", "prune")
+"""Stages that summary.json does not record. They do not write to the work directory, except that prune removes artifacts."""
+
+TRACKED = (*MOVING, "evaluate", "status", "prune")
+
+GENERATED_TOKENS = 8192
+
+
+def check_inputs(*jobs: Config) -> None:
+    """Refuse unusable inputs of a command's jobs. Weights are read once per command, to check that they are finite."""
+    opened = set[Path]()
+    for config in jobs:
+        for check in checks(config, opened):
+            check()
+
+
+def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
+    """Yield independent checks, so that a dry run can report every result.
+
+    `opened` holds the checkpoints that this command already found sound; the checks extend it.
+    """
+    yield config.signing.check
+    if config.stage not in ("verify", "audit"):
+        yield partial(_check_work, config)
+    if config.tracking.enabled and config.stage in TRACKED:
+        yield partial(locate, config.tracking, config.work, config.model.label)
+    if config.stage == "verify":
+        yield partial(_check_bundle, config)
+    if config.stage == "route" and config.routing.file is not None:
+        yield partial(read_routing_file, config.routing)
+    if config.stage == "monitor":
+        yield partial(read_snapshot, config.monitor)
+    if config.stage in PLANNING:
+        yield partial(_check_budget, config)
+    if config.stage in MAKING:
+        yield partial(_check_model, config, opened)
+    if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
+        yield partial(_check_registered, config)
+
+
+def _check_registered(config: Config) -> None:
+    """Refuse to move aliases if nothing was registered: opening the store would create it."""
+    store = locate(config.tracking, config.work, config.model.label).file
+    if store is not None and not store.exists():
+        raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")
+
+
+def _check_bundle(config: Config) -> None:
+    if not Path(str(config.bundle)).is_dir():
+        raise UserError(f"bundle={config.bundle}: no such directory; give the one of an engine, or of its evidence")
+
+
+def _check_budget(config: Config) -> None:
+    memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
+
+
+def _check_model(config: Config, opened: set[Path]) -> None:
+    """Refuse a model that is unusable, or that does not fit the policy, the load, the samples or the backend."""
+    checkpoint = inspect_model(locate_checkpoint(config.model.path))
+    job = Job(config.stage, config.kv, config.weights.format, checkpoint)
+    config.kv.check_shape(checkpoint.shape)
+    _refuse_quantized(config.backend, checkpoint)
+    if job.builds:
+        _refuse_longer(config.backend, checkpoint)
+    refuse_weights(checkpoint, config.weights.format)
+    if config.stage == "tune":
+        tuned_policies(config, checkpoint.shape)
+    if config.stage in JUDGING:
+        _check_load(config, checkpoint)
+    if checkpoint.path.is_dir():
+        tensors_on_disk(checkpoint)
+    if config.stage != "tune":
+        check_room(config.work, config.workdir, weight_bytes(checkpoint))
+    with required_libraries():
+        samples = _check_questions(config, checkpoint)
+        open_backend(config.backend).check_inputs(job)
+        if job.judges and config.reference.device == "cuda":
+            _check_reference(config)
+        from stages.checkpoints.opening import check_opens
+
+        if checkpoint.path not in opened:
+            check_opens(checkpoint)
+            opened.add(checkpoint.path)
+        if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
+            from stages.evaluate.inputs.tokens import check_lengths
+
+            check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
+        if checkpoint.path.is_dir():  # last, since it imports torch and transformers
+            from stages.checkpoints.loading import expected_tensors
+
+            check_weights(checkpoint, expected_tensors)
+
+
+def _check_reference(config: Config) -> None:
+    from stages.engines.reference.device import reference_device
+
+    reference_device(config.reference.device, 0)
+
+
+def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
+    """Refuse a quantized checkpoint if the backend supports plain weights only."""
+    if checkpoint.quantized is not None and not backend.takes_quantized:
+        others = " or ".join(name for name, config in backend_configs().items() if config.takes_quantized)
+        raise UserError(
+            f"model.path={checkpoint.path}: the weights are quantized ({checkpoint.quantized.title}), and backend="
+            f"{backend.name} takes plain ones; use backend={others}, or give the unquantized checkpoint"
+        )
+
+
+def _refuse_longer(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
+    """Refuse an engine for longer sequences than the model was made for."""
+    limit = backend.context_limit
+    if limit is not None and limit > checkpoint.max_positions:
+        raise UserError(
+            f"backend.{backend.length_key}={limit}: the model was made for {checkpoint.max_positions} tokens; set at most that"
+        )
+
+
+def _check_work(config: Config) -> None:
+    if config.stage not in UNRECORDED:
+        check_workdir(config.work, config.workdir, writes=not config.dry)
+        summary.load(config.work)
+    elif os.path.lexists(config.work) and not config.work.is_dir():
+        raise UserError(f"workdir={config.workdir}: is not a directory; give the one that other commands were given")
+    check_store(config.work / "artifacts")
+
+
+def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
+    own = config.backend.context_limit
+    if own is not None and own < checkpoint.max_positions:
+        return own, f"backend={config.backend.name} is configured for {own:,}"
+    return checkpoint.max_positions, f"the model was made for {checkpoint.max_positions:,}"
+
+
+def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
+    """Refuse a load that exceeds the model's context or this machine's memory."""
+    load, (limit, limited) = config.workloads.load, _context(config, checkpoint)
+    tokens = load.tokens
+    if tokens > limit:
+        raise UserError(
+            f"workloads.load.context_tokens={load.context_tokens}: with new_tokens a sequence has {tokens:,} "
+            f"tokens, {limited}: {tokens - limit:,} too many; lower it"
+        )
+    if config.backend.in_process:
+        check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", cache_bytes(config, checkpoint))
+
+
+def cache_bytes(config: Config, checkpoint: CheckpointInfo) -> int:
+    load = config.workloads.load
+    return load.batch * max(policy.sequence_bytes(checkpoint.shape, load.tokens) for policy in (config.kv, FP16_POLICY))
+
+
+def weight_bytes(checkpoint: CheckpointInfo) -> int:
+    """Return the bytes of a checkpoint's weight files, or of a GGUF file."""
+    sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
+    return sum(sizes) or checkpoint.path.stat().st_size
+
+
+def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:
+    """Check the files and options for calibration and evaluation.
+
+    Return the samples. The list is empty if all samples are generated and the context has room for every generated sample.
+    """
+    if config.calibration.file is not None:
+        from stages.quantize.calibration import texts_from_file
+
+        texts_from_file(config.calibration.file, config.calibration.samples)
+    speculation = config.workloads.speculation
+    if speculation is not None and speculation.draft is not None:
+        check_draft(speculation.draft, locate_checkpoint(config.model.path))
+    given = config.workloads.file is not None or config.workloads.gsm8k > 0
+    if not given and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
+        return []
+    from stages.evaluate.inputs.samples import load_samples
+
+    samples = load_samples(config.workloads)
+    for token in tokens_beyond(checkpoint) if checkpoint.path.is_dir() else ():
+        for sample in samples:
+            if any(token in text for text in (sample.prompt, sample.reference, *(said for _, said in sample.messages))):
+                raise UserError(
+                    f"workloads: sample {sample.id} holds {short(token)}, a token that the model has not; leave it out"
+                )
+    return samples
+
+
+def inspect_model(path: Path) -> CheckpointInfo:
+    """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF."""
+    if not path.is_file():
+        info = inspect_checkpoint(path)
+        check_tokenizer(info)
+        return info
+    info = inspect_gguf(path).info
+    if find_spec("gguf") is None:
+        raise MissingRequirement(f"model.path={path}: reading a GGUF takes the package gguf: pip install gguf")
+    return info
+
+
+def check_draft(path: str, target: Path) -> None:
+    """Check that a draft checkpoint can be read and has the target's tokens."""
+    from stages.checkpoints.loading import expected_tensors
+    from stages.checkpoints.opening import check_opens
+
+    key = "workloads.speculation.draft="
+    try:
+        draft = locate_checkpoint(path)
+        if draft.is_file():
+            raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
+        drafter = inspect_checkpoint(draft)
+        if drafter.quantized is not None:
+            raise UserError(f"{key}{path}: its weights are quantized; give the unquantized checkpoint")
+        check_tokenizer(drafter)
+        check_weights(drafter, expected_tensors)
+        check_opens(drafter)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path=", key)) from None
+    wanted, unused = _vocabulary(target, f"model.path={target}")
+    offered, _ = _vocabulary(draft, f"{key}{path}")
+    tokens = (wanted | offered).keys() - unused
+    different = next((token for token in sorted(tokens) if wanted.get(token) != offered.get(token)), None)
+    if different is not None:
+        ids = [f"token {known[different]}" if different in known else "no token" for known in (offered, wanted)]
+        raise UserError(
+            f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
+            "the target; give a draft with the same tokenizer"
+        )
+
+
+def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
+    """Return the token ids of a checkpoint or a GGUF, and the unused tokens that only pad a GGUF's list."""
+    if path.is_file():
+        listed = inspect_gguf(path).vocabulary
+        unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}
+        return {token: number for number, token in enumerate(listed.tokens)}, unused
+    from stages.evaluate.inputs.tokens import vocabulary
+
+    try:
+        return vocabulary(path), set()
+    except Exception as error:  # tokenizers raises bare exceptions
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{named}: its tokenizer cannot be loaded ({detail})") from error

@@ -1,0 +1,78 @@
+"""One job of a command: its configuration, its artifacts, and the signing keys and gates that apply."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.chain.judge import Chain
+from pipeline.cli import console
+from pipeline.config.config import Config
+from pipeline.evidence.reading import Evidence
+from pipeline.evidence.verify import decoded_again, replay_candidate
+from pipeline.loading import open_backend
+from pipeline.registry.promotion import Finding, ReplayedEvidence
+from pipeline.registry.tracking import Tracking, locate
+from pipeline.store.store import Store
+from stages.core.errors import MissingRequirement, UserError
+from stages.verdict.candidate import Candidate
+from stages.verdict.gates import decide
+from stages.verdict.report import EvaluationReport, SampleRow
+from stages.verdict.thresholds import Verdict
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
+
+
+@cache
+def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
+    """Open a model's tracking store once; return None if tracking is off. Importing MLflow takes 2 s."""
+    if not tracking.enabled:
+        return None
+    location = locate(tracking, workdir, model)
+    from pipeline.registry.mlflow_store import MlflowStore
+
+    return MlflowStore(location)
+
+
+@dataclass
+class Run:
+    """One job: its configuration, its chain of artifacts, and the sweep that it belongs to."""
+
+    config: Config
+    sweep: str = ""
+    sweeping: bool = False
+    label: str = ""
+    """Display name of the candidate, unique within the sweep: the policy and the other overrides."""
+
+    @cached_property
+    def chain(self) -> Chain:
+        return Chain(self.config, Store(self.config.work / "artifacts"))
+
+    def registry(self) -> "MlflowStore":
+        """Open the registry. Raises UserError if tracking is off."""
+        with console.doing("opening MLflow"):
+            store = open_store(self.config.tracking, self.config.work, self.config.model.label)
+        if store is None:
+            raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
+        return store
+
+    def replay(self, candidate: Candidate) -> ReplayedEvidence:
+        """Replay a candidate's evidence, and check its signature if keys are trusted."""
+        return replay_candidate(candidate, self.config.signing, self.decode_again)
+
+    def decode_again(self, evidence: Evidence) -> list[Finding]:
+        """Decode a few samples again if this command's backend opens in seconds and is the engine's backend."""
+        backend = self.config.backend
+        if backend.name != evidence.identity.backend or not backend.in_process:
+            return []
+        try:
+            return decoded_again(evidence, open_backend(backend).load, self.config.promote.decode_again)
+        except MissingRequirement as error:
+            console.warning(f"no sample was decoded again: {error}")
+            return []
+
+    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+        """Return the verdict of this command's gates."""
+        return decide(report, rows, self.config.gates)

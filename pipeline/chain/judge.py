@@ -1,0 +1,307 @@
+"""The chain of artifacts from an engine to its identity: the rounds of answers of engine and baseline, and the report."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.chain.building import BuildChain
+from pipeline.chain.inputs import weight_bytes
+from pipeline.cli import console
+from pipeline.evidence.identity import Link, Role, answers_input, make_identity, round_input, write_identity
+from pipeline.loading import open_backend
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.places import locate_checkpoint
+from stages.core.artifact import Artifact, Recipe
+from stages.core.digest import json_digest
+from stages.core.records import Progress, Sample, give_back, return_large_blocks
+from stages.engines.backend import TORCH
+from stages.engines.interface import Engine
+from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
+from stages.verdict.gates import decide, is_final
+from stages.verdict.report import EvaluationReport
+from stages.verdict.thresholds import Verdict
+
+if TYPE_CHECKING:
+    from stages.evaluate.conformance.engine import ReferenceEngine
+    from stages.evaluate.inputs.tokens import BundleTokenizer, Encoded
+    from stages.evaluate.joining import JoinedEvaluation
+
+
+@dataclass
+class Chain(BuildChain):
+    """All artifacts of one configuration."""
+
+    _opened: "_Opened | None" = field(default=None, init=False)
+    """The engine that was used last, kept loaded."""
+
+    def made(self) -> Artifact:
+        """Return the last artifact of the configured stage. A verdict's identity is made separately.
+
+        A command, each job of a sweep and a dry run all walk the chain by calling this method.
+        """
+        stage, policy = self.config.stage, self.config.kv
+        if stage == "tune":
+            return self.tuned()
+        return {"quantize": self.exports, "build": self.bundle}.get(stage, self.evaluation)(policy)
+
+    def reference(self, policy: KVPolicy) -> Artifact:
+        """Return the reference engine's bundle under `policy`, from the same weights and scales as the engine."""
+        return self.bundle(policy, self.reference_config)
+
+    @cached_property
+    def reference_device(self) -> str:
+        """Device of the reference engine: `cpu` or `cuda`."""
+        from stages.engines.reference.device import reference_device
+
+        given = self.given
+        size = given.stat().st_size if given.is_file() else weight_bytes(inspect_checkpoint(given))
+        return reference_device(self.config.reference.device, size)
+
+    @cached_property
+    def encoded_samples(self) -> Artifact:
+        """The tokens of every sample, shared by the engines of all policies."""
+        bundle = self.bundle(FP16_POLICY)
+
+        def fill(out: Path, _: Progress) -> None:
+            from stages.evaluate.inputs.tokens import encode_rounds
+
+            encode_rounds(self._samples, self._tokenizer, self.config.workloads).write(out)
+
+        return self.make(self._recipe("encode", "inputs.tokens", {"baseline": bundle}), fill)
+
+    def baseline(self, number: int = 1) -> Artifact:
+        """Return the FP16-KV engine's answers and distributions on a round's samples. It has the same backend and weights."""
+        return self._round("baseline", FP16_POLICY, number)
+
+    def round(self, policy: KVPolicy, number: int) -> Artifact:
+        """Return the comparison of `policy`'s engine with the baseline on a round's samples."""
+        return self._round("round", policy, number, self.baseline(number))
+
+    def _round(self, stage: str, policy: KVPolicy, number: int, baseline: Artifact | None = None) -> Artifact:
+        inputs = self._asked(policy, baseline)
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.evaluate.measure import measure
+
+            opened, config = self._open(policy), self.config.workloads
+            # Load the engine before its reference engine: on a GPU it may claim a share of all memory.
+            engine = opened.engine
+            measure(
+                engine,
+                self._encoded.round(number),
+                self._tokenizer,
+                out,
+                config=config,
+                progress=progress,
+                baseline=None if baseline is None else baseline.path,
+                reference=opened.reference if number == 1 and config.conformance_samples else None,
+                allow_scale_changes=self.config.gates.allow_scale_changes,
+            )
+
+        recipe = self._recipe(stage, "measure", inputs, round=number)
+        return self.make(recipe, fill, policy, f" {number}/{self._rounds}", resumable=True)
+
+    def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
+        """Return the measurements of `policy`'s engine that are taken once instead of per round.
+
+        `baseline` is the baseline's first round; None measures the baseline itself.
+        """
+        inputs = {**self._asked(policy, baseline), "measured": measured}
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.evaluate.once import once
+
+            opened, self._opened = self._open(policy), None  # the must-fail control leaves its fault in the engine
+            once(
+                opened.engine,
+                self._encoded.round(1),
+                self._tokenizer,
+                measured.path,
+                config=self.config.workloads,
+                progress=progress,
+                reference=opened.reference if self.config.workloads.conformance_samples else None,
+                baseline=None if baseline is None else baseline.path,
+                planned=self._encoded.items,
+            ).write(out)
+
+        stage = "once" if baseline is not None else "baseline_once"
+        return self.make(self._recipe(stage, "once", inputs), fill, policy)
+
+    def _asked(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
+        """Return the inputs of a measurement by name: the engine, the samples, and the artifacts to compare with."""
+        engine = self.bundle(policy)
+        asked = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
+        if self.config.workloads.conformance_samples:
+            asked["reference"] = self.reference(policy)
+        return {**asked, "encoded": self.encoded_samples}
+
+    def _open(self, policy: KVPolicy) -> "_Opened":
+        """Return the engine of `policy`, and release any other engine: two may not fit into memory."""
+        if self._opened is None or self._opened.policy != policy:
+            self._opened = None
+            return_large_blocks()
+            give_back()
+            self._opened = _Opened(self, policy)
+        return self._opened
+
+    def evaluation(self, policy: KVPolicy) -> Artifact:
+        """Return the report on the engine of `policy`, after enough rounds for the gates to decide."""
+        made = {"baseline": self.bundle(FP16_POLICY), "encoded": self.encoded_samples}
+        if self.encoded_samples.exists:
+            self._note_length()
+        answers = made[answers_input(1)] = self.baseline(1)
+        if answers.exists:
+            self._require_able(answers)
+        made["baseline_once"] = self.once(FP16_POLICY, answers)
+        made["engine"] = self.bundle(policy)
+        candidate = made[round_input(1)] = self.round(policy, 1)
+        made["once"] = self.once(policy, candidate, answers)
+        for number in range(2, self._rounds + 1):
+            # A dry run cannot decide on rounds that are still to be run, so it expects every further round.
+            if all(artifact.exists for artifact in made.values()) and self._is_decided(made):
+                break
+            made[answers_input(number)] = self.baseline(number)
+            made[round_input(number)] = self.round(policy, number)
+        self._opened = None
+
+        def fill(out: Path, _: Progress) -> None:
+            self._joined(made).write(out)
+
+        return self.make(self._recipe("evaluate", "joining", made), fill, policy)
+
+    def _note_length(self) -> None:
+        """Warn early that a promotion will refuse the engine if it allows longer sequences than the samples have."""
+        backend, room = self.config.backend, self.config.workloads.extra_new_tokens
+        longest = max(len(item.prompt) + len(item.reference) for item in self._encoded.items) + room
+        judged = whole_pages(longest)
+        key, limit = f"backend.{backend.length_key}", backend.context_limit
+        if limit is not None and limit > judged:
+            console.say(
+                f"[yellow]note:[/] {key}={limit}: a promotion will refuse the engine, since the samples have at most {longest} "
+                f"tokens; give {key}={judged}, or ask longer samples"
+            )
+
+    def _require_able(self, answers: Artifact) -> None:
+        from stages.evaluate.decoding.stored import read_round, require_able
+
+        require_able(self._encoded.round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
+
+    def _joined(self, made: Mapping[str, Artifact]) -> "JoinedEvaluation":
+        from stages.evaluate.decoding.stored import Once, read_round
+        from stages.evaluate.joining import join
+
+        engine, baseline = made["engine"], made["baseline"]
+        ran = takewhile(lambda number: round_input(number) in made, count(1))
+        names = [(answers_input(number), round_input(number)) for number in ran]
+        rounds = [(read_round(made[answers].path), read_round(made[own].path)) for answers, own in names]
+        once = Once.read(made["baseline_once"].path), Once.read(made["once"].path)
+        config = self.config.workloads
+        return join(self._encoded, rounds, once, config, engine=engine.digest, baseline=baseline.digest)
+
+    def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
+        """Return whether the gates need no further round."""
+        with console.doing("deciding whether to ask more"):
+            found = self._joined(made)
+            return is_final(decide(found.report, found.rows, self.config.gates), found.report)
+
+    def identity(self, evaluation: Artifact, report: EvaluationReport, verdict: Verdict) -> Artifact:
+        """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
+        policy = self.config.kv
+        engine = self.bundle(policy)
+        members: dict[Role, Artifact] = {
+            "calibration": self.calibration(),
+            "quantized": self.quantized(policy),
+            "engine": engine,
+            "baseline": self.bundle(FP16_POLICY),
+            "answers": self.baseline(),
+            "evaluation": evaluation,
+        }
+        links = [Link.of(title, artifact) for title, artifact in self.finished]
+        roles = {role: member.key for role, member in members.items()}
+        identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
+        content = {"identity": json_digest(identity.model_dump(mode="json"))}
+        recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
+        file, signing = self.config.workloads.file, self.config.signing
+        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, signing), policy)
+
+    def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
+        """Return the recipe of an artifact that a module of `stages.evaluate` makes."""
+        workloads, backend = self.config.workloads, self.backend
+        digests = {name: artifact.digest for name, artifact in inputs.items()}
+        if workloads.file is not None:
+            digests["jsonl"] = self.digest_of(workloads.file)
+        if self._draft_digest is not None:
+            digests["draft"] = self._draft_digest
+        # Some workloads quote the documentation of the Python that runs.
+        python = platform.python_version()
+        # Rounds do not depend on the stress test and the load: new settings there repeat no round.
+        apart = {"probe", "load"} if module in ("measure", "inputs.tokens") else set[str]()
+        parts = {"workloads": workloads.model_dump(exclude=apart), "python": python, **backend.run_parts(), **config}
+        if "reference" in inputs and self.reference_device == "cuda":
+            from stages.engines.reference.device import gpu_identity
+
+            parts["reference"] = gpu_identity()
+        code = (f"stages.evaluate.{module}", backend.engine_module)
+        libraries = (*backend.libraries, *TORCH, "numpy", "scipy", *backend.run_libraries())
+        return Recipe(stage, code, parts, digests, libraries, measures_time=True)
+
+    @cached_property
+    def _draft_digest(self) -> str | None:
+        speculation = self.config.workloads.speculation
+        if speculation is None or speculation.draft is None:
+            return None
+        return self.digest_of_model(locate_checkpoint(speculation.draft))
+
+    @cached_property
+    def _samples(self) -> list[Sample]:
+        from stages.evaluate.inputs.samples import load_samples
+
+        return load_samples(self.config.workloads)
+
+    @cached_property
+    def _rounds(self) -> int:
+        """Number of rounds. A dry run counts them before the samples are encoded."""
+        if self.encoded_samples.exists:
+            return max(self._encoded.numbers)
+        from stages.evaluate.inputs.rounds import assign_rounds
+
+        return len(assign_rounds(self._samples, self.config.workloads.rounds))
+
+    @cached_property
+    def _tokenizer(self) -> "BundleTokenizer":
+        from stages.evaluate.inputs.tokens import BundleTokenizer
+
+        return BundleTokenizer(self.bundle(FP16_POLICY).path)
+
+    @cached_property
+    def _encoded(self) -> "Encoded":
+        """The tokens of every sample, read once per command."""
+        from stages.evaluate.inputs.tokens import read_encoded
+
+        return read_encoded(self.encoded_samples.path)
+
+
+class _Opened:
+    """An engine and its reference engine, each loaded on first use."""
+
+    def __init__(self, chain: Chain, policy: KVPolicy) -> None:
+        self.chain, self.policy = chain, policy
+
+    @cached_property
+    def engine(self) -> Engine:
+        return self.chain.backend.load(self.chain.bundle(self.policy).path)
+
+    @cached_property
+    def reference(self) -> "ReferenceEngine":
+        from stages.evaluate.conformance.engine import ReferenceEngine
+
+        chain = self.chain
+        backend: Any = open_backend(chain.reference_config)
+        torch_engine = backend.load_reference(chain.reference(self.policy).path, chain.reference_device)
+        quantized = inspect_checkpoint(chain.checkpoint).quantized
+        other = quantized is not None and quantized.inputs == "other"  # the reference engine does not round such inputs
+        return ReferenceEngine(torch_engine, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)

@@ -1,0 +1,84 @@
+"""The stages that make an engine and judge it: quantize, build, evaluate."""
+
+from contextlib import nullcontext
+
+from pipeline.chain.job import Run, open_store
+from pipeline.chain.serving import promote_from
+from pipeline.chain.showing import show
+from pipeline.cli import commands, console, next_steps, tables
+from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.registry import summary
+from pipeline.registry.promotion import PASS
+from stages.core.errors import GateRefusal
+from stages.policies.policy import FP16_POLICY
+from stages.verdict.candidate import Candidate, Cited, not_passed
+from stages.verdict.gates import decide
+from stages.verdict.report import REPORT_FILE, load_report, load_rows
+from stages.verdict.tracked import flat_metrics
+
+
+def quantize(run: Run) -> None:
+    exports = run.chain.made()
+    checkpoint = exports.path / "checkpoint"
+    lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
+    console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
+    if not run.sweeping:
+        next_steps.show(next_steps.after_making("quantize", commands.typed()))
+
+
+def build(run: Run) -> None:
+    bundle = run.chain.made()
+    lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
+    console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
+    for line in run.chain.backend.describe(bundle.path):
+        console.say(line)
+    if not run.sweeping:
+        next_steps.show(next_steps.after_making("build", commands.typed()))
+
+
+def evaluate(run: Run) -> None:
+    """Judge the engine against the FP16-KV engine and register it; with stage=all, promote it if it passed.
+
+    Jobs of a sweep only register. Otherwise the job that finishes last would be promoted.
+    """
+    config, chain = run.config, run.chain
+    with console.doing("opening MLflow"):
+        store = open_store(config.tracking, config.work, config.model.label)
+    whole = config.model_dump(mode="json", exclude={"log", "verbose", "dry"})
+    recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
+    with recorded as run_id:
+        evaluation = chain.made()
+        engine, baseline = chain.bundle(config.kv), chain.bundle(FP16_POLICY)
+        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
+        with console.doing("deciding"):
+            verdict = decide(report, rows, config.gates)
+        identity = chain.identity(evaluation, report, verdict)
+        report_path = evaluation.path / REPORT_FILE
+        candidate = Candidate(
+            name=run.label,
+            policy=config.kv.name,
+            model=config.model.label,
+            backend=config.backend.name,
+            **Candidate.decided(verdict),
+            metrics=flat_metrics(report),
+            engine=Cited(path=engine.path, digest=engine.digest),
+            baseline=Cited(path=baseline.path, digest=baseline.digest),
+            report=Cited(path=report_path, digest=summary.evidence_digest(report_path)),
+            identity=Cited(path=identity.path / IDENTITY_FILE, digest=identity.files[IDENTITY_FILE]),
+        )
+        if store is not None:
+            with console.doing("registering the engine"):
+                candidate = store.conclude(run_id, candidate, rows)
+    last = summary.record(config.work, run.sweep, candidate)
+    tables.print_verdict(candidate)
+    if run.sweeping:
+        return
+    promotes = config.stage == "all" and config.tracking.enabled
+    show(config, [candidate], sweep=run.sweep, command=commands.whole())
+    if not (promotes and candidate.verdict == PASS):  # a promotion prints its own next step
+        asking = sum(artifact.seconds for _, artifact in chain.finished if artifact.stage in ("baseline", "round"))
+        next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))
+    if candidate.verdict != PASS:
+        raise GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
+    if promotes:
+        promote_from(run, last)

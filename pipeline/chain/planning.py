@@ -1,0 +1,209 @@
+"""stage=capacity and stage=recommend: the capacity of a memory budget, and the policy to choose.
+
+Nothing is judged or promoted.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pydantic import BaseModel
+from rich.markup import escape
+
+from pipeline.chain.judge import Chain
+from pipeline.cli import console, next_steps, tables
+from pipeline.cli.commands import typed
+from pipeline.config.config import Config
+from pipeline.config.policies import labelled
+from pipeline.evidence.identity import IDENTITY_FILE, Identity
+from pipeline.evidence.reading import read_evidence
+from pipeline.evidence.verify import replay_record
+from pipeline.registry import summary
+from pipeline.registry.tracking import locate
+from pipeline.store.store import Store
+from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.places import locate_checkpoint
+from stages.checkpoints.shapes import read_model
+from stages.core.digest import file_digest
+from stages.core.errors import GateRefusal, UserError
+from stages.core.files import write_whole
+from stages.planning.capacity import Capacity, measure
+from stages.planning.recommend import Judged, recommend
+from stages.policies.policy import KVPolicy, KVShape
+from stages.verdict.coverage import Exercised
+from stages.verdict.gates import decide
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
+
+CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
+"""Files in the work directory with the latest output of the two stages."""
+
+SIZE_TOLERANCE = 1e-9
+"""Relative tolerance between a report's KiB per token and the KiB computed from config.json's shapes."""
+
+
+def show_capacity(config: Config) -> None:
+    """Print and write the memory's capacity under every policy of conf/kv and under `kv=`."""
+    capacity, parameters = _capacity(config, []), read_model(locate_checkpoint(config.model.path)).parameters
+    for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
+        console.say(line)
+    console.show("capacity", tables.capacity_table(capacity))
+    for name, reason in capacity.unfit.items():
+        console.say(f"{escape(name)} does not fit: {escape(reason)}")
+    for line in tables.verdict_lines(parameters) if parameters is not None else ():
+        console.say(line)
+    path = _write(config, CAPACITY, capacity)
+    console.result("written", str(path), paste=True, files=[path])
+    _require_room(capacity)
+    next_steps.show(next_steps.after_capacity(typed()))
+
+
+def recommend_policy(config: Config) -> None:
+    """Print and write the recommendation: the policy with the most live tokens whose evidence covers the use."""
+    with TemporaryDirectory() as scratch, console.doing("reading the evidence"):
+        binds, notes = _checkpoint_digests(config)
+        judged = list(_find_evidence(config, binds, Path(scratch)))
+    capacity = _capacity(config, [one.policy for one in judged])
+    recommendation = recommend(capacity, judged, notes)
+    dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments
+    kept = [part for part in typed() if not part.lstrip("+~").startswith(dropped)]
+    for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, kept)):
+        console.say(line, paste=line.startswith("    "))
+    path = _write(config, RECOMMENDATION, recommendation)
+    console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
+    _require_room(capacity)
+    if recommendation.chosen is None:
+        next_steps.show(next_steps.after_no_recommendation(typed()))
+        raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
+    candidates = summary.load(config.work).candidates
+    next_steps.show(next_steps.after_recommendation(config, candidates, recommendation.chosen.name))
+
+
+def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
+    model = read_model(locate_checkpoint(config.model.path))
+    policies = labelled([config.kv, *judged])
+    return measure(config.model.label, model, config.capacity, config.weights.format, policies)
+
+
+def _require_room(capacity: Capacity) -> None:
+    asked = capacity.use.concurrency
+    most = max(capacity.policies, key=lambda entry: (entry.requests, -entry.mix_bytes))
+    if most.requests < asked:
+        raise GateRefusal(
+            f"capacity.concurrency={asked}: no policy admits as many requests, {most.name} {most.requests} as the most; give "
+            "more memory, shorter capacity.contexts, or ask fewer"
+        )
+
+
+def _write(config: Config, name: str, content: BaseModel) -> Path:
+    config.work.mkdir(parents=True, exist_ok=True)
+    path = config.work / name
+    write_whole(path, content.model_dump_json(indent=2) + "\n")
+    return path
+
+
+def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iterator[Judged]:
+    """Yield the evidence in the work directory's store and, if tracking is on, in the registry.
+
+    Skips evidence of another model, and evidence that cannot be read.
+    """
+    model, known = read_model(locate_checkpoint(config.model.path)).kv, set()
+    for path in sorted((config.work / "artifacts" / "identity").glob(f"[!.]*/{IDENTITY_FILE}")):
+        known.add(file_digest(path))
+        yield from _judged(config, model, binds, path.parent, str(path.parent), path.stat().st_mtime)
+    if not config.tracking.enabled:
+        return
+    location = locate(config.tracking, config.work, config.model.label)
+    if location.file is not None and not location.file.is_file():
+        return
+    from pipeline.registry.mlflow_store import fetch_evidence
+
+    for version, directory in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, scratch):
+        if (directory / IDENTITY_FILE).is_file():
+            same = file_digest(directory / IDENTITY_FILE) == version.identity_digest
+            problem = None if same else f"version {version.number} cites another identity"
+            source = f"version {version.number} of {location.model_name}"
+            yield from _judged(config, model, binds, directory, source, version.made, problem)
+
+
+def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
+    """Return the digests by name that an identity of this model must bind, and notes; no digests if the weights are missing."""
+    path = locate_checkpoint(config.model.path)
+    if path.is_file():
+        return {"gguf": file_digest(path)}, []
+    try:
+        inspect_checkpoint(path)
+    except UserError:
+        return {}, ["the model's weights are not here: evidence is taken to be about it by its name and its bytes a token"]
+    return {"checkpoint": Chain(config, Store(config.work / "artifacts")).checkpoint_digest}, []
+
+
+def _judged(
+    config: Config, model: KVShape, binds: dict[str, str], directory: Path, source: str, made: float, problem: str | None = None
+) -> Iterator[Judged]:
+    """Yield the evidence, replayed without an engine and judged again by the present gates."""
+    try:
+        evidence = read_evidence(directory)
+        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
+    except (UserError, KeyError, ValueError) as error:
+        console.warning(f"{source}: not read, {str(error).splitlines()[0]}")
+        return
+    identity, report = evidence.identity, evidence.report
+    if identity.model != config.model.label:
+        return
+    judged = Judged(
+        policy=policy,
+        source=source,
+        made=made,
+        backend=identity.backend,
+        engine_digest=identity.link("engine").digest,
+        attempt=identity.gates.attempt,
+    )
+    altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)
+    problem = problem or altered or _other_use(config, binds, identity)
+    if problem is None and report is not None:
+        problem = _other_size(policy.bytes_per_token(model) / 1024, report.system.kib_per_token)
+    if problem is not None or report is None:
+        yield replace(judged, problem=problem or "its report is missing")
+        return
+    try:
+        verdict = decide(report, evidence.rows, config.gates)
+    except UserError as error:
+        yield replace(judged, problem=str(error))
+        return
+    probe = report.probes.candidate
+    exercised = report.coverage or Exercised()
+    kl_mean = report.overall.fidelity.kl_mean
+    yield replace(
+        judged,
+        status=verdict.status,
+        reasons=tuple(verdict.reasons),
+        samples_needed=verdict.samples_needed,
+        limits=report.limits,
+        longest_decode=exercised.longest_decode,
+        forks=exercised.forks + exercised.shared_prefixes + (probe.forks if probe is not None else 0),
+        kl_mean=kl_mean if kl_mean is not None else float("inf"),
+    )
+
+
+def _other_use(config: Config, binds: dict[str, str], identity: Identity) -> str | None:
+    """Return how the judged engine differs from the requested use, or None if it does not."""
+    for name, digest in binds.items():
+        if identity.binds.get(name) != digest:
+            return f"it is of another {name} than model.path={config.model.path}"
+    engine, quantized = (identity.link(role).parts["config"] for role in ("engine", "quantized"))
+    for name, judged, asked in (
+        ("with backend=", identity.backend, config.backend.name),
+        ("with weights=", quantized.get("weights"), config.weights.format),
+        ("with capacity.tensor_parallel=", engine.get("tensor_parallel_size", 1), config.capacity.tensor_parallel),
+    ):
+        if judged != asked:
+            return f"it was judged {name}{judged}, not {asked}"
+    return None
+
+
+def _other_size(expected: float, size: float | None) -> str | None:
+    """Return a message if the evidence is of a model with other KiB per token than config.json's shapes."""
+    if size is not None and abs(size - expected) <= SIZE_TOLERANCE * expected:
+        return None
+    return f"it is of a model with {'unknown' if size is None else f'{size:g}'} KiB a token, and this one has {expected:g}"

@@ -1,0 +1,189 @@
+"""The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from rich.markup import escape
+
+from pipeline.chain.job import Run
+from pipeline.chain.showing import compare_in_mlflow, show, warned
+from pipeline.cli import console, next_steps, tables
+from pipeline.cli.next_steps import NextStep
+from pipeline.cli.tables import REPORT
+from pipeline.config.explain import suggest
+from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
+from pipeline.evidence.verify import replay
+from pipeline.loading import open_backend
+from pipeline.registry import promotion, summary
+from pipeline.registry.promotion import require_same
+from pipeline.registry.promotion import verify as verify_candidate
+from pipeline.registry.routing import stages as routes
+from pipeline.registry.routing.engines import Engines
+from pipeline.registry.tracking import Version
+from stages.checkpoints.places import locate_checkpoint
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.verdict.delivery import scale_findings
+from stages.verdict.gates import decide
+
+TOLD = "what follows it failed"
+"""Added to a warning if reporting a move failed: the move itself stands."""
+
+
+def promote(run: Run) -> None:
+    """Make the best passing candidate of a sweep the champion, or the candidate that `promote.name` names."""
+    last = summary.load(run.config.work, run.config.promote.sweep)
+    if run.config.promote.sweep is None and not last.candidates:
+        judged = summary.last_judged(run.config.work)
+        if judged is not None:
+            console.LOGGER.warning(
+                "the last command judged nothing: the last sweep with a candidate is promote.sweep=%s", judged.sweep
+            )
+            last = judged
+    with _advised(lambda _: next_steps.after_no_promotion(run.config, last.candidates)):
+        if last.unfinished is not None and run.config.promote.name is None:
+            raise GateRefusal(
+                f"stage=promote: {last.unfinished}; run it again to finish it, promote one that passed: promote.name=NAME, or "
+                "look at another sweep: promote.sweep=NAME"
+            )
+        promote_from(run, last, unfinished=last.unfinished)
+
+
+def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
+    """Promote the best candidate of a summary. Raises as `promote` does.
+
+    The page shows `unfinished`. It is not read from the summary: a job that promotes its own candidate is still running, and
+    the summary would report this job as unfinished.
+    """
+    config, model, name = run.config, run.config.model.label, run.config.promote.name
+    listed = [candidate for candidate in last.candidates if candidate.model == model]
+    if not listed:
+        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
+        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
+    store = run.registry()
+    find, registered = partial(registered_candidate, config.work / "artifacts"), store.registered()
+    candidates = promotion.judged_again(listed, registered, find, run.decide, model, name)
+    rival = promotion.incumbent(store.alias("champion"), registered, find, run.decide, candidates) if name is None else None
+    if name is not None and not candidates:
+        known = [candidate.name for candidate in listed]
+        raise UserError(f"promote.name={name}: no candidate of the sweep is called so{suggest(name, known)}")
+    with console.doing("replaying the evidence"):
+        move = promotion.promote(candidates, store, run.replay, run.decide, name=name, rival=rival)
+    candidates += [rival] if rival is not None else []
+    with warned(f"{move.message}; {TOLD}"):
+        summary.note(config.work, last.sweep, champion=move.champion)
+        with console.written_to(config.work / REPORT):
+            tables.print_occasion()
+            tables.print_promotion(candidates, move)
+        show(
+            config,
+            candidates,
+            sweep=last.sweep,
+            command=last.command,
+            unfinished=unfinished,
+            champion=move.champion,
+            message=move.message,
+            passed_over=tables.passed_over(candidates, move),
+        )
+        compare_in_mlflow(config, candidates, last.sweep)
+        best = next(candidate for candidate in candidates if candidate.name == move.champion)
+        next_steps.show(next_steps.after_promotion(config, best.engine.path))
+
+
+@contextmanager
+def _advised(step: Callable[[Exception], NextStep], refusals: tuple[type[Exception], ...] = (GateRefusal,)) -> Iterator[None]:
+    """Print the next step if the block is refused."""
+    try:
+        yield
+    except refusals as error:
+        next_steps.show(step(error))
+        raise
+
+
+def rollback(run: Run) -> None:
+    """Bring the previous champion back.
+
+    The gates come from its identity, so that a rollback needs none of the original command's keys.
+    """
+
+    def prove(version: Version) -> None:
+        candidate, evidence = registered_candidate(run.config.work / "artifacts", version)
+        verify_candidate(candidate, run.replay, partial(decide, gates=evidence.identity.gates))
+
+    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
+        store = run.registry()
+        with console.doing("replaying the evidence"):
+            move = promotion.rollback(store, prove)
+    with warned(f"{move.message}; {TOLD}"):
+        summary.note(run.config.work, None, champion=move.champion)
+    console.result("champion", escape(move.message), champion=move.champion, message=move.message)
+    next_steps.show(next_steps.after_move(run.config))
+
+
+def route(run: Run) -> None:
+    routing = run.config.routing
+    if routing.rollback is not None:
+        routes.roll_back(_engines(run), routing.rollback, _say)
+    else:
+        routes.route(_engines(run), routing, _say)
+    next_steps.show(next_steps.after_move(run.config))
+
+
+def monitor(run: Run) -> None:
+    """Move routes according to a snapshot of the fleet. Raises GateRefusal if a monitor broke."""
+    try:
+        routes.monitor(_engines(run), run.config.monitor, _say)
+    finally:
+        next_steps.show(next_steps.after_move(run.config))
+
+
+def _engines(run: Run) -> Engines:
+    find = partial(registered_engine, run.config.work / "artifacts")
+    return Engines(run.registry(), find, run.replay, run.decide)
+
+
+def _say(line: str) -> None:
+    console.say(escape(line))
+
+
+def verify(run: Run) -> None:
+    """Replay the evidence of an engine, offline and read-only."""
+    directory, signing = Path(str(run.config.bundle)), run.config.signing
+    with console.doing("replaying the evidence"):
+        replays = [(evidence, replay(evidence, signing)) for evidence in map(read_evidence, find_evidence(directory))]
+    for evidence, findings in replays:
+        identity = evidence.identity
+        console.show("findings", tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))
+
+    def after(error: Exception) -> NextStep:
+        return next_steps.after_difference(differs=isinstance(error, GateRefusal))
+
+    with _advised(after, (GateRefusal, MissingRequirement)):
+        require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
+    next_steps.show(next_steps.after_verify(run.config))
+
+
+def audit(run: Run) -> None:
+    """Print a line for each problem with a checkpoint's scales that an engine would load. Nothing is judged or written.
+
+    Raises:
+        GateRefusal: if the engine would not or could not use a scale as carried.
+        UserError: if the checkpoint cannot be read, or the backend does not load a checkpoint's scales.
+    """
+    config = run.config
+    found = open_backend(config.backend).audit(locate_checkpoint(config.model.path))
+    lines, sides = [*scale_findings(found.layers), *found.problems], 2 * len(found.layers)
+    for line in lines:
+        _say(line)
+    if lines:
+        raise GateRefusal(
+            f"model.path={config.model.path}: {len(lines)} findings on {sides} scales of {len(found.layers)} layers "
+            f"({found.engine}); stage=build backend={config.backend.name} writes a checkpoint whose scales it loads"
+        )
+    used = [scale for layer in found.layers for scales in layer.used.values() for scale in scales]
+    _say(f"{found.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}")
+
+
+STAGES = {"promote": promote, "rollback": rollback, "verify": verify, "audit": audit, "route": route, "monitor": monitor}

@@ -1,0 +1,117 @@
+"""Output for people: report.html, and the comparison in MLflow. Neither decides anything."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from pipeline import __version__
+from pipeline.chain.job import open_store
+from pipeline.cli import console
+from pipeline.config.config import Config
+from pipeline.evidence.reading import read_evidence
+from pipeline.evidence.verify import requested_workloads
+from pipeline.loading import required_libraries
+from pipeline.registry.tracking import compare_url, server_command
+from stages.core.errors import REFUSALS, UserError
+from stages.core.records import Sample
+from stages.core.redaction import redact_text
+from stages.verdict.candidate import Candidate
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
+    from stages.report.exhibit import Exhibit
+
+PAGE = "report.html"
+"""File in the work directory that shows the last evaluation, sweep or promotion."""
+
+
+@contextmanager
+def warned(what: str) -> Iterator[None]:
+    """Turn an exception of the block into a warning, because the block decides nothing."""
+    try:
+        yield
+    except Exception as error:
+        detail = redact_text(str(error)).splitlines()[0] if str(error) else type(error).__name__
+        console.warning(f"{what}: {detail}")
+
+
+def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore | None":
+    """Return the tracking store with the candidates' runs, or None if no candidate was registered."""
+    tracked = any(candidate.registration is not None for candidate in candidates)
+    return open_store(config.tracking, config.work, candidates[0].model) if tracked else None
+
+
+def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occasion: Any) -> None:
+    """Write the page about candidates and attach it to their runs.
+
+    The page decides nothing, so a failure is only a warning. `occasion` holds fields of `stages.report.exhibit.Occasion`.
+    """
+    with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
+        from stages.report.exhibit import Occasion
+        from stages.report.page import write_page
+
+        about = Occasion(model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, **occasion)
+        exhibits = [_exhibit(candidate) for candidate in candidates]
+        page = write_page(config.work / PAGE, exhibits, about)
+        console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)
+        store = _store_of(config, candidates)
+        if store is None:
+            return
+        if any(exhibit.own for exhibit in exhibits):
+            page = write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
+        for candidate in candidates:
+            if candidate.registration is not None:
+                store.attach(candidate.registration.run_id, [page])
+
+
+def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: str) -> None:
+    """Print how to look at a sweep's runs in MLflow. A failure is a warning."""
+    with warned("MLflow's comparison is not there"):
+        store = _store_of(config, candidates)
+        if store is not None:
+            url, command = compare_url(store.location, store.experiment_id, sweep), server_command(store.location)
+            lines = ["\nThe runs in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
+            console.result("mlflow", *lines, paste=True, command=command, url=url)
+
+
+def _exhibit(candidate: Candidate) -> "Exhibit":
+    """Return a candidate with its evidence, or with the problem that prevents reading it."""
+    from stages.evaluate.inputs.samples import load_samples
+    from stages.report.exhibit import Exhibit
+
+    try:
+        evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
+    except UserError as error:
+        return Exhibit(candidate, problem=str(error))
+    identity, own = evidence.identity, set[str]()
+    problem = identity.other_rules or evidence.problem
+    samples = list[Sample]()
+    try:
+        workloads = requested_workloads(evidence)
+        samples = load_samples(workloads)
+        if workloads.jsonl is not None:
+            generated = load_samples(workloads.model_copy(update={"jsonl": None}))
+            own = {sample.id for sample in samples} - {sample.id for sample in generated}
+    except REFUSALS as error:
+        problem = problem or f"its prompts cannot be made again: {error}"
+    built = dict(identity.link("engine").parts["config"])
+    return Exhibit(
+        candidate,
+        problem=problem,
+        report=evidence.report,
+        rows=evidence.rows,
+        samples=samples,
+        own=own,
+        binds=identity.binds,
+        settings={
+            "kv": built.pop("kv", {}),
+            "engine": built,
+            "gates": identity.gates.model_dump(mode="json"),
+            **identity.link("evaluation").parts["config"],
+        },
+        evidence=evidence.directory,
+    )

@@ -1,0 +1,171 @@
+"""The jobs of a command, in this process or in processes of a Hydra launcher, and the command's exit code."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from pipeline.chain.inputs import UNRECORDED
+from pipeline.chain.runner import holding, run
+from pipeline.chain.showing import compare_in_mlflow, show
+from pipeline.cli import commands, console, next_steps, tables
+from pipeline.cli.junit import JUNIT, write_junit
+from pipeline.cli.next_steps import NextStep
+from pipeline.config.compose import Plan, launch, to_config
+from pipeline.config.config import JUDGING, Config
+from pipeline.config.launchers import BASIC, LOGS
+from pipeline.config.workers import SLURM, end_workers, explained, finish, start
+from pipeline.registry import summary
+from pipeline.registry.promotion import PASS
+from pipeline.registry.summary import new_sweep
+from stages.core.errors import (
+    EXIT_CODES,
+    INTERRUPTED,
+    SEVERITY,
+    CannotBeJudged,
+    GateRefusal,
+    MissingRequirement,
+    describe,
+    exit_code,
+)
+from stages.core.redaction import redact_output, redact_text
+
+GATE_EXIT = EXIT_CODES[GateRefusal]
+UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
+"""Exit code of a sweep with jobs that neither ended nor were interrupted: a machine killed them."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    said: str = ""
+    step: NextStep | None = None
+    """Next step that follows from the error."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Callable that a launcher runs for a job, perhaps on another machine. The configuration is composed there."""
+
+    sweep: str
+    names: tuple[str, ...]
+    """Display names of all jobs."""
+    typed: tuple[str, ...]
+    """The arguments of the sweep's command, which a next command repeats."""
+
+    def __call__(self, composed: DictConfig) -> Ended:
+        """Run the job of a composed configuration."""
+        redact_output()
+        commands.remember(self.typed)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # keep a handler that a cluster set
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        number, config = HydraConfig.get().job.num, to_config(composed)
+        console.configure(config.log, verbose=config.verbose)
+        job = console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
+        return _attempt(config, self.sweep, job)
+
+
+def _attempt(config: Config, sweep: str, job: console.RunningJob, *, sweeping: bool = True) -> Ended:
+    """Run a job and return how it ended. An error does not stop a sweep."""
+    try:
+        run(config, sweep, job, sweeping=sweeping)
+    except Exception as error:
+        step = None
+        if isinstance(error, CannotBeJudged):
+            step = next_steps.after_weak(config, error.weak, error.able, commands.typed(), sweep=sweeping)
+            if not sweeping:
+                next_steps.show(step)
+        console.ended_by(error)
+        return Ended(exit_code(error), redact_text(describe(error)), step)
+    finally:
+        console.end()
+    return Ended(0)
+
+
+def run_command(planned: Plan) -> int:
+    if planned.sweeping:
+        with holding(planned.jobs[0]):  # held between jobs too
+            return _sweep(planned, new_sweep())
+    config, name = planned.jobs[0], planned.names[0]
+    return _attempt(config, new_sweep(), console.RunningJob(config.stage, name), sweeping=False).code
+
+
+def _sweep(planned: Plan, sweep: str) -> int:
+    first, launcher = planned.jobs[0], planned.launcher
+    has_logs = launcher.startswith("submitit")  # their jobs write into files
+    with console.doing(f"starting {launcher}"):
+        more = start(launcher, planned.launcher_keys)
+    # Recorded before any job starts, because jobs may run in other processes and on other machines.
+    summary.begin(first.work, sweep, planned.names, latest=first.stage in JUDGING, command=commands.whole(sweep=True))
+    if has_logs:
+        console.LOGGER.info("jobs write what they print below %s", first.work / LOGS)
+    try:
+        if launcher == BASIC:
+            jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
+            ended = [_attempt(one, sweep, console.RunningJob(one.stage, name, n, len(planned.jobs))) for n, (one, name) in jobs]
+        else:
+            ended = launch(planned, more, Task(sweep, planned.names, tuple(commands.typed())))
+            finish(launcher)
+    except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
+        end_workers(launcher)
+        if launcher == SLURM:
+            console.LOGGER.info("jobs that Slurm has go on; scancel ends them")
+        _conclude(planned, sweep, INTERRUPTED)
+        raise KeyboardInterrupt from error
+    except Exception as error:  # raised by the launcher: jobs return their errors
+        end_workers(launcher)
+        error = explained(launcher, error)
+        console.ended_by(error)
+        return _conclude(planned, sweep, exit_code(error))
+    if has_logs:
+        _repeat(planned, ended)
+    return _conclude(planned, sweep, step=next((one.step for one in ended if one.step is not None), None))
+
+
+def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
+    """Repeat the refusals that jobs wrote to their log files."""
+    for number, (job, name) in enumerate(zip(ended, planned.names, strict=True), start=1):
+        place = console.RunningJob(planned.jobs[0].stage, name, number, len(ended)).name
+        for line in job.said.splitlines():
+            console.error(f"{place}{line}", exit_code=job.code)
+
+
+def _conclude(planned: Plan, sweep: str, code: int = 0, step: NextStep | None = None) -> int:
+    """Print the comparison of a sweep's candidates and return the sweep's exit code.
+
+    The result is the worst of `code` and the jobs' exit codes. If all are 0, it tells whether a candidate passed.
+    `code` is nonzero if something ended the sweep early. `step` is the next step after a refusal.
+    """
+    config, last = planned.jobs[0], summary.load(planned.jobs[0].work, sweep)
+    if config.stage in JUDGING:
+        write_junit(config.work / JUNIT, last)
+    codes = [code, last.exit_code]
+    if last.candidates:
+        with console.written_to(config.work / tables.REPORT):
+            tables.print_occasion()
+            tables.print_comparison(last.candidates)
+        show(config, last.candidates, sweep=sweep, unfinished=last.unfinished, command=last.command)
+        compare_in_mlflow(config, last.candidates, sweep)
+        step = next_steps.after_judging(
+            config, last.candidates, commands.typed(), swept=planned.swept, unfinished=last.unfinished is not None
+        )
+    elif step is None and config.stage in ("quantize", "build"):
+        step = next_steps.after_making(config.stage, commands.typed(), sweep=True)
+    if step is not None:
+        next_steps.show(step)
+    if last.unfinished is not None:
+        console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
+        codes.append(UNFINISHED_EXIT)
+    elif last.candidates and not any(candidate.verdict == PASS for candidate in last.candidates):
+        console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
+        codes.append(GATE_EXIT)
+    worst = max(codes, key=SEVERITY.index)
+    if config.stage in JUDGING:
+        summary.note(config.work, sweep, exit_code=worst)
+    else:
+        summary.forget(config.work, sweep)
+        if config.stage not in UNRECORDED:
+            summary.finish(config.work, None, worst)
+    return worst

@@ -1,0 +1,84 @@
+"""`stage=tune`: stores the tuned policies for later commands and prints the search's table."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from pipeline.chain.judge import Chain
+from pipeline.cli import console, next_steps
+from pipeline.cli.grids import Column, Grid, Row
+from pipeline.config.policies import policy_yaml
+from stages.core.errors import GateRefusal
+from stages.planning.tuning import TUNE_FILE, TuneReport
+from stages.policies.policy import KVShape
+
+FOLDER = "tuned"
+"""Folder in the work directory with the policies that were found (`kv/NAME.yaml`, a configuration folder) and their record."""
+
+
+def tune(chain: Chain) -> None:
+    """Search for policies, store the tuned ones for later commands, and print the front."""
+    artifact, shape = chain.made(), chain.shape
+    report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
+    folder = chain.config.work / FOLDER
+    _leave(report, artifact.path, folder)
+    console.say("")
+    console.show("front", front(report, shape))
+    if report.chosen is None:
+        least = min(
+            (one for one in report.measured if one.kl_held_out is not None and one.policy.quantized),
+            key=lambda one: one.kl_held_out or 0.0,
+            default=None,
+        )
+        found = f"the least is {least.kl_held_out:.1e}, of {least.policy.name}" if least is not None else "none has a finite KL"
+        raise GateRefusal(
+            f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has so small a KL; {found}. Raise it, or add "
+            "finer formats to tune.policies"
+        )
+    chosen = next(one for one in report.measured if one.policy.name == report.chosen)
+    console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
+    next_steps.show(next_steps.after_tuning(chain.config, report.chosen, folder if chosen.origin != "uniform" else None))
+
+
+def _leave(report: TuneReport, artifact: Path, folder: Path) -> None:
+    """Replace an earlier search's folder with the policies of this search."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{FOLDER}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / FOLDER
+        (new / "kv").mkdir(parents=True)
+        for one in report.measured:
+            if one.origin == "uniform":
+                continue
+            held_out = _number(one.kl_held_out)
+            comment = f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {held_out} on texts held out."
+            (new / "kv" / f"{one.policy.name}.yaml").write_text(policy_yaml(one.policy, comment), encoding="utf-8")
+        shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)
+
+
+def front(report: TuneReport, shape: KVShape) -> Grid:
+    tokens = ", ".join(f"{count:,} {name}" for name, count in report.tokens.items())
+    columns = (
+        Column("bytes_per_token", "bytes/\ntoken"),
+        Column("bits_per_number", "bits/\nnumber", ".2f"),
+        Column("kl_sum", "sum of\nplaces", ".1e"),
+        Column("kl_check", "all of\nit", ".1e"),
+        Column("kl_held_out", "held\nout", ".1e"),
+        Column("kl_held_out_upper", "upper\n95 %", ".1e"),
+    )
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    rows = []
+    shown = [one for one in report.measured if one.on_front or one.origin != "tuned"]
+    for one in sorted(shown, key=lambda one: -one.bytes_per_token):
+        style = "bold" if one.policy.name == report.chosen else "" if one.on_front else "dim"
+        kls = (one.kl_sum, one.kl_check, one.kl_held_out, one.kl_held_out_upper)
+        values = (one.bytes_per_token, 8 * one.bytes_per_token / numbers, *kls)
+        rows.append(Row(one.policy.name, values, ", ".join(one.beats), style=style))
+    title = f"Mean KL from the FP16 cache (scored tokens: {tokens})"
+    return Grid(title, "policy", columns, rows, remarks="fewer bytes, no more KL than")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"

@@ -1,0 +1,227 @@
+"""Finds the artifacts of a store that are needed: by engines that serve or may serve again, and by recent candidates.
+
+`walk` lists the artifacts and the unfinished work in a store, with their bytes. Artifacts share files by hard links.
+
+A version or a candidate needs the artifacts of the identity that it cites. The identity names every artifact of its chain:
+
+| needed by | artifacts of the chain that stay |
+|---|---|
+| champion, previous, routes | inputs of a promotion, a replay and a rollback: both engines, report, identity |
+| candidates of the last sweeps | also the artifacts that the engines were built from: another policy may reuse them |
+| candidates of the last sweep | also the measurements: the baseline's log-probabilities, and the rounds against it |
+| an unfinished sweep | every artifact made since the sweep began, because no identity names it yet |
+
+Single evaluations are counted separately from sweeps, with the same limit.
+Unfinished work of an interrupted evaluation or search stays for thirty days, the limit of the store.
+"""
+
+import os
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.cli.registered import RegisteredModel, read_registered
+from pipeline.config.config import Config
+from pipeline.evidence.identity import IDENTITY_FILE, Identity, read_identity
+from pipeline.registry import summary
+from pipeline.registry.summary import Summary
+from pipeline.registry.tracking import locate
+from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, Store
+from stages.core.digest import file_digest, files_digest
+from stages.core.errors import REFUSALS, UserError
+
+UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
+"""Kinds of pieces that are not artifacts: resumable work of an interrupted command, and temporary directories."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A directory of a store that is removed or kept as a whole."""
+
+    place: str
+    """Path relative to the store's root: `build/0bbee01def1948b5e69ef32590a029cc`."""
+    kind: str
+    """Stage of an artifact, or `UNFINISHED` or `SCRATCH_KIND`."""
+    path: Path
+    files: Mapping[tuple[int, int], int]
+    """(device, inode) of every file -> its bytes. Hard links share an inode."""
+    made: float
+    """Time of the last write, in seconds since 1970."""
+
+    @property
+    def is_artifact(self) -> bool:
+        return self.kind not in (UNFINISHED, SCRATCH_KIND)
+
+
+def walk(root: Path) -> list[Piece]:
+    """Return every piece of a store; empty if the store does not exist. Nothing is written."""
+    found = []
+    for directory in sorted(root.glob("[!.]*/*")):
+        if not directory.is_dir() or directory.is_symlink():
+            continue
+        if SCRATCH.fullmatch(directory.name):
+            found.append(_piece(root, SCRATCH_KIND, directory))
+        elif (directory / MANIFEST).is_file():
+            found.append(_piece(root, directory.parent.name, directory))
+    return found + [_piece(root, UNFINISHED, directory) for directory in sorted((root / PARTIAL).glob("*/*"))]
+
+
+def distinct_bytes(pieces: Iterable[Piece]) -> int:
+    """Return the bytes of pieces. A shared file counts once."""
+    return sum({file: size for piece in pieces for file, size in piece.files.items()}.values())
+
+
+def _piece(root: Path, kind: str, path: Path) -> Piece:
+    files, made = dict[tuple[int, int], int](), 0.0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):  # another process finished or removed it
+                about = Path(folder, name).lstat()
+                made = max(made, about.st_mtime)
+                if stat.S_ISREG(about.st_mode):
+                    files[about.st_dev, about.st_ino] = about.st_size
+    return Piece(path.relative_to(root).as_posix(), kind, path, files, made)
+
+
+MEASURED = ("baseline", "round", "baseline_once", "once")
+"""Stages that measure. Their artifacts are the largest, and only another evaluation on the same samples reads them."""
+NO_IDENTITY = "its identity"
+REGISTERED_LAST = "candidate"
+"""Alias that does not serve: it points at a version of the last sweep."""
+BEGAN = re.compile(r"(\d{8}-\d{6})-")
+"""Start of a sweep's id: the time when it began, by its machine's clock."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    name: str
+    began: float
+    summary: Summary
+
+    @property
+    def single(self) -> bool:
+        """Whether it is a single evaluation."""
+        return max(len(self.summary.names), len(self.summary.candidates)) < 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """An identity, and the places of its artifacts: a signed and an unsigned artifact may hold the same identity."""
+
+    identity: Identity
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Contents of a work directory and its tracking store."""
+
+    root: Path
+    pieces: Sequence[Piece]
+    evidence: Mapping[str, Held]
+    """Identities by the sha256 of identity.json."""
+    models: Sequence[RegisteredModel]
+    sweeps: Sequence[Sweep]
+    """Sweeps, the latest first."""
+    problems: Sequence[Exception]
+    """UserError or MissingRequirement for everything that could not be read."""
+
+
+def find(config: Config) -> Found:
+    """Read a work directory and the tracking store. Nothing is written or made."""
+    root, problems = config.work / "artifacts", list[Exception]()
+    pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Sweep](), list[RegisteredModel]()
+    for piece in pieces:
+        if piece.kind == "identity":
+            try:
+                digest = file_digest(piece.path / IDENTITY_FILE)
+                known = evidence.get(digest)
+                identity = known.identity if known is not None else read_identity(piece.path / IDENTITY_FILE)
+                evidence[digest] = Held(identity, (*(known.places if known is not None else ()), piece.place))
+            except OSError as error:
+                problems.append(UserError(str(error)))
+            except UserError as error:
+                problems.append(error)
+    for path in (config.work / summary.FOLDER).glob("[!.]*.json"):
+        try:
+            sweeps.append(Sweep(path.stem, _began(path), summary.load(config.work, path.stem)))
+        except UserError as error:
+            problems.append(error)
+    if config.tracking.enabled:
+        try:
+            models = read_registered(locate(config.tracking, config.work, config.model.label), evidence)
+        except REFUSALS as error:
+            problems.append(error)
+    try:
+        last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
+    except UserError as error:
+        last = ""
+        problems.append(error)
+    sweeps.sort(key=lambda sweep: (sweep.name == last, sweep.began), reverse=True)
+    return Found(root, pieces, evidence, models, sweeps, problems)
+
+
+def _began(path: Path) -> float:
+    stamp = BEGAN.match(path.stem)
+    try:
+        return time.mktime(time.strptime(stamp[1], "%Y%m%d-%H%M%S")) if stamp is not None else path.stat().st_mtime
+    except (ValueError, OverflowError):
+        return path.stat().st_mtime
+
+
+def last_sweeps(sweeps: Iterable[Sweep], number: int) -> list[Sweep]:
+    """Return the last sweeps up to the `number`-th with candidates, and the last single evaluations likewise."""
+    counts, chosen = Counter[bool](), []
+    for sweep in sweeps:
+        if counts[sweep.single] < number:
+            chosen.append(sweep)
+            counts[sweep.single] += bool(sweep.summary.candidates)
+    return chosen
+
+
+def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return place of a piece -> who needs it first, and who needs something -> the missing place.
+
+    If an alias's identity is not found (it was altered or removed, or lies in another work directory), only its engine is kept.
+    `keep_sweeps` is the `number` of `last_sweeps`.
+    """
+    reasons, missing = dict[str, str](), dict[str, str]()
+    there = {piece.place for piece in found.pieces if piece.is_artifact}
+    engines = {f"build/{path.name}": files_digest(manifest["files"]) for path, manifest in Store(found.root).manifests("build")}
+
+    def keep(digest: str, who: str, *, built: bool = False, measured: bool = False) -> None:
+        held = found.evidence.get(digest)
+        if held is None:
+            missing.setdefault(who, NO_IDENTITY)
+            return
+        read = {link.place for link in held.identity.reads}
+        also = {link.place for link in held.identity.chain if (measured if link.place.partition("/")[0] in MEASURED else built)}
+        for place in (*held.places, *read, *also):
+            if place in there:
+                reasons.setdefault(place, who)
+            elif place in read:
+                missing.setdefault(who, place)
+
+    for model in found.models:
+        for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
+            if alias != REGISTERED_LAST:
+                keep(version.identity_digest, f"{alias} of {model.name}")
+                engine = version.tags.get("engine_digest")
+                for place in (place for place, digest in engines.items() if digest == engine):
+                    reasons.setdefault(place, f"{alias} of {model.name}")
+    recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)
+    for sweep in recent:
+        for candidate in sweep.summary.candidates:
+            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.name}", built=True, measured=sweep in newest)
+    first = min((sweep for sweep in recent if sweep.summary.unfinished), key=lambda sweep: sweep.began, default=None)
+    for piece in found.pieces:
+        if piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S:
+            reasons.setdefault(piece.place, "the command that was interrupted, which goes on from it")
+        elif piece.is_artifact and first is not None and piece.made >= first.began:
+            reasons.setdefault(piece.place, f"sweep {first.name}, which did not finish")
+    return reasons, missing

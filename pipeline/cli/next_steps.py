@@ -1,0 +1,254 @@
+"""The suggested next command, which every command prints at its end."""
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.markup import escape
+
+from pipeline.cli import console
+from pipeline.cli.commands import begun, carried, command_line, defaults, judging, promoting, standing, typed
+from pipeline.cli.progress import duration
+from pipeline.config import CONF
+from pipeline.config.config import Config
+from pipeline.config.override_syntax import differing, written
+from pipeline.config.overrides import searching_too
+from pipeline.config.policies import load_policies
+from pipeline.registry.promotion import PASS
+from stages.core.strict import StrictModel
+from stages.policies.policy import KVShape
+from stages.verdict.candidate import Candidate
+from stages.verdict.gates import LINES
+from stages.workloads.config import GSM8K_PROBLEMS, TRAINED
+
+MOST_SAMPLES = 100_000
+"""Maximum samples of a workload (`workloads.samples`)."""
+MOST_ATTEMPTS = 20
+"""Maximum of `gates.attempt`."""
+QUICK, FULL_TIMES = "experiment=quick", 10
+"""Argument for a quick look, and the maximum number of questions in a full evaluation as a multiple of the quick look's."""
+SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
+"""Model shape for comparing the bytes of policies."""
+
+
+class NextStep(StrictModel):
+    """A suggestion for the next step."""
+
+    why: str
+    command: str | None = None
+    """Shell command; null if the step is not a command."""
+
+
+def show(step: NextStep) -> None:
+    """Print a suggestion."""
+    lines = ["", f"[bold]Next[/]: {escape(step.why)}{':' if step.command is not None else ''}"]
+    if step.command is not None:
+        lines.append(f"  {escape(step.command)}")
+    console.result("next", *lines, paste=True, **step.model_dump())
+
+
+def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> NextStep:
+    """Return the next step after stage=quantize or stage=build."""
+    after = {"quantize": ("build", "build the engine"), "build": ("evaluate", "judge it against the FP16-KV engine")}
+    following, why = after[stage]
+    return NextStep(why=why, command=judging(base, f"stage={following}", sweep=sweep))
+
+
+def after_judging(
+    config: Config,
+    candidates: Sequence[Candidate],
+    base: Sequence[str],
+    *,
+    swept: Sequence[str] = (),
+    unfinished: bool = False,
+    asking_s: float = 0.0,
+) -> NextStep:
+    """Return the next step after the verdicts of an evaluation or a sweep.
+
+    Args:
+        config: Configuration of the command, or of a sweep's first job.
+        candidates: The judged candidates, at least one.
+        base: The user's arguments.
+        swept: Keys that differ between the jobs.
+        unfinished: Whether jobs of the sweep are missing.
+        asking_s: Seconds for the questions of a quick look; 0 if unknown.
+    """
+    if unfinished:
+        return NextStep(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
+    if all(one.is_blind for one in candidates):
+        return NextStep(
+            why="ask a trained model questions whose answers are in the prompt: a corrupted cache changed nothing that was "
+            "measured, so no policy can be told from another (docs/verdict.md#inconclusive-what-now)"
+        )
+    if QUICK in base and any(one.verdict != "FAIL" for one in candidates):
+        takes = f", about {duration(FULL_TIMES * asking_s)} more if all are asked" if asking_s else ""
+        why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
+        return NextStep(why=why, command=judging([part for part in base if part != QUICK], sweep=bool(swept)))
+    if any(one.verdict == PASS for one in candidates):
+        if config.tracking.enabled:
+            return NextStep(why="make the best that passed the champion", command=promoting(config))
+        without = [part for part in base if not part.lstrip("+").startswith("tracking")]
+        why = "register the candidates that passed, so that one can be promoted (what was made is reused)"
+        return NextStep(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
+    undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
+    failed = [one.policy for one in candidates]
+    return _ask_more(config, undecided, base, swept) if undecided else _finer(config, failed, base, swept)
+
+
+def after_weak(
+    config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False
+) -> NextStep:
+    """Return the next step if the baseline fails the workloads in `weak` but can answer the workloads in `able`."""
+    asked = config.workloads.samples
+    if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
+        without = [f"++workloads.samples.{name}=0" for name in weak]
+        return NextStep(why=f"judge it on what it can do ({', '.join(able)})", command=judging(base, *without, sweep=sweep))
+    if set(weak) <= TRAINED:
+        why = "ask what language models can do, instead of what the tiny model was trained on"
+        return NextStep(why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
+    return NextStep(
+        why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE "
+        "(docs/start.md#my-questions)"
+    )
+
+
+def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
+    """Return a step with enough questions to decide these candidates, or with the reason why no number would decide."""
+    needed: dict[str, int] = {}
+    for workload, count in (item for one in undecided for item in one.samples_needed.items()):
+        needed[workload] = max(count, needed.get(workload, 0))
+    still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
+    titles = dict.fromkeys(LINES[check.gate].title if check.gate in LINES else check.gate for check in still_open)
+    said = f"{', '.join(one.name for one in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
+    # More questions do not decide checks without a bound, such as the engine's own noise.
+    stuck = next((check for check in still_open if not needed and check.bound is None), None)
+    attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
+    # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
+    more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
+    counts = {
+        name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
+        for name, count in config.workloads.samples.items()
+        if count
+    }
+    changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
+    changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
+    own = [name for name in needed if name not in (*counts, "all", "gsm8k")]
+    if stuck is not None or not (changes or own):
+        reason = next((check.reason for check in (stuck, *still_open) if check is not None), "no check was recorded")
+        return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
+    if max((*counts.values(), *needed.values())) > MOST_SAMPLES:
+        finer = _finer(config, [one.policy for one in undecided], base, swept)
+        return finer.model_copy(update={"why": f"{said}, too near the limit for any number of questions: {finer.why}"})
+    changes.append(f"gates.attempt={attempt.attempt}")
+    only_policies = all(key == "kv" for key in swept)
+    if swept and only_policies:
+        changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
+    asking = ", ".join(f"{needed[name]:,} of {name}" for name in own)
+    parts = [f"add questions to {config.workloads.jsonl} (about {asking})"] if own else []
+    why = "; ".join([said, *parts, "ask enough questions to decide it"])
+    return NextStep(why=why, command=judging(base, *changes, sweep=len(undecided) > 1 or not only_policies))
+
+
+def _finer(config: Config, failed: Sequence[str], base: Sequence[str], swept: Sequence[str] = ()) -> NextStep:
+    """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
+    known = {path.stem for path in (CONF / "kv").glob("*.yaml")}
+    tried = [config.kv, *load_policies("kv", [name for name in failed if name in known])]
+    least = max(policy.bytes_per_token(SHAPE) for policy in tried)
+    ladder = load_policies("kv", config.backend.finer)
+    finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in failed), None)
+    if finer is not None:
+        still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
+        return NextStep(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}", sweep=still))
+    why = "no uniform policy that keeps more is left: search formats by layer and side"
+    return NextStep(why=why, command=standing(config, "tune"))
+
+
+def after_promotion(config: Config, engine: Path) -> NextStep:
+    trusted = differing("signing.trusted", list(config.signing.trusted), [])
+    bundle = f"bundle={written(str(engine))}"
+    return NextStep(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
+
+
+def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> NextStep:
+    """Return the next step after a refused promotion."""
+    failed = [one.policy for one in candidates if one.verdict == "FAIL"]
+    if failed and not any(one.verdict == PASS for one in candidates):
+        return _finer(config, failed, [*carried(config, "gates"), "stage=evaluate"])
+    return after_move(config)
+
+
+def after_move(config: Config) -> NextStep:
+    return NextStep(why="see what serves now", command=standing(config, "status"))
+
+
+def after_capacity(base: Sequence[str]) -> NextStep:
+    return NextStep(why="ask which policy has evidence for this use", command=judging(base, "stage=recommend"))
+
+
+def after_tuning(config: Config, chosen: str, folder: Path | None) -> NextStep:
+    """Return the step that judges the policy chosen by a search.
+
+    Args:
+        config: Configuration of the search.
+        chosen: Name of the policy.
+        folder: Configuration folder of the policy; None for conf/.
+    """
+    base = typed() or carried(config)
+    if folder is not None:
+        base = searching_too(base, folder)
+    base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
+    return NextStep(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))
+
+
+def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> NextStep | None:
+    """Return the next step for a work directory; None without a suggestion.
+
+    Args:
+        config: Configuration of the command.
+        judged: Whether the directory has verdicts.
+        promotable: Whether a candidate of the last sweep passed and no promotion has considered it yet.
+        champion: Bundle of the engine that serves; None if it is not on this machine.
+        prunable: Whether there are unused artifacts.
+    """
+    if not judged:
+        return NextStep(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8"))
+    if promotable:
+        return NextStep(why="make the best of the last sweep the champion, by its gates", command=promoting(config))
+    if prunable:
+        return NextStep(why="see what nothing needs any more", command=standing(config, "prune"))
+    return after_promotion(config, champion) if champion is not None else None
+
+
+def after_no_recommendation(base: Sequence[str]) -> NextStep:
+    return NextStep(why="make the evidence with a command from above, and ask again", command=judging(base, "stage=recommend"))
+
+
+def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> NextStep:
+    """Return the step that promotes the recommended policy by name, if it is a candidate of the last sweep; else `status`."""
+    if any(one.name == chosen and one.registration is not None for one in candidates):
+        return NextStep(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
+    return NextStep(why="see which sweep judged it, and what serves", command=standing(config, "status"))
+
+
+def after_verify(config: Config) -> NextStep:
+    """Return the step that loads a verified engine."""
+    loaded = f"load({json.dumps(config.bundle)})"
+    program = f'from pipeline.api import load; print({loaded}.generate("Copy: 04 Bergen 14 Tartu"))'
+    python = begun().removesuffix(" -m pipeline")
+    return NextStep(why="it is the engine that was judged: load it", command=f"{python} -c {shlex.quote(program)}")
+
+
+def after_difference(*, differs: bool) -> NextStep:
+    """Return the next step for an engine that differs from the judged engine, or that lacks some files."""
+    why = "do not serve it; fetch it again, or judge it again" if differs else "bring what is missing, or judge it again"
+    return NextStep(why=f"{why}: what is whole is reused, what was altered is made anew")
+
+
+def after_prune(config: Config, *, would_free: bool) -> NextStep:
+    """Return the step that removes the listed artifacts; if they are removed, the step that shows the rest."""
+    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
+    if would_free:
+        return NextStep(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))
+    return NextStep(why="see what is left", command=standing(config, "status"))

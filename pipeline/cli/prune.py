@@ -1,0 +1,133 @@
+"""`stage=prune`: chooses the artifacts to remove, and removes them.
+
+An artifact is removed or kept as a whole, because verification needs all of its files. Nothing is removed while another process
+uses the store (`pipeline.store.store.used` and `alone`). A removal first renames an artifact to the name of a leftover,
+which every later command removes. So a killed removal leaves only whole artifacts.
+"""
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.filesize import decimal
+from rich.markup import escape
+
+from pipeline.cli import console, next_steps
+from pipeline.cli.grids import Column, Grid, Row
+from pipeline.cli.needs import Found, Piece, distinct_bytes, find, needs_of
+from pipeline.config.config import Config
+from pipeline.store.store import USE_LOCK, alone
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.files import POOL
+
+FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
+"""Kinds that are removed first. The baseline's log-probabilities are the largest, and no identity outlives its engines."""
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """Pieces to remove from a store, in this order, and the reasons for pieces that stay."""
+
+    gone: tuple[Piece, ...]
+    freed_bytes: int
+    """Bytes freed by the removal. Files that a kept artifact still links to are not counted."""
+    stays: dict[str, int]
+    """Who needs artifacts -> number of pieces that they are the first to need."""
+    left_behind: tuple[str, ...]
+
+
+def prune(config: Config) -> None:
+    """Show the pieces that are not needed, and remove these pieces if `prune.apply` is set."""
+    root = config.work / "artifacts"
+    if not root.is_dir():
+        console.say(f"{escape(str(root))}: there are no artifacts")
+        return
+    if config.prune.apply:
+        _check_lock(root)
+        with alone(root) as users:  # no command can change the needs meanwhile
+            if users:
+                raise MissingRequirement(
+                    f"stage=prune: the artifacts in {root} are used by {', '.join(users)}; nothing was removed: wait until it "
+                    "ends, or end it"
+                )
+            plan = make_plan(config)
+            remove(root, plan.gone)
+    else:
+        plan = make_plan(config)
+    _print(plan, applied=config.prune.apply)
+    next_steps.show(next_steps.after_prune(config, would_free=not config.prune.apply and bool(plan.gone)))
+
+
+def make_plan(config: Config) -> PrunePlan:
+    """Return the pieces to remove and to keep. Raises UserError or MissingRequirement if the needs cannot be determined."""
+    found = find(config)
+    for problem in found.problems:
+        line = str(problem).splitlines()[0]
+        raise type(problem)(f"stage=prune: {line}; repair it or remove it: what it names may be needed")
+    _check_known(config, found)
+    reasons, _ = needs_of(found, config.prune.keep_sweeps)
+    order = {kind: number for number, kind in enumerate(FIRST)}
+    gone = [piece for piece in found.pieces if piece.place not in reasons]
+    gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
+    places = {piece.place for piece in gone}
+    lost = {digest for digest, held in found.evidence.items() if places.issuperset(held.places)}
+    behind = [
+        f"version {version.number} of {model.name} ({version.name})"
+        for model in found.models
+        for version in model.versions.values()
+        if version.identity_digest in lost
+    ]
+    stays = [piece for piece in found.pieces if piece.place in reasons]
+    freed = distinct_bytes(found.pieces) - distinct_bytes(stays)
+    return PrunePlan(tuple(gone), freed, dict(Counter(reasons.values())), tuple(behind))
+
+
+def _check_known(config: Config, found: Found) -> None:
+    """Refuse a tracking store that does not know the engines which were registered from this work directory."""
+    known = {version.identity_digest for model in found.models for version in model.versions.values()}
+    candidates = [one for sweep in found.sweeps for one in sweep.summary.candidates if one.registration is not None]
+    for model in sorted({one.model for one in candidates}):
+        if known.isdisjoint(one.identity.digest for one in candidates if one.model == model):
+            raise UserError(
+                f"stage=prune: engines of model {model} were registered from {config.work}, and the tracking store of this "
+                "command knows none of them, so that what serves is not known; leave tracking on, and give their store with "
+                "tracking.uri or MLFLOW_TRACKING_URI"
+            )
+
+
+def _check_lock(root: Path) -> None:
+    lock = root / USE_LOCK
+    if lock.exists() and not os.access(lock, os.W_OK):
+        raise UserError(f"stage=prune: {lock} may not be written to by this user, so it cannot be held; give the permission")
+
+
+def remove(root: Path, gone: Sequence[Piece]) -> None:
+    """Remove pieces in their order, then pool files without other links. The caller must hold the store alone."""
+    for piece in gone:
+        path = piece.path
+        if piece.is_artifact:
+            # the name of a temporary directory: a later command removes it if this process is killed
+            path = path.rename(path.with_name(f".{path.name}-prune{os.getpid()}"))
+        shutil.rmtree(path)
+    for file in (root / POOL).glob("*"):
+        if file.stat().st_nlink == 1:
+            file.unlink()
+
+
+def _print(plan: PrunePlan, *, applied: bool) -> None:
+    if plan.gone:
+        kinds = dict.fromkeys(piece.kind for piece in plan.gone)
+        of_kind = {kind: [piece for piece in plan.gone if piece.kind == kind] for kind in kinds}
+        rows = [Row(kind, [len(pieces), decimal(distinct_bytes(pieces))]) for kind, pieces in of_kind.items()]
+        columns = [Column("count", "count", ",d"), Column("size", "size", words=True)]
+        console.show("pruned", Grid("Removed" if applied else "Would go", "kind", columns, rows))
+        console.say(f"{decimal(plan.freed_bytes)} {'are' if applied else 'would be'} free: kinds share files")
+    else:
+        console.say("Nothing goes: everything is needed")
+    for who, count in plan.stays.items():
+        console.say(f"stays: {count} for {escape(who)}")
+    for version in plan.left_behind:
+        console.say(f"[yellow]note:[/] {escape(version)} can be promoted no more without being judged again")

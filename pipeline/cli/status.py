@@ -1,0 +1,110 @@
+"""`stage=status`: prints serving engines, judged candidates and artifacts on disk. Writes nothing; `log=json` prints JSON."""
+
+from collections.abc import Collection
+from datetime import UTC, datetime
+
+from rich.filesize import decimal
+from rich.markup import escape
+
+from pipeline.cli import console, next_steps
+from pipeline.cli.grids import Column, Grid, Row
+from pipeline.cli.needs import Found, Sweep, distinct_bytes, find, last_sweeps, needs_of
+from pipeline.cli.next_steps import NextStep
+from pipeline.cli.registered import RegisteredModel
+from pipeline.cli.tables import COLOURS
+from pipeline.config.config import Config
+from pipeline.registry.promotion import PASS, PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
+
+ORDER = {"champion": 0, "previous": 1, "candidate": 3}
+"""Order of the aliases in the list. Routes have position 2."""
+
+
+def show_status(config: Config) -> None:
+    """Print the status of a work directory."""
+    found = find(config)
+    reasons, missing = needs_of(found, config.prune.keep_sweeps)
+    for problem in found.problems:
+        console.say(f"[yellow]cannot be read:[/] {escape(str(problem).splitlines()[0])}")
+    if not (found.pieces or found.sweeps or found.models):
+        console.say(f"{escape(str(config.work))}: nothing was built or judged here yet")
+    if not config.tracking.enabled:
+        console.say("tracking.enabled=false: what serves is not shown")
+    for model in found.models:
+        _show_model(model, found)
+    shown = last_sweeps(found.sweeps, max(1, config.prune.keep_sweeps))
+    for sweep in shown:
+        _show_sweep(sweep, found)
+    if len(found.sweeps) > len(shown):
+        console.say(f"and {len(found.sweeps) - len(shown)} sweeps before them")
+    _show_artifacts(found)
+    for who, what in missing.items():
+        console.say(f"[yellow]note:[/] {escape(who)}: {escape(what)} is not in this work directory")
+    step = _step(config, found, reasons)
+    if step is not None:
+        next_steps.show(step)
+
+
+def _show_model(model: RegisteredModel, found: Found) -> None:
+    judged = {one.identity.digest: one for sweep in found.sweeps for one in sweep.summary.candidates}
+    rows, pointed_at = [], model.pointed_at
+    for alias, version in sorted(pointed_at.items(), key=lambda item: (ORDER.get(item[0], 2), item[0])):
+        digest = version.identity_digest
+        covered = judged[digest].covered if digest in judged else None
+        holds = ", ".join(filter(None, (covered, None if digest in found.evidence else "its evidence is not here")))
+        made = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
+        rows.append(Row(alias, [version.number, version.name, version.tags.get("verdict", "unknown"), made], holds))
+    columns = _words("version", "engine", "verdict", "registered")
+    console.show("aliases", Grid(f"{model.name}: versions {len(model.versions)}", "alias", columns, rows, "holds", COLOURS))
+    champion = pointed_at.get("champion")
+    if champion is None:
+        console.say(f"{escape(model.name)} has no champion yet")
+        return
+    if PROMOTED_AT in champion.tags:
+        at, by = champion.tags[PROMOTED_AT].replace("T", " ")[:16], champion.tags.get(PROMOTED_BY)
+        before = model.versions.get(champion.tags.get(PROMOTED_OVER, ""))
+        console.say(escape(f"  champion: promoted {at} UTC by {by}{'' if before is None else f', over {before}'}"))
+    if "previous" not in pointed_at:
+        console.say("  no previous champion: stage=rollback has nothing to return to")
+
+
+def _show_sweep(sweep: Sweep, found: Found) -> None:
+    rows, unfinished = [], sweep.summary.unfinished
+    for one in sweep.summary.candidates:
+        gone = None if one.identity.digest in found.evidence else "its evidence is gone"
+        because = "; ".join(filter(None, (gone, *one.reasons[:1], one.covered if one.verdict == PASS else None)))
+        version = one.registration.model_version if one.registration is not None else "-"
+        rows.append(Row(one.name, [one.verdict, version, one.model, one.backend], because))
+    missing = f", which did not finish: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
+    title = f"sweep {sweep.name}{missing or ('' if rows else ': no candidate')}"
+    if rows:
+        columns = _words("verdict", "version", "model", "backend")
+        console.show("sweep", Grid(title, "candidate", columns, rows, "because", COLOURS))
+    else:
+        console.say(escape(title))
+
+
+def _show_artifacts(found: Found) -> None:
+    kinds = {kind: [piece for piece in found.pieces if piece.kind == kind] for kind in sorted({p.kind for p in found.pieces})}
+    if kinds:
+        rows = [Row(kind, [len(pieces), decimal(distinct_bytes(pieces))]) for kind, pieces in kinds.items()]
+        console.show("artifacts", Grid("Artifacts", "kind", (Column("count", "count", ",d"), *_words("size")), rows))
+        console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
+
+
+def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | None:
+    champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
+    here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
+    candidates = [[one for one in sweep.summary.candidates if one.model == config.model.label] for sweep in found.sweeps]
+    last = next(filter(None, candidates), [])
+    passed = any(one.verdict == PASS and one.registration is not None for one in last)
+    return next_steps.after_status(
+        config,
+        judged=bool(found.sweeps),
+        promotable=passed and not any(one.identity.digest in champions for one in last),
+        champion=next(iter(here), None),
+        prunable=any(piece.is_artifact and piece.place not in needed for piece in found.pieces),
+    )
+
+
+def _words(*keys: str) -> tuple[Column, ...]:
+    return tuple(Column(key, key, words=True) for key in keys)

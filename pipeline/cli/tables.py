@@ -1,0 +1,314 @@
+"""Tables and sentences at the end of a command, about candidates, capacities and recommendations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import cast
+
+from rich.markup import escape
+
+from pipeline.cli import console
+from pipeline.cli.commands import command_line
+from pipeline.cli.grids import Column, Grid, Row, Value
+from pipeline.cli.progress import duration
+from pipeline.registry import promotion
+from pipeline.registry.promotion import PASS, Finding, PromotionMove
+from stages.core.hardware import hardware
+from stages.engines.config import serves_last
+from stages.planning.capacity import Capacity
+from stages.planning.recommend import NO_EVIDENCE, Recommendation
+from stages.planning.use import GIB
+from stages.verdict.candidate import Candidate
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of the comparison."""
+
+    column: Column
+    candidate: str
+    """Name of the candidate's metric."""
+    baseline: str
+    """Name of the baseline's metric, or the baseline's value by definition."""
+    always: bool = True
+    """Whether the column is shown even if no candidate has the metric."""
+
+
+def _both(name: str, column: Column, *, always: bool = True) -> Measure:
+    return Measure(column, f"{name}_candidate", f"{name}_baseline", always)
+
+
+MEASURES = (
+    Measure(Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
+    Measure(Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
+    Measure(Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
+    Measure(Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
+    Measure(Column("top10_overlap", "top-10\noverlap", ".3f"), "quality/top10_overlap", "1"),
+    _both("quality/accuracy", Column("accuracy", "right\nanswers", ".3f")),
+    Measure(Column("samples", "samples\nasked", ".0f"), "quality/samples", ""),
+    Measure(
+        Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"
+    ),
+    # Tokens per pass under speculative decoding.
+    _both("quality/acceptance_lookup", Column("acceptance_lookup", "a pass,\nlookup", ".2f"), always=False),
+    _both("quality/acceptance_draft", Column("acceptance_draft", "a pass,\ndraft", ".2f"), always=False),
+    _both("quality/acceptance_engine", Column("acceptance_engine", "a pass,\nengine", ".2f"), always=False),
+)
+
+REPORT = "report.txt"
+"""File in the work directory with the tables of the last sweep or promotion."""
+
+FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
+COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
+
+
+def print_occasion() -> None:
+    """Print the date and the machine, which readers need to interpret measured times."""
+    machine = hardware()
+    gpus = ", ".join(str(gpu.get("name", gpu)) for gpu in cast(list[dict[str, str]], machine["gpus"])) or "no GPU"
+    console.say(f"\n{date.today().isoformat()}, {machine['cpu']}, {machine['cores']} cores, {gpus}")
+
+
+def comparison(candidates: Sequence[Candidate]) -> Grid:
+    """Return a table with the memory, quality and speed of every engine, baselines first."""
+    shown = [
+        one
+        for one in MEASURES
+        if one.always or any(measured(engine.metrics, one.candidate) is not None for engine in candidates)
+    ]
+    rows = [
+        Row(f"fp16{of}", ["baseline", *(measured(judged.metrics, one.baseline) for one in shown)], style="dim")
+        for of, judged in _baselines(candidates)
+    ]
+    for engine in candidates:
+        rows.append(Row(engine.name, [engine.verdict, *(measured(engine.metrics, one.candidate) for one in shown)]))
+    columns = (Column("verdict", "verdict", words=True), *(one.column for one in shown))
+    return Grid("KV caches against the FP16-KV engine, on the decode path", "policy", columns, rows, colours=COLOURS)
+
+
+def _baselines(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
+    """Return one candidate per baseline, with a suffix for the baseline's name; "" if there is only one baseline."""
+    found = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
+    return [("" if len(found) == 1 else f" of {judged.name}", judged) for judged in reversed(found.values())]
+
+
+def measured(metrics: Mapping[str, float], name: str) -> Value:
+    """Return a metric, or `name` itself if it is not a metric's name; None if the metric was not measured."""
+    return metrics.get(name) if "/" in name else name
+
+
+def print_comparison(candidates: Sequence[Candidate]) -> None:
+    """Print a table of the candidates and their baselines."""
+    console.say("")
+    console.show("comparison", comparison(candidates))
+
+
+def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
+    """Return a table of the findings of a replay, one row per finding, with differences last."""
+    ordered = sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status))
+    rows = [Row(finding.name, [finding.status], finding.detail) for finding in ordered]
+    columns = (Column("replayed", "replayed", words=True),)
+    title = console.relative(f"{policy} of {model}: {directory}")
+    return Grid(title, "what", columns, rows, remarks="found", colours=FINDING_COLOURS)
+
+
+def print_verdict(candidate: Candidate) -> None:
+    """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
+
+    The details (`verbose=true`) are all other reasons, conformance and warnings.
+    """
+    passed = candidate.verdict == PASS
+    *kept, memory = _few_questions(candidate) or candidate.figures
+    blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
+    first, *others = candidate.reasons or ("no reason was recorded",)
+    console.result(
+        "verdict",
+        f"[{COLOURS[candidate.verdict]}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(kept)}",
+        f"  {memory}{_saved(candidate)}",
+        *([f"  holds {escape(candidate.covered)}"] if passed and candidate.covered is not None else []),
+        *([] if passed else [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]),
+        candidate=candidate.name,
+        model=candidate.model,
+        backend=candidate.backend,
+        verdict=candidate.verdict,
+        reasons=candidate.reasons,
+        covered=candidate.covered,
+        engine=candidate.engine.digest,
+        report=candidate.report.path,
+        metrics={one.column.key: measured(candidate.metrics, one.candidate) for one in MEASURES},
+    )
+    conforms = [check.reason for check in candidate.checks if check.gate == "conformance"]
+    for line in (*(candidate.reasons if passed else others), *conforms, *candidate.warnings):
+        console.say(f"  {escape(line)}", detail=True)
+
+
+def _few_questions(candidate: Candidate) -> list[str]:
+    """Return clauses with the number of questions that would decide, and the memory; empty if the verdict is decided, or if no
+    number would decide it."""
+    needed, asked = candidate.samples_needed, candidate.metrics.get("quality/samples")
+    if candidate.verdict != "INCONCLUSIVE" or not needed or asked is None:
+        return []
+    counts = ", ".join(f"{count:,} {'of each kind' if name == 'all' else f'of {name}'}" for name, count in needed.items())
+    return [f"{asked:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
+
+
+def _saved(candidate: Candidate) -> str:
+    """Return a clause with the tokens in the same memory as a multiple of FP16's; "" if unknown."""
+    own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
+    return f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
+
+
+def print_promotion(candidates: Sequence[Candidate], move: PromotionMove) -> None:
+    """Print the engine that serves now, and the reason why every other candidate does not serve."""
+    print_comparison(candidates)
+    console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
+    for name, reason in passed_over(candidates, move).items():
+        console.result("not_chosen", f"  not {escape(name)}: {escape(reason)}", candidate=name, reason=reason)
+
+
+def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
+    """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
+    champion = next((c for c in candidates if c.name == move.champion), None)
+    reasons = {}
+    for candidate in candidates:
+        if candidate is champion:
+            continue
+        if candidate.verdict == PASS and champion is not None:
+            reasons[candidate.name] = f"passed, but {_disadvantage(candidate, champion)}"
+        else:
+            reasons[candidate.name] = (
+                f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
+            )
+    return reasons
+
+
+def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
+    """Return the reason why `promotion.choose` preferred the champion over another candidate that passed."""
+    tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
+    if tokens < most:
+        return f"the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
+    if serves_last(candidate.backend) and not serves_last(champion.backend):
+        return "the reference engine does not serve where another engine holds as many tokens"
+    kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
+    return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
+
+
+KIB, MIB = 1024, 1024**2
+
+MEASURED_PARAMETERS, FIRST_ROUND_S, ALL_ROUNDS_S = 134_515_008, 136.0, 444.0
+"""Measured run: SmolLM2-135M-Instruct on two cores (`make real`), one policy and its baseline. Parameters, seconds of a verdict
+after the first round, and seconds of a verdict after all five rounds."""
+BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
+"""Memory of that run: bytes per parameter for engine and reference engine in float32, then GiB for libraries, pages and
+distributions."""
+
+
+def verdict_lines(parameters: int) -> list[str]:
+    """Return a line with the time and memory of a verdict on a model; empty for small models, which take seconds."""
+    times = parameters / MEASURED_PARAMETERS
+    if times < 0.1:
+        return []
+    memory = BYTES_PER_PARAMETER * parameters / GIB + REST_GIB
+    return [
+        f"a verdict on a CPU (backend=onnxruntime) takes about {memory:.3g} GiB of memory, and "
+        f"{duration(times * FIRST_ROUND_S)} if the first round decides, {duration(times * ALL_ROUNDS_S)} if all five are asked "
+        "(SmolLM2-135M on two cores, scaled by parameters)"
+    ]
+
+
+def budget_lines(capacity: Capacity) -> list[str]:
+    """Return lines with the memory and the requests that the tables assume."""
+    use, budget = capacity.use, capacity.budget
+    mix = ", ".join(f"{context.requests} of {context.tokens:,}" for context in use.contexts)
+    gpus = f"{use.tensor_parallel} GPUs of " if use.tensor_parallel > 1 else ""
+    lines = [
+        f"[bold]{escape(capacity.model)}[/]: {capacity.layers} layers, {capacity.q_heads} query heads, {capacity.kv_heads} KV "
+        f"heads of {capacity.head_dim}",
+        f"{gpus}{budget.gpu / GIB:.4g} GiB, {budget.weights / GIB:.2f} of it for weights and {budget.reserve / GIB:.4g} "
+        f"reserved, leave {capacity.cache_bytes / GIB:.2f} GiB for the cache{' of each' if gpus else ''}; requests are "
+        f"admitted to {100 * use.ceiling:g} %",
+        f"mix: {mix} tokens; {100 * capacity.block_waste:.2f} % of their pages' tokens hold nothing; "
+        f"{use.concurrency:,} requests at once are asked",
+    ]
+    return lines + [f"[yellow]note:[/] {escape(note)}" for note in capacity.notes]
+
+
+def policy_line(capacity: Capacity, name: str) -> list[str]:
+    """Return a line with the memory per request under a policy, its saving and the requests that fit; empty if unlisted."""
+    entries = {entry.name: entry for entry in capacity.policies}
+    own, base = entries.get(name), entries.get("fp16")
+    if own is None or base is None:
+        return []
+    use, count = capacity.use, sum(context.requests for context in capacity.use.contexts)
+    each, exact = (entry.mix_bytes / count / GIB for entry in (own, base))
+    lengths = " or ".join(f"{context.tokens:,}" for context in use.contexts)
+    mean, where = (" in the mean" if len(use.contexts) > 1 else ""), (" on each GPU" if use.tensor_parallel > 1 else "")
+    return [
+        f"[bold]{escape(name)}[/]: a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less "
+        f"than under FP16; {own.requests:,} requests fit, under FP16 {base.requests:,}"
+    ]
+
+
+def capacity_table(capacity: Capacity) -> Grid:
+    """Return a table of the tokens and requests that fit the budget, by policy."""
+    percent = f"{100 * capacity.use.ceiling:g} %"
+    columns = (
+        Column("kib_per_token", "KiB/\ntoken", ".3f"),
+        Column("mib_per_request", "MiB/\nrequest", ".1f"),
+        Column("tokens_that_fit", "tokens\nthat fit", ","),
+        Column("tokens_at_ceiling", f"tokens\nat {percent}", ","),
+        Column("requests", f"requests\nat {percent}", ","),
+        Column("live_tokens", "their\ntokens", ","),
+    )
+    rows = [
+        Row(
+            entry.name,
+            (
+                entry.bytes_per_token / KIB,
+                entry.request_bytes / MIB,
+                entry.tokens_that_fit,
+                entry.tokens_at_ceiling,
+                entry.requests,
+                entry.live_tokens,
+            ),
+            style="" if entry.requests >= capacity.use.concurrency else "dim",
+        )
+        for entry in capacity.policies
+    ]
+    return Grid("What the memory holds", "policy", columns, rows)
+
+
+def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:
+    """Return lines with the recommended policy, and the reasons against the others.
+
+    Policies without evidence are named only if they would hold at least the live tokens of the chosen policy. One command
+    judges them all.
+
+    Args:
+        recommendation: The recommendation.
+        base: First arguments of the command that creates missing evidence.
+    """
+    chosen = recommendation.chosen
+    lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]
+    if chosen is None:
+        lines.append("[red]No policy can be recommended[/]")
+    else:
+        lines.append(
+            f"[green]Take {escape(chosen.name)}[/]: {chosen.live_tokens:,} live tokens in {chosen.requests:,} requests; PASS "
+            f"{chosen.covered} on backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once"
+        )
+        lines += [f"  {escape(reason)}" for reason in chosen.reasons[:1]]
+        lines.append(f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})")
+    least = 0 if chosen is None else chosen.live_tokens
+    unjudged = [one for one in recommendation.passed_over if one.reason == NO_EVIDENCE]
+    more = [one for one in unjudged if one.live_tokens >= least]
+    for one in (one for one in recommendation.passed_over if one not in unjudged):
+        lines.append(f"  not {escape(one.name)} ({one.live_tokens:,}): {escape(one.reason)}")
+    if more:
+        lines.append(f"  {NO_EVIDENCE}: {escape(', '.join(f'{one.name} ({one.live_tokens:,})' for one in more))}; make it with")
+        shipped = ",".join(one.name for one in more if " " not in one.name)  # others are variants
+        lines.append(f"    {escape(command_line(base, ['stage=evaluate', f'kv={shipped}'], sweep=',' in shipped))}")
+    if len(more) < len(unjudged):
+        lines.append(f"  and {len(unjudged) - len(more)} without evidence that would hold fewer live tokens")
+    return lines

@@ -1,0 +1,50 @@
+"""Command-line overrides in Hydra's grammar: their keys, and the conversion of values."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from stages.core.errors import UserError
+
+PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)$)(?:\.{0,2}/|[A-Za-z_@])[\w/.@%:+-]*", re.ASCII)
+"""Texts that Hydra's grammar reads as a string without quotes."""
+
+
+def key_of(override: str) -> str:
+    """Return the key of a command-line override, without Hydra's prefix `+`, `++` or `~`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def written(value: object, key: str = "") -> str:
+    """Return a value in Hydra's grammar, without spaces. Text is quoted if the grammar would read it as another type.
+
+    Raises UserError, which names `key`, if the value's type cannot occur in a configuration.
+    """
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return str(value)  # not repr(), which adds the type's name to NumPy floats
+        case str() | Path():
+            return str(value) if PLAIN.fullmatch(str(value)) else quoted(str(value))
+        case Mapping():
+            return "{" + ",".join(f"{name}:{written(inner, f'{key}.{name}')}" for name, inner in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ",".join(written(inner, key) for inner in value) + "]"
+    raise UserError(f"{key}: a {type(value).__name__} is no value of a configuration; give a text, a number, a list or a dict")
+
+
+def differing(key: str, value: object, default: object) -> list[str]:
+    """Return the overrides that change `default` into `value`; an empty list if they are equal."""
+    if isinstance(value, Mapping) and isinstance(default, Mapping):
+        return [part for name, inner in value.items() for part in differing(f"{key}.{name}", inner, default.get(name))]
+    return [] if value == default else [f"{'' if default is not None else '++'}{key}={written(value)}"]
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, so that Hydra reads it unchanged."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return str(QuotedString(text, Quote.single).with_quotes())

@@ -1,9 +1,0 @@
-"""Number formats of the cache.
-
-Exact, floating-point and integer formats share an arithmetic per kind and are entries of `table.py`. A format with its own
-arithmetic is a folder. Each arithmetic is implemented twice: in torch (`oracle.py`) and in ONNX operators (`graph.py`). The two
-implementations verify each other, so neither calls the other.
-
-A format with its own arithmetic is registered in table.py, stages/engines/oracle/formats.py and stages/engines/onnx/formats.py.
-A format that only the reference engine supports is missing from stages/engines/onnx/formats.py.
-"""

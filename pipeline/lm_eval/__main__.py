@@ -1,0 +1,23 @@
+"""`python -m pipeline.lm_eval run --model kvgate --model_args bundle=DIR --tasks ...`: lm-eval's own command line."""
+
+import sys
+
+from pipeline.loading import required_libraries
+from stages.core.errors import REFUSALS, exit_code
+
+
+def main() -> int:
+    """Run lm-eval's command line with the model `kvgate` registered. Return the exit code."""
+    try:
+        with required_libraries():
+            from pipeline.lm_eval.model import cli_evaluate
+        cli_evaluate()
+    except REFUSALS as error:
+        for line in str(error).splitlines():
+            print(f"pipeline.lm_eval: error: {line}", file=sys.stderr)
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""The model `kvgate` of lm-evaluation-harness: an engine bundle, scored by forced decode.
+
+lm-eval's own backends score a text in one prefill, whose attention reads unquantized keys and values. Here the logits of a
+scored token come from decode steps, which read the quantized cache. The only exception is a token with a context of one token:
+no decode step is possible, so the logits of the prefill are used. This affects the first token after an empty context and the
+first token of a rolling window.
+
+Source: https://github.com/EleutherAI/lm-evaluation-harness (lm_eval/api/model.py: LM, TemplateLM)
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from pipeline.config.compose import plan
+from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
+from pipeline.loading import open_backend
+from pipeline.store.store import used
+from stages.checkpoints.ends import named_ends
+from stages.checkpoints.loading import load_tokenizer
+from stages.core.errors import UserError, short
+from stages.core.files import store_of
+from stages.core.records import Sample
+from stages.engines.interface import NOT_FINITE, Engine
+from stages.evaluate.decoding.batches import DecodeStep
+from stages.evaluate.decoding.decode import decode
+from stages.evaluate.distances.distance import log_softmax
+from stages.evaluate.inputs.tokens import EncodedSample
+from stages.workloads.prompts import token_ids
+from stages.workloads.rendering import rendered
+
+MOST_PATH = 4095
+"""Maximum characters of a path on Linux."""
+
+__all__ = ["KvgateLM", "cli_evaluate"]
+
+_NO_SAMPLE = Sample(id="lm-eval", workload="lm_eval", reference="", check="none")
+"""Placeholder sample: lm-eval checks answers itself, so a request has only tokens."""
+
+
+@register_model("kvgate")
+class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+    """An engine bundle of any backend as a model of lm-eval, with the bundle's tokenizer.
+
+    Legend: B = sequences of a decode step, V = vocab_size.
+    """
+
+    def __init__(
+        self,
+        bundle: str = "",
+        batch_size: int | str = 1,
+        max_length: int = 2048,
+        max_gen_toks: int = 256,
+        device: str | None = None,  # noqa: ARG002
+        **options: Any,
+    ) -> None:
+        """Load the engine.
+
+        Args:
+            bundle: The directory that stage=build prints.
+            batch_size: Maximum sequences per decode step; lm-eval's `--batch_size`.
+            max_length: Maximum tokens per sequence; longer contexts lose their oldest tokens.
+            max_gen_toks: Maximum tokens of a generated answer, unless the task sets another limit.
+            device: Ignored, because lm-eval always passes cuda:0. `backend.device` sets the engine's device.
+            options: Keys of the bundle's backend, for example `backend.threads=2`.
+        """
+        super().__init__()
+        for key, value in options.items():
+            if not key.startswith("backend."):
+                known = "bundle, max_length, max_gen_toks, backend.KEY, and --batch_size"
+                raise UserError(f"{key}={value}: the model kvgate does not know this argument; it takes {known}")
+        if not bundle or len(bundle) > MOST_PATH:
+            raise UserError(f"bundle={short(bundle)}: is no path; give --model_args bundle=DIR, the directory of an engine")
+        directory = Path(bundle)
+        store = store_of(directory.resolve() / BUNDLE_FILE)
+        self._in_use = ExitStack()  # held until the process exits: stage=prune waits for it
+        if store is not None:
+            self._in_use.enter_context(used(store, make=False))
+        backend = read_bundle(directory).get("backend")
+        overrides = [f"backend={backend}", *(f"{key}={value}" for key, value in options.items())]
+        self.batch_size = _at_least(1, "batch_size", batch_size)
+        self.max_length = _at_least(2, "max_length", max_length)
+        self.max_gen_toks = _at_least(1, "max_gen_toks", max_gen_toks)
+        self.engine: Engine = open_backend(plan(overrides, multirun=False).jobs[0].backend).load(directory)
+        self.tokenizer = load_tokenizer(directory)
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(f"bundle={bundle}: its tokenizer has no eos_token; set it in tokenizer_config.json")
+        self._ends = {self.eot_token_id, *named_ends(directory)}
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that precedes a text without a context: bos, or eos if the tokenizer has no bos."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as text. Without `add_generation_prompt` the last message stays open for continuation."""
+        if not self.tokenizer.chat_template:
+            raise UserError("--apply_chat_template: the bundle's tokenizer has no chat template; leave the flag out")
+        text = partial(
+            self.tokenizer.apply_chat_template,
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return rendered([text])[0]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return token ids. By default the tokenizer's special tokens are added, but never a second leading bos."""
+        if add_special_tokens is None:
+            return token_ids(self.tokenizer, string)
+        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text. Every token is scored exactly once.
+
+        A text is cut into windows of `max_length` tokens. The context of the first window is `prefix_token_id`, and of later
+        windows the previous window's last token. The last window's context is long enough to fill the window.
+        """
+        texts = [request.args[0] for request in requests]
+        rolled = (get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1) for text in texts)
+        windows = [list(map(make_disjoint_window, of_text)) for of_text in rolled]
+        scores = iter(self._scores([window for of_text in windows for window in of_text], disable_tqdm))
+        totals = [sum(next(scores)[0] for _ in of_text) for of_text in windows]
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the greedy answer to each context, up to the first stop string."""
+        settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
+        if any(setting["do_sample"] for setting in settings):
+            raise UserError("do_sample=true: the model kvgate generates greedily; give --gen_kwargs do_sample=false")
+        limits = [setting["max_gen_toks"] for setting in settings]
+        if max(limits, default=0) >= self.max_length:
+            raise UserError(f"max_gen_toks={max(limits)}: leaves no room for a context in max_length={self.max_length} tokens")
+        prompts = [
+            (self.tok_encode(request.args[0]) or [self.prefix_token_id])[limit - self.max_length :]
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+        found = self._answers(prompts, limits, [setting["until"] for setting in settings])
+        answers = dict(tqdm(found, total=len(prompts), desc="kvgate: answers", disable=disable_tqdm))
+        for i, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, answers[i])
+        return [answers[i] for i in range(len(prompts))]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return each continuation's log-likelihood, and whether greedy decoding produces the continuation."""
+        results = self._scores([(context, continuation) for _, context, continuation in requests], disable_tqdm)
+        for (key, *_tokens), result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
+        """Score each pair (context, continuation): log-likelihood, and whether the continuation is greedy."""
+        if max((len(scored) for _, scored in pairs), default=0) > self.max_length:
+            raise UserError(f"max_length={self.max_length}: a continuation is longer; give the model a larger max_length")
+        totals = np.zeros(len(pairs))
+        greedy = np.ones(len(pairs), dtype=bool)
+        with tqdm(total=sum(len(scored) for _, scored in pairs), desc="kvgate: tokens", disable=disable_tqdm) as progress:
+            for rows, tokens, logits_BV in self._forced(pairs):
+                logp_BV = log_softmax(_finite(logits_BV))
+                # A one-pass engine returns several rows of one text in a step.
+                np.add.at(totals, rows, logp_BV[np.arange(len(rows)), tokens])
+                np.logical_and.at(greedy, rows, logp_BV.argmax(axis=1) == tokens)
+                progress.update(len(rows))
+        return [(float(total), bool(is_greedy)) for total, is_greedy in zip(totals, greedy, strict=True)]
+
+    def _forced(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[list[int], list[int], Any]]:
+        """Yield (pair index per row, scored token per row, logits (B, V))."""
+        owners: list[int] = []
+        encoded: list[EncodedSample] = []
+        for i, (context, scored) in enumerate(pairs):
+            # The last scored token is never fed to the engine, so the context may be one token longer.
+            prompt, reference = (context or [self.prefix_token_id])[len(scored) - 1 - self.max_length :], scored
+            if len(prompt) == 1 and reference:
+                handles, logits_BV = self.engine.prefill([prompt])
+                self.engine.release(handles)
+                yield [i], reference[:1], logits_BV
+                prompt, reference = [*prompt, reference[0]], reference[1:]
+            if reference:
+                owners.append(i)
+                encoded.append(EncodedSample(_NO_SAMPLE, tuple(prompt), tuple(reference)))
+        for step in decode(self.engine, encoded, self.batch_size):
+            if not isinstance(step, DecodeStep):
+                continue
+            tokens = [encoded[i].reference[position] for i, position in zip(step.samples, step.positions, strict=True)]
+            yield [owners[i] for i in step.samples], tokens, step.logits_BV
+
+    def _answers(self, prompts: list[list[int]], limits: list[int], stops: list[list[str]]) -> Iterator[tuple[int, str]]:
+        """Yield (prompt index, greedy answer) as soon as an answer is complete, cut before its first stop string.
+
+        The next prompt immediately takes the free place in the batch. An engine that serves whole requests would run such a
+        prompt alone, so its next prompts start together after the whole batch has ended.
+        """
+        # Prompts of similar length run together, because a decode step costs the pages of its longest sequence.
+        waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
+        live: dict[int, int] = {}
+        answers: list[list[int]] = [[] for _ in prompts]
+        while waiting or live:
+            rows: dict[int, Any] = {}
+            places = 0 if live and self.engine.can(Engine.forced_together) else self.batch_size - len(live)
+            joining = [waiting.popleft() for _ in range(min(places, len(waiting)))]
+            if joining:
+                # The last token of a prompt is decoded, except for prompts of one token, which can only be prefilled.
+                handles, logits_BV = self.engine.prefill([prompts[i][:-1] or prompts[i] for i in joining])
+                live |= zip(joining, handles, strict=True)
+                rows = {i: logits_V for i, logits_V in zip(joining, logits_BV, strict=True) if len(prompts[i]) == 1}
+            fed = {i: (answers[i] or prompts[i])[-1] for i in live if i not in rows}
+            if fed:
+                logits_BV = self.engine.decode([live[i] for i in fed], list(fed.values()))
+                rows |= zip(fed, logits_BV, strict=True)
+            for i, logits_V in rows.items():
+                token = int(_finite(logits_V).argmax())
+                if token not in self._ends:
+                    answers[i].append(token)
+                text = self.tokenizer.decode(answers[i], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                met = any(stop in text for stop in stops[i] if stop)
+                if token in self._ends or met or len(answers[i]) >= limits[i]:
+                    self.engine.release([live.pop(i)])
+                    yield i, postprocess_generated_text(text, stops[i], None)
+
+
+def _finite(logits: Any) -> Any:
+    if not np.isfinite(logits).all():
+        raise UserError(f"a task's logits are {NOT_FINITE}")
+    return logits
+
+
+def _at_least(least: int, name: str, value: int | str) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < least:
+        raise UserError(f"{name}={value}: must be a whole number, {least} or more")
+    return number

@@ -1,0 +1,76 @@
+"""Strict reading of YAML and JSON files that users write. An error is one line that names the problem."""
+
+import json
+from io import StringIO
+from typing import TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from stages.core.errors import UserError
+from stages.core.redaction import clip, printable, redact_text
+from stages.core.strict import StrictModel, Unreadable, absolute, read_file
+
+M = TypeVar("M", bound=StrictModel)
+
+MOST_BYTES = 1_000_000
+MOST_DEPTH = 100
+SHOWN_CHARS = 200
+
+
+def read_yaml(model: type[M], key: str, file: str | None) -> M:
+    """Read a YAML or JSON file into a record. Raises UserError with the first problem of the file."""
+    where = f"{key}={file}"
+    try:
+        text = read_file(absolute(str(file)), MOST_BYTES).decode("utf-8")
+        text = text.replace("\t", " ")  # JSON allows tabs as indentation, YAML does not
+        refuse_growth(text, where)
+        loaded = OmegaConf.load(StringIO(text))  # OmegaConf refuses duplicate keys
+        content = OmegaConf.to_container(loaded, resolve=False)
+    except UserError:
+        raise
+    except Unreadable as error:
+        raise UserError(f"{where}: cannot be read: {error}") from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
+    return validated(model, json.dumps(content, default=str), where)
+
+
+def refuse_growth(text: str, where: str, most_aliases: int = 0) -> None:
+    """Refuse YAML that is costly to load: nested aliases (a few lines expand to gigabytes) and deep nesting.
+
+    `most_aliases` aliases are allowed, unless they lie inside an anchored collection.
+    """
+    within: list[bool] = []  # for every open collection: whether it has an anchor
+    aliases = 0
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.AliasEvent):
+            aliases += 1
+            if aliases > most_aliases or any(within):
+                raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        elif isinstance(event, yaml.CollectionStartEvent):
+            within.append(event.anchor is not None)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            within.pop()
+        if len(within) > MOST_DEPTH:
+            raise UserError(f"{where}: cannot be read (nested more than {MOST_DEPTH} deep); correct it")
+
+
+def validated(model: type[M], content: str, where: str) -> M:
+    """Parse JSON text into a record. Raises UserError with the first problem of the text."""
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = printable(".".join(str(part) for part in first["loc"] if part != "[key]"))
+        text = first["msg"].removeprefix("Value error, ")
+        shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
+        got = "" if shown else f" (got {clip(redact_text(repr(first['input'])), SHOWN_CHARS)})"
+        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}; correct it") from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

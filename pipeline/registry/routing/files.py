@@ -1,0 +1,146 @@
+"""`routing.*` and `monitor.*`, and the two files that they name: the routing file, and the snapshot of a fleet."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, model_validator
+
+from pipeline.registry.file_rights import read_yaml
+from stages.core.errors import UserError
+from stages.core.strict import PathText, StrictModel
+
+DEFAULT = "default"
+"""Name of the route for classes without their own route."""
+MAX_AGE_S = 900
+"""Maximum seconds between now and `taken_at` of a snapshot."""
+ALIAS_ENDINGS = ("-previous", "-fallback")
+"""Endings of a route's other aliases. No class name may have such an ending."""
+
+
+def _is_no_other_alias(name: str) -> str:
+    if name.endswith(ALIAS_ENDINGS):
+        raise ValueError(f"must not end with {' or '.join(ALIAS_ENDINGS)}, which routes call their ways back")
+    return name
+
+
+def _number_as_text(name: Any) -> Any:
+    return str(name) if type(name) is int else name  # `policy: 3` is a version
+
+
+ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
+EngineName = Annotated[str, BeforeValidator(_number_as_text), StringConstraints(min_length=1, max_length=200)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Part = Annotated[float, Field(gt=0, lt=1)]
+
+
+class RoutingConfig(StrictModel):
+    """The action of stage=route: apply a routing file, or move a route back."""
+
+    file: PathText | None
+    """The routing file: class of work -> policy and fallback."""
+    rollback: Annotated[str, Field(min_length=1)] | None
+    """Class of work whose route moves back to its previous engine."""
+
+
+class MonitorConfig(StrictModel):
+    """The snapshot of stage=monitor, and the limits that break a monitor."""
+
+    snapshot: PathText | None
+    """Counts of a serving fleet by class of work, a JSON file."""
+    min_within_limit: Part
+    """Minimum share of requests that take at most `limit_ms`."""
+    min_json_validity: Part
+    """Minimum share of answers that are valid JSON."""
+    min_canary_accuracy: Part
+    """Minimum share of right answers to questions with known answers in the traffic."""
+    max_live_share: Annotated[float, Field(gt=0, le=1)]
+    """Maximum share of live tokens among the tokens that fit. A larger share is memory pressure."""
+
+
+class Route(StrictModel):
+    """The engine of a class. Both fields take the name of a registered candidate, or a version's number."""
+
+    policy: EngineName
+    fallback: EngineName | None = None
+    """Engine for a broken route without a previous engine."""
+
+
+class RoutingFile(StrictModel):
+    default: Route | None = None
+    routes: dict[ClassName, Route] = Field(default={})
+
+    @model_validator(mode="after")
+    def _has_routes(self) -> Self:
+        if DEFAULT in self.routes:
+            raise ValueError("routes.default must stand beside routes, not in it: it is no class")
+        if self.default is None and not self.routes:
+            raise ValueError("routes must name a class, or give a default")
+        return self
+
+    @property
+    def by_class(self) -> dict[str, Route]:
+        """Every route by class. The default route's key is `default`."""
+        return {**({DEFAULT: self.default} if self.default is not None else {}), **self.routes}
+
+
+class Share(StrictModel):
+    """Number of good requests, out of all counted requests."""
+
+    good: Count
+    of: Count
+
+    @model_validator(mode="after")
+    def _is_a_share(self) -> Self:
+        if self.good > self.of:
+            raise ValueError(f"good={self.good} must not be more than of={self.of}")
+        return self
+
+
+class Latency(Share):
+    """Good requests took at most `limit_ms`."""
+
+    limit_ms: Annotated[float, Field(gt=0)]
+
+
+class Memory(StrictModel):
+    live_tokens: Count
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 53)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.live_tokens > self.max_tokens:
+            raise ValueError(f"live_tokens={self.live_tokens} must not be more than max_tokens={self.max_tokens}")
+        return self
+
+
+class ClassSnapshot(StrictModel):
+    """Counts of one class. A monitor that the class does not use must be null; a missing monitor is an error."""
+
+    version: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}$")]
+    latency: Latency
+    json_validity: Share | None
+    canaries: Share | None
+    memory: Memory
+
+
+class Snapshot(StrictModel):
+    taken_at: AwareDatetime | None = None
+    classes: Annotated[dict[ClassName, ClassSnapshot], Field(min_length=1)]
+
+
+def read_routing_file(routing: RoutingConfig) -> RoutingFile:
+    """Read the routing file, YAML or JSON. Raises UserError with its first problem."""
+    return read_yaml(RoutingFile, "routing.file", routing.file)
+
+
+def read_snapshot(monitor: MonitorConfig) -> Snapshot:
+    """Read the snapshot, YAML or JSON. Raises UserError with its first problem, also if the snapshot is too old."""
+    snapshot = read_yaml(Snapshot, "monitor.snapshot", monitor.snapshot)
+    if snapshot.taken_at is not None:
+        away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
+        if away > MAX_AGE_S:
+            raise UserError(
+                f"monitor.snapshot={monitor.snapshot}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, "
+                f"more than {MAX_AGE_S}; take a new one"
+            )
+    return snapshot

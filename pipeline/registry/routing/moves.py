@@ -1,0 +1,111 @@
+"""Moves of routes: aliases of the registered model, three for each class.
+
+`route-CLASS` is the engine that serves the class, and `route-CLASS-previous` its predecessor. A broken route without a
+predecessor moves to `route-CLASS-fallback`. Servers read the first alias.
+
+A command decides on the aliases that it read. If an alias was moved meanwhile, the command moves nothing. The serving alias is
+written last, so that a killed command leaves a way back, and running it again completes the move.
+
+If a route moves back from a version, the version's tag `left_routes` gets the class: no monitor chooses the version for this
+class again until a routing file names it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.registry.promotion import Registry
+from pipeline.store.locks import locked
+from stages.core.errors import GateRefusal
+
+LEFT = "left_routes"
+
+
+@dataclass(frozen=True)
+class Aliases:
+    now: str | None
+    previous: str | None = None
+    fallback: str | None = None
+
+    def moved_to(self, version: str) -> "Aliases":
+        """Return the aliases after a move to a version. The engine that served before becomes the previous engine."""
+        before = self.now if self.now not in (None, version) else self.previous
+        return replace(self, now=version, previous=before if before != version else None)
+
+    def named(self, workload: str) -> dict[str, str | None]:
+        alias = alias_of(workload)
+        return {alias: self.now, f"{alias}-previous": self.previous, f"{alias}-fallback": self.fallback}
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of a class's aliases, with the aliases that the decision was based on."""
+
+    workload: str
+    before: Aliases
+    after: Aliases
+    why: str
+    back: bool = False
+    """Whether the move leaves a broken engine."""
+
+    def __str__(self) -> str:
+        return f"version {self.before.now or 'none'} -> {self.after.now}: {self.why}"
+
+
+def alias_of(workload: str) -> str:
+    return f"route-{workload}"
+
+
+def read_aliases(registry: Registry, workload: str) -> Aliases:
+    return Aliases(*map(registry.alias, Aliases(None).named(workload)))
+
+
+def left(tags: Mapping[str, str]) -> set[str]:
+    """Return the classes whose route moved back from the version with the given tags."""
+    return set(filter(None, tags.get(LEFT, "").split(",")))
+
+
+def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Move:
+    """Return the move to the previous engine of a class, or to its fallback if no previous engine can serve.
+
+    These engines were proven when they were routed. They are not replayed, because a broken engine must not wait for that.
+    """
+    problems = []
+    for name, version in (("previous", before.previous), ("fallback", before.fallback)):
+        if version is None or version == before.now:
+            problems.append(f"no {name}")
+        elif registry.tags(version) is None:
+            problems.append(f"its {name}, version {version}, was deleted")
+        else:
+            after = replace(before, now=version, previous=None)
+            return Move(workload, before, after, f"{why}; to its {name}", back=True)
+    raise GateRefusal(f"{alias_of(workload)} cannot go back: {', '.join(problems)}")
+
+
+def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
+    """Make all moves back, then all others. Raises GateRefusal if another command moved an alias meanwhile."""
+    for group in filter(None, ([move for move in moves if move.back is back] for back in (True, False))):
+        with locked(registry.lock, "moving routes"):
+            for move in group:
+                if read_aliases(registry, move.workload) != move.before:
+                    raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left as it is; run it again")
+            for move in group:
+                _make(registry, move)
+
+
+def _make(registry: Registry, move: Move) -> None:
+    version = move.before.now if move.back else move.after.now
+    tags = registry.tags(version) if version is not None else None
+    if version is not None and tags is not None:
+        known = left(tags)
+        classes = known | {move.workload} if move.back else known - {move.workload}
+        if classes != known:
+            registry.set_tags(version, {LEFT: ",".join(sorted(classes)) or None})
+    before, after = move.before.named(move.workload), move.after.named(move.workload)
+    # The serving alias has the shortest name and is set last. Deletions follow.
+    for alias, number in sorted(after.items(), key=lambda item: (item[1] is None, -len(item[0]))):
+        if number == before[alias]:
+            continue
+        if number is None:
+            registry.delete_alias(alias)
+        else:
+            registry.set_alias(alias, number)

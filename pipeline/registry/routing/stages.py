@@ -1,0 +1,246 @@
+"""stage=route and stage=monitor: their decisions, and the lines that they print.
+
+A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at ALPHA). It is
+**broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
+**unknown**: the number of requests is insufficient. Noise moves nothing. The bounds assume independent requests.
+
+Under memory pressure a class moves to the next smaller engine. Old values lose precision first and keys last: keys decide where
+attention looks, while values are averaged, which reduces their error. The candidates hold more live tokens than the present
+engine in the same memory, over the same baseline (so with the same model, weights and backend). They are tried in this order:
+
+1. Engines that do not change the keys come first. Others are allowed only if every monitor of quality is shown to hold.
+2. Within these groups, engines that do not change the values of the latest tokens (a window) come first.
+3. Within these groups, the engine with the fewest additional live tokens comes first: the smallest sufficient step.
+
+An engine that a rollback left is not chosen for the class again until a routing file names it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipeline.registry.promotion import PASS
+from pipeline.registry.routing.engines import Engines, RoutableEngine, check_classes
+from pipeline.registry.routing.files import (
+    DEFAULT,
+    ClassSnapshot,
+    MonitorConfig,
+    RoutingConfig,
+    Share,
+    read_routing_file,
+    read_snapshot,
+)
+from pipeline.registry.routing.moves import Move, alias_of, left, make_moves, read_aliases, way_back
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.policies.policy import KVPolicy
+
+
+@dataclass(frozen=True, order=True)
+class RoutingStep:
+    """The changes that a smaller engine would bring. The smallest change sorts first."""
+
+    keys: bool
+    young_values: bool
+    gained: int
+
+    @property
+    def text(self) -> str:
+        what = "keys and values" if self.keys else "values" if self.young_values else "old values alone"
+        return f"{what}, {self.gained:,} live tokens more in the same memory"
+
+
+def step(now: RoutableEngine, to: RoutableEngine) -> RoutingStep:
+    one, other = now.policy, to.policy
+    fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens
+    return RoutingStep(
+        keys=_keys(one) != _keys(other) or fewer,
+        young_values=_young_values(one) != _young_values(other) or fewer,
+        gained=to.live_tokens - now.live_tokens,
+    )
+
+
+def _keys(policy: KVPolicy) -> tuple[object, ...]:
+    """Return everything that decides how keys are stored, except exact tokens."""
+    window = (policy.window.tokens, policy.window.key) if policy.window is not None and policy.window.key is not None else None
+    return policy.key, window, {layer: one.key for one in policy.overrides if one.key is not None for layer in one.layers}
+
+
+def _young_values(policy: KVPolicy) -> tuple[object, ...]:
+    """Return how the latest tokens' values are stored, and the overrides of single layers."""
+    window = policy.window.value if policy.window is not None else None
+    overrides = {layer: one.value for one in policy.overrides if one.value is not None for layer in one.layers}
+    return window or policy.value, overrides
+
+
+def step_down(
+    engines: Engines, now: RoutableEngine, workload: str, quality_holds: bool, say: Callable[[str], None]
+) -> RoutableEngine:
+    """Return the first engine, in the module's order, that is proven for the class. Rejections are reported to `say`."""
+    larger, broken = list[RoutableEngine](), set[str]()
+    for version in engines.registry.registered():
+        cites = version.tags.get("baseline_digest") == now.candidate.baseline.digest
+        if version.tags.get("verdict") != PASS or not cites or version.number == now.version:
+            continue
+        try:
+            engine = engines.find(version)
+        except GateRefusal as error:
+            say(f"{workload}: not {error}")
+            continue
+        if workload in left(version.tags):
+            broken.add(engine.report)
+        if engine.load != now.load:
+            say(f"{workload}: not {engine}: its live tokens are of another workloads.load")
+        elif engine.live_tokens > now.live_tokens:
+            larger.append(engine)
+    for engine in sorted(larger, key=lambda engine: (step(now, engine), -int(engine.version))):
+        try:
+            if engine.report in broken:
+                raise GateRefusal("was rolled back")
+            if step(now, engine).keys and not quality_holds:
+                raise GateRefusal("its keys lose too, and not every monitor of quality is shown to hold")
+            engines.prove(engine, workload)
+        except (GateRefusal, MissingRequirement) as error:
+            say(f"{workload}: not {engine}: {error}")
+        else:
+            return engine
+    raise GateRefusal(f"no smaller engine is proven for {workload}")
+
+
+ALPHA = 0.001
+"""One-sided error per monitor and snapshot: how often a class that is exactly at a limit counts as broken."""
+Status = Literal["holds", "broken", "unknown"]
+Kind = Literal["latency", "quality", "memory"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    kind: Kind
+    """JSON validity and `canaries` are quality. Broken memory means pressure. It is never unknown: all tokens are counted."""
+    name: str
+    status: Status
+    text: str
+
+
+def quality_holds(readings: Sequence[Reading]) -> bool:
+    """Return whether monitors of quality exist and all are shown to hold."""
+    return {reading.status for reading in readings if reading.kind == "quality"} == {"holds"}
+
+
+def _bounds(share: Share) -> tuple[float, float]:
+    """Return the exact one-sided 1 - ALPHA bounds of a share (Clopper-Pearson), the lower one first."""
+    from scipy.special import betaincinv
+
+    good, bad = share.good, share.of - share.good
+    lower = float(betaincinv(good, bad + 1, ALPHA)) if good else 0.0
+    return lower, float(betaincinv(good + 1, bad, 1 - ALPHA)) if bad else 1.0
+
+
+def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
+
+    def reading(kind: Kind, name: str, share: Share, least: float) -> Reading:
+        lower, upper = _bounds(share)
+        status: Status = "broken" if upper < least else "holds" if lower >= least else "unknown"
+        bounds = f"{100 * (1 - ALPHA):g} % bounds {lower:.4f} to {upper:.4f}"
+        return Reading(kind, name, status, f"{share.good:,} of {share.of:,}, {bounds}, least {least:g}")
+
+    latency, memory, most = snapshot.latency, snapshot.memory, limits.max_live_share
+    found = [reading("latency", f"latency within {latency.limit_ms:g} ms", latency, limits.min_within_limit)]
+    if snapshot.json_validity is not None:
+        found.append(reading("quality", "JSON validity", snapshot.json_validity, limits.min_json_validity))
+    if snapshot.canaries is not None:
+        found.append(reading("quality", "canaries", snapshot.canaries, limits.min_canary_accuracy))
+    pressure = memory.live_tokens / memory.max_tokens > most
+    tokens = f"{memory.live_tokens:,} of {memory.max_tokens:,} tokens live, pressure above {most:.0%}"
+    return [*found, Reading("memory", "memory", "broken" if pressure else "holds", tokens)]
+
+
+Say = Callable[[str], None]
+
+
+def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
+    """Set the routes of the routing file. Classes that the file does not name keep their routes."""
+    named: dict[str, dict[str, RoutableEngine]] = {}  # class -> key of the routing file -> engine
+    for workload, entry in read_routing_file(routing).by_class.items():
+        place = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
+        keys = {f"{place}.policy": entry.policy, f"{place}.fallback": entry.fallback}
+        named[workload] = {key: engines.named(name, key) for key, name in keys.items() if name is not None}
+    check_classes({workload: listed.values() for workload, listed in named.items()})
+    moves, lines = [], []
+    for workload, listed in named.items():
+        policy, *fallbacks = (engines.proven(engine, workload, key) for key, engine in listed.items())
+        fallback = fallbacks[0] if fallbacks else None
+        if fallback is not None and fallback.version == policy.version:
+            raise UserError(f"{list(listed)[1]}: is version {policy.version}, the policy itself; give another, or leave it out")
+        before = read_aliases(engines.registry, workload)
+        after = replace(before.moved_to(policy.version), fallback=None if fallback is None else fallback.version)
+        if after != before:
+            moves.append(Move(workload, before, after, "the routing file"))
+        notes = (", as it was" if after == before else "") + (f"; fallback {fallback}" if fallback is not None else "")
+        lines.append(f"{alias_of(workload)}: {policy}{notes}")
+    make_moves(engines.registry, moves)
+    for line in lines:
+        say(line)
+
+
+def roll_back(engines: Engines, workload: str, say: Say) -> None:
+    """Bring the previous engine of a class back, or its fallback."""
+    before = read_aliases(engines.registry, workload)
+    if before.now is None:
+        raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
+    try:
+        move = way_back(engines.registry, workload, before, "by hand")
+    except GateRefusal as error:
+        raise UserError(f"routing.rollback={workload}: {error}") from error
+    make_moves(engines.registry, [move])
+    say(f"{alias_of(workload)}: {move}")
+
+
+@dataclass(frozen=True)
+class Decision:
+    text: str
+    move: Move | None = None
+    refused: bool = False
+    """Whether a monitor broke, also if no move can help."""
+
+
+def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
+    """Move routes according to a snapshot of the fleet: back if a monitor broke, down if memory is short."""
+    snapshot, where, registry = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}", engines.registry
+    for workload, counted in snapshot.classes.items():
+        if read_aliases(registry, workload).now is None:
+            raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
+        if registry.tags(counted.version) is None:
+            raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
+    decisions = {workload: _decide(engines, workload, counted, limits, say) for workload, counted in snapshot.classes.items()}
+    moves = [decision.move for decision in decisions.values() if decision.move is not None]
+    make_moves(registry, moves)
+    for workload, decision in decisions.items():
+        say(f"{alias_of(workload)}: {decision.text}")
+    broken = [workload for workload, decision in decisions.items() if decision.refused]
+    if broken:
+        raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above say what was done")
+
+
+def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: MonitorConfig, say: Say) -> Decision:
+    before = read_aliases(engines.registry, workload)
+    if counted.version != before.now:
+        return Decision(f"stays at version {before.now}, since the snapshot is of version {counted.version}")
+    readings = read_monitors(counted, limits)
+    for reading in readings:
+        say(f"{workload}: {reading.name} {reading.status}: {reading.text}")
+    why = "; ".join(f"{reading.name}: {reading.text}" for reading in readings if reading.status == "broken")
+    broken = {reading.kind for reading in readings if reading.status == "broken"}
+    try:
+        # Under memory pressure, requests are slow because they wait for memory. The previous engine would hold even less.
+        if "quality" in broken or broken == {"latency"}:
+            move = way_back(engines.registry, workload, before, why)
+            return Decision(str(move), move, refused=True)
+        if "memory" in broken:
+            now = engines.find(next(one for one in engines.registry.registered() if one.number == before.now))
+            smaller = step_down(engines, now, workload, quality_holds(readings), say)
+            why = f"{why}; {smaller.candidate.name} takes {step(now, smaller).text}"
+            move = Move(workload, before, before.moved_to(smaller.version), why)
+            return Decision(str(move), move)
+    except GateRefusal as error:
+        return Decision(f"stays at version {before.now}: {error} ({why})", refused=True)
+    return Decision(f"stays at version {before.now}")

@@ -1,0 +1,217 @@
+"""The artifact store: content-addressed directories that are made once and verified at every reuse.
+
+An artifact's key covers its stage, the config that the stage uses, the digests of its inputs, the code, the library versions
+and the hardware. An artifact is made in a temporary directory, its manifest is written last, and a rename makes it visible.
+So an interrupted artifact never looks finished, and a failure is never cached. Only long work that runs sample by sample is
+resumable: its directory is `.partial/STAGE/KEY` of the store, and the next attempt with this key continues in this directory.
+
+A store contains no paths to itself, so it may be moved with its work directory. `.store.json` holds the version of its layout.
+Leftovers of dead processes are removed when the store is next written to. A living process holds the lock of its artifact.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+from socket import gethostname
+from typing import Any, ClassVar
+
+from pipeline.store.locks import locked, locked_at_once
+from stages.core.artifact import Artifact, Recipe
+from stages.core.digest import files_digest, json_digest, tree_files
+from stages.core.errors import UserError
+from stages.core.files import STORE_FILE, sweep_pool, write_whole
+from stages.core.strict import parse_json, read_file
+
+MANIFEST = ".manifest.json"
+STORE_VERSION = 1
+"""Version of a store's layout and manifests. A store without the file has version 1."""
+SCRATCH = re.compile(r"\.([0-9a-f]{32})-.+")
+PARTIAL = ".partial"
+"""Folder of a store with unfinished, resumable artifacts: `STAGE/KEY`."""
+USE_LOCK = ".lock"
+"""Lock file at the root of a store; a removal of artifacts holds it."""
+USERS = ".users"
+"""Folder of a store with a locked file for each command that uses its artifacts, named after the process."""
+MOST_BYTES = 64 << 20
+"""Maximum size of a manifest."""
+RESUMABLE_S = 30 * 24 * 3600.0
+"""Seconds without a write before an unfinished artifact counts as abandoned."""
+
+
+class Store:
+    makes: ClassVar[bool] = True
+    """Whether `get` makes missing artifacts: False for a dry run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._prepared = False
+
+    def path(self, recipe: Recipe) -> Path:
+        return self.root / recipe.place(recipe.stage, recipe.key)
+
+    def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
+        """Return the artifact of `recipe`: verified and reused if it exists, else made.
+
+        `fill` fills an empty directory. If it raises, the directory is removed. With `resumable` the directory is kept, and the
+        next `fill` may find files of an earlier attempt: it must trust only files that it can check, and remove files that do
+        not belong to the artifact.
+        """
+        self._prepare()
+        target = self.path(recipe)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lock_of(target), f"the artifact {recipe.place(recipe.stage, recipe.key)}"):
+            existing = self.verified(recipe)
+            if existing is not None:
+                return existing
+            started = time.monotonic()
+            if resumable:
+                scratch = self.root / PARTIAL / recipe.stage / recipe.key
+                scratch.mkdir(parents=True, exist_ok=True)
+            else:
+                scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+            try:
+                fill(scratch)
+                self._seal(scratch, recipe, time.monotonic() - started)
+                if target.exists():  # it failed its verification
+                    shutil.rmtree(target)
+                scratch.rename(target)
+            finally:
+                if not resumable:
+                    shutil.rmtree(scratch, ignore_errors=True)
+        artifact = self.verified(recipe, reused=False)
+        assert artifact is not None, f"{target} changed while it was being sealed"
+        return artifact
+
+    def _prepare(self) -> None:
+        """Make the store or check its version, and remove leftovers of dead processes; once per `Store`."""
+        if self._prepared:
+            return
+        check_store(self.root)
+        marker = self.root / STORE_FILE
+        if not marker.exists():
+            self.root.mkdir(parents=True, exist_ok=True)
+            write_whole(marker, json.dumps({"schema_version": STORE_VERSION}) + "\n")
+        self._sweep()
+        self._prepared = True
+
+    def _sweep(self) -> None:
+        for directory in self.root.glob("[!.]*/.*-*"):
+            made = SCRATCH.fullmatch(directory.name)
+            if made is not None:
+                _remove_abandoned(directory, directory.with_name(made[1]))
+        for directory in (self.root / PARTIAL).glob("*/*"):
+            target = self.root / Recipe.place(directory.parent.name, directory.name)
+            with suppress(OSError):  # another process may sweep too
+                touched = max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
+                if target.is_dir() or time.time() - touched > RESUMABLE_S:
+                    _remove_abandoned(directory, target)
+        sweep_pool(self.root)
+
+    def manifests(self, stage: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield the directories of a stage's artifacts with their manifests, without verifying the files."""
+        for path in (self.root / stage).glob(f"[!.]*/{MANIFEST}"):  # hidden ones are being made
+            manifest = _manifest(path.parent)
+            if manifest is not None:
+                yield path.parent, manifest
+
+    def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
+        files = tree_files(scratch)
+        manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, "seconds": seconds}
+        scratch.chmod(0o755)  # mkdtemp makes it private to this user
+        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+
+    def verified(self, recipe: Recipe, reused: bool = True) -> Artifact | None:
+        """Return the artifact of `recipe`, or None unless its manifest has this key and every file still has its digest."""
+        target = self.path(recipe)
+        manifest = _manifest(target)
+        if manifest is None or not manifest["key"] == json_digest(manifest["parts"]) == recipe.key:
+            return None
+        if tree_files(target) != manifest["files"]:
+            return None
+        files = manifest["files"]
+        return Artifact(
+            target, recipe.stage, recipe.key, files_digest(files), files, manifest["parts"], reused, manifest["seconds"]
+        )
+
+
+@contextmanager
+def used(root: Path, *, make: bool) -> Iterator[None]:
+    """Prevent the removal of a store's artifacts while the block runs; waits for a removal in progress.
+
+    If `make` is false, a store that is missing or read-only for this user is not modified.
+    """
+    lock, folder = root / USE_LOCK, root / USERS
+    if not make and not (lock.is_file() and os.access(folder if folder.is_dir() else root, os.W_OK)):
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(PermissionError):  # another user made it
+        folder.chmod(0o777)  # in a shared work directory the umask would keep other users out
+    own = folder / f"{gethostname()}-{os.getpid()}-{token_hex(4)}"
+    with ExitStack() as stack:
+        with locked(lock, f"the artifacts in {root}, of which some are being removed"):
+            stack.enter_context(locked_at_once(own))
+            stack.callback(own.unlink, missing_ok=True)
+        yield
+
+
+@contextmanager
+def alone(root: Path) -> Iterator[list[str]]:
+    """Prevent commands from starting to use a store while the block runs. Yields descriptions of its present users."""
+    with locked_at_once(root / USE_LOCK) as free:
+        yield _users(root) if free else ["a command that just begins"]
+
+
+def _users(root: Path) -> list[str]:
+    users = []
+    for own in sorted((root / USERS).glob("*")):
+        with locked_at_once(own) as died:
+            if died:
+                own.unlink(missing_ok=True)
+            else:
+                host, number, _ = own.name.rsplit("-", 2)
+                users.append(f"process {number} on {host}")
+    return users
+
+
+def check_store(root: Path) -> None:
+    """Raise UserError for a store of an unknown version."""
+    path = root / STORE_FILE
+    if not path.exists():
+        return
+    try:
+        version = parse_json(read_file(path, MOST_BYTES))["schema_version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: says no schema_version; restore it, or give another workdir") from error
+    if type(version) is not int or version != STORE_VERSION:
+        raise UserError(f"{path}: the store is of a newer kvgate (schema_version {version}); use that one, or another workdir")
+
+
+def lock_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}.lock")
+
+
+def _remove_abandoned(scratch: Path, target: Path) -> None:
+    """Remove a scratch directory if no process is making the artifact `target` any more."""
+    if not target.parent.is_dir():
+        return
+    with locked_at_once(lock_of(target)) as abandoned:
+        if abandoned:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _manifest(directory: Path) -> dict[str, Any] | None:
+    """Return an artifact's manifest, or None if it is missing or unreadable; such an artifact is not used."""
+    try:
+        manifest = parse_json(read_file(directory / MANIFEST, MOST_BYTES))
+        complete = isinstance(manifest["parts"]["inputs"], dict) and {"key", "files", "seconds"} <= manifest.keys()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return manifest if complete else None

@@ -1,0 +1,82 @@
+"""Checks of the work directory, memory and disk before any work, so that a late failure becomes an early one-line error."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from stages.core.errors import MissingRequirement, UserError
+
+BELOW = 240
+"""Length in characters of the longest path that kvgate makes below the work directory."""
+LONGEST_PATH = 4095
+LONGEST_NAME = 255
+"""Limit in bytes of every file system that matters here."""
+
+FOLDERS = ("artifacts", "mlartifacts", "sweep")
+FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock", "report.txt")
+
+
+def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
+    """Refuse a work directory that cannot be written to, without creating anything.
+
+    With `writes`, a nameless temporary file is written as a test. Otherwise only the permissions are checked.
+    """
+    name = f"workdir={given}"
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > LONGEST_PATH:
+        raise UserError(f"workdir={given[:60]}...: {len(given):,} characters are too long a path; give a shorter one")
+    if os.path.lexists(work) and not work.is_dir():
+        raise UserError(f"{name}: is not a directory; give one, or a path that does not exist yet")
+    for folder in FOLDERS:
+        if os.path.lexists(work / folder) and not (work / folder).is_dir():
+            raise UserError(f"{name}: {folder} in it is no directory; move it away")
+    for file in FILES:
+        if os.path.lexists(work / file) and not (work / file).is_file():
+            raise UserError(f"{name}: {file} in it is no file; move it away")
+    there = next(place for place in (work, *work.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise UserError(f"{name}: {there} is not a directory; give another path")
+    for place in (there, *(work / folder for folder in FOLDERS if (work / folder).is_dir())):
+        if not writes:
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise MissingRequirement(f"{name}: {place} cannot be written to; give a workdir that this user may write to")
+            continue
+        try:
+            with tempfile.TemporaryFile(dir=place) as stream:
+                stream.write(bytes(1 << 12))
+        except OSError as error:
+            raise MissingRequirement(
+                f"{name}: {place} cannot be written to ({error.strerror}); give a workdir that this user may write to"
+            ) from None
+
+
+GIB = 1 << 30
+COPIES = 2
+"""Minimum number of copies of the weights that a first evaluation writes: the quantized checkpoint and the engine."""
+
+
+def check_room(work: Path, given: str, weight_bytes: int) -> None:
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    if weight_bytes > memory:
+        raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))
+    if (work / "artifacts").exists():  # earlier artifacts are reused
+        return
+    free = shutil.disk_usage(next(place for place in (work, *work.parents) if place.is_dir())).free
+    if COPIES * weight_bytes > free:
+        problem = lacks("the model's artifacts take", COPIES * weight_bytes, "its disk has", free, "free")
+        raise MissingRequirement(f"workdir={given}: {problem}; free some, or give another workdir")
+
+
+def check_memory(key: str, cache_bytes: int) -> None:
+    """Refuse a load whose cache exceeds this machine's memory. Raises UserError, naming `key` with its value."""
+    memory = psutil.virtual_memory().total
+    if cache_bytes > memory:
+        raise UserError(lacks(f"{key}: its cache takes", cache_bytes, "this machine has", memory, "of memory") + "; lower it")
+
+
+def lacks(what: str, needed: int, where: str, there: int, of: str) -> str:
+    """Return a message that the `needed` bytes exceed the `there` bytes."""
+    missing = (needed - there) / GIB
+    return f"{what} {needed / GIB:,.1f} GiB, {where} {there / GIB:,.1f} GiB {of}: {missing:,.1f} GiB are missing"

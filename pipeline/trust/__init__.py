@@ -1,1 +1,0 @@
-"""Signatures of evidence, and strict reading of files that users write."""

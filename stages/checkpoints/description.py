@@ -1,0 +1,276 @@
+"""The model of a Hugging Face checkpoint, from a checked config.json."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.checkpoints.ends import GENERATION, named_ends
+from stages.checkpoints.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
+from stages.checkpoints.files import read_json, refusal, refuse_escape, require_file, tokenizer_files, weight_files, wrong
+from stages.checkpoints.quantized import Quantized, read_quantized
+from stages.checkpoints.rope import is_number, read_rope
+from stages.checkpoints.windows import layer_windows
+from stages.core.errors import UserError, short
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import KVShape
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+"""Torch names of the supported weight types."""
+
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "mish")
+"""Activation functions of transformers that decoders use."""
+
+MOST_LAYERS = 4096
+"""Maximum layers or experts, far above any model."""
+LARGEST = 1 << 30
+"""Maximum of any other size, far above any model."""
+
+COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
+SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""File of older ModelOpt versions; newer versions also write its content into config.json as quantization_config."""
+
+NOT_READ = ("num_labels", "id2label", "label2id")
+"""Ignored keys of other kinds of models, which transformers expands into tables."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint that passed the checks. File names are relative to `path`."""
+
+    path: Path
+    architecture: str
+    shape: KVShape
+    q_heads: int
+    vocab_size: int
+    mlp_columns: object
+    """intermediate_size of config.json, unchecked, since only engines on several GPUs need it."""
+    max_positions: int
+    """Maximum sequence length of the model's rotary embedding in tokens."""
+    rope_scaling: str | None
+    """Kind of rotary scaling (`llama3`, `yarn`, ...); None for plain rotary embeddings."""
+    features: tuple[str, ...]
+    """Attention features of the family, other than windows, that this model uses, for example attn_logit_softcapping."""
+    weight_files: tuple[str, ...]
+    other_files: tuple[str, ...]
+    """config.json and the existing files of generation, quantization, the shard index and the tokenizer."""
+    quantized: Quantized | None = None
+    """Storage format of quantized weights; None if the weights are plain numbers."""
+
+
+def inspect_checkpoint(path: Path) -> CheckpointInfo:
+    """Read and check a checkpoint directory.
+
+    Raises:
+        UserError: The message names `model.path`, the problem and the fix.
+    """
+    if not path.is_dir():
+        raise refusal(path, "no such directory; give a local Hugging Face checkpoint, or a GGUF file")
+    config = read_config(path)
+    _architecture(path, config)
+    weights, index = weight_files(path)
+    tokenizer = tokenizer_files(path)
+    others = (name for name in (GENERATION, MODELOPT_FILE) if os.path.lexists(path / name))
+    other_files = ("config.json", *others, *index, *tokenizer)
+    for name in (*weights, *other_files):
+        require_file(path, name)
+        refuse_escape(path, name)
+    info = describe_checkpoint(path, config, weights, other_files)
+    named_ends(path, info.vocab_size)
+    return info
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's config.json; if the decoder is nested in text_config, the content of text_config.
+
+    Raises:
+        UserError: The message names `model.path`, the problem and the fix.
+    """
+    content = read_json(path, "config.json")
+    # Keys with _implementation may name a kernel on a hub, which is code.
+    config = {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
+    if "quantization_config" not in config and (path / MODELOPT_FILE).is_file():
+        declared = read_json(path, MODELOPT_FILE).get("quantization")
+        if isinstance(declared, dict):
+            declared = {**declared, "ignore": declared.get("exclude_modules") or [], "quant_method": "modelopt"}
+        config["quantization_config"] = declared
+    for key in OTHER_INPUTS:
+        if config.get(key) is not None:
+            raise refusal(path, f"config.json: {key}: a model that also takes pictures or sound; save its language model alone")
+    nested = config.get("text_config")
+    if not isinstance(nested, dict) or "num_hidden_layers" in config:
+        return config
+    beside = {key: config[key] for key in ("architectures", "dtype", "torch_dtype", "quantization_config") if key in config}
+    return {**beside, **nested}
+
+
+def describe_checkpoint(
+    path: Path, config: dict[str, Any], weight_files: tuple[str, ...], other_files: tuple[str, ...]
+) -> CheckpointInfo:
+    """Check the content of a config.json, and return the description of the checkpoint.
+
+    Raises:
+        UserError: The message names `model.path`, the problem and the fix.
+    """
+    architecture = _architecture(path, config)
+    quantized = read_quantized(path, config)
+    family = FAMILIES[ARCHITECTURES[architecture]]
+    config = {**family.defaults, **config}
+    _check_values(path, config)
+    for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
+        integer(path, config, key)
+    shape, q_heads = attention_shape(path, config)
+    rope = read_rope(path, config)
+    vocab_size = integer(path, config, "vocab_size")
+    for key in TOKENS:
+        if not all(number < vocab_size for number in _numbers(config.get(key))):
+            raise wrong(path, config, key, f"one of the {vocab_size:,} tokens")
+    return CheckpointInfo(
+        path=path,
+        architecture=architecture,
+        shape=shape,
+        q_heads=q_heads,
+        vocab_size=vocab_size,
+        mlp_columns=config.get("intermediate_size"),
+        max_positions=rope.positions(integer(path, config, "max_position_embeddings")),
+        rope_scaling=rope.scaling,
+        features=tuple(key for key in family.features if config.get(key, True) is not None),
+        weight_files=weight_files,
+        other_files=other_files,
+        quantized=quantized,
+    )
+
+
+def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
+    """Return the shape of the cache of a decoder of any family, and the number of query heads per layer.
+
+    Args:
+        path: Path of the checkpoint, for errors.
+        config: Content of config.json, with the family's defaults for missing keys.
+
+    Raises:
+        UserError: The message names `model.path`, the key and the fix.
+    """
+    layers, q_heads = (integer(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
+    kv_heads = integer(path, config, "num_key_value_heads", default=q_heads)
+    if config.get("head_dim") is not None:
+        head_dim = integer(path, config, "head_dim")
+    else:
+        head_dim, rest = divmod(integer(path, config, "hidden_size"), q_heads)
+        if rest:
+            raise refusal(path, f"config.json has no head_dim, and {q_heads} heads do not divide hidden_size; add head_dim")
+    if q_heads % kv_heads:
+        raise refusal(path, f"num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
+    if head_dim % 2:
+        raise refusal(path, f"head_dim={head_dim} must be even (rotary embeddings, packed INT4)")
+    windows = layer_windows(path, config, layers)
+    return KVShape(layers, kv_heads, head_dim, windows if any(windows) else ()), q_heads
+
+
+def _architecture(path: Path, config: dict[str, Any]) -> str:
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or len(classes) != 1:
+        raise wrong(path, config, "architectures", "a list of one class")
+    architecture = str(classes[0])[:100]
+    other = other_cache(config)
+    if other is not None:
+        raise refusal(path, f"config.json: {other[0]}={short(config[other[0]])}: {other[1]}; use another model")
+    if architecture not in ARCHITECTURES:
+        raise refusal(path, f"{short(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}")
+    # transformers selects the class by model_type only.
+    if config.get("model_type") != ARCHITECTURES[architecture]:
+        raise wrong(path, config, "model_type", f"{ARCHITECTURES[architecture]} for {architecture}")
+    return architecture
+
+
+def integer(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """Return a size from config.json. Raises UserError if it is not a positive integer, or missing without a default."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    most = MOST_LAYERS if key in COUNTS else LARGEST
+    if type(value) is not int or not 0 < value <= most:
+        raise wrong(path, config, key, f"a positive integer, at most {most:,}")
+    return value
+
+
+def _is_positive(value: object) -> bool:
+    return value is None or (is_number(value) and value != 0)
+
+
+def _numbers(tokens: object) -> list[Any]:
+    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+
+
+def _is_token(value: object) -> bool:
+    return all(type(number) is int and -1 <= number < LARGEST for number in _numbers(value))
+
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NUMBERS = (
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "logits_scaling",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
+RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
+    (("hidden_act", "hidden_activation"), f"one of {', '.join(ACTIVATIONS)}", lambda value: value in ACTIVATIONS),
+    (NUMBERS, "a positive number", _is_positive),
+    (
+        ("rms_norm_eps", "norm_epsilon", "partial_rotary_factor"),
+        "a number above 0, at most 1",
+        lambda value: _is_positive(value) and (value is None or is_number(value, highest=1)),
+    ),
+    (("rope_theta", "rope_local_base_freq"), "a number of at least 1", lambda value: value is None or is_number(value, 1)),
+    (
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
+        "true or false",
+        lambda value: type(value) is bool,
+    ),
+    (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, "auto", *DTYPES)),
+    (TOKENS, "a token's number", _is_token),
+)
+"""(keys, expected value, check) of the optional values of config.json that affect the model's arithmetic, except sizes."""
+
+
+def _check_values(path: Path, config: dict[str, Any]) -> None:
+    for keys, needed, holds in RULES:
+        for key in keys:
+            if key in config and not holds(config[key]):
+                raise wrong(path, config, key, needed)
+    old, new = config.get("torch_dtype"), config.get("dtype")
+    if old is not None and new is not None and old != new:
+        raise refusal(path, f"config.json: torch_dtype={old} contradicts dtype={new}; keep the one of the weights")
+
+
+def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:
+    """Raise UserError if the weights are quantized already, or if ModelOpt's exports of the family are untested."""
+    if weights != "none" and info.quantized is not None:
+        raise UserError(f"weights.format={weights}: the weights are {info.quantized.title} already; set weights=none")
+    if weights != "none" and not FAMILIES[ARCHITECTURES[info.architecture]].rounded:
+        raise UserError(
+            f"weights.format={weights}: the linear layers of {info.architecture} were not shown to come out of ModelOpt's "
+            "exports as they were rounded; set weights=none"
+        )
+
+
+def refuse_other_attention(info: CheckpointInfo, reason: str) -> None:
+    """Raise UserError for a model with sliding windows or attention features, on a backend that lacks them (`reason`)."""
+    slid = [window for window in info.shape.windows if window is not None]
+    if slid:
+        raise UserError(
+            f"model.path={info.path}: config.json: {len(slid)} of {info.shape.layers} layers attend to their last {max(slid)} "
+            f"tokens alone: {reason}; use backend=onnxruntime, or set sliding_window to null if no sequence gets longer"
+        )
+    if info.features:
+        raise UserError(
+            f"model.path={info.path}: config.json: the attention of {info.architecture} has {' and '.join(info.features)}: "
+            f"{reason}; use backend=onnxruntime"
+        )

@@ -1,0 +1,78 @@
+"""Limits of ModelOpt's official exports: the KV policies and models that they can declare. ModelOpt is not imported.
+
+The quantize stage skips an export that would be wrong. A backend that is built from an export refuses such a policy early.
+"""
+
+from stages.checkpoints.description import CheckpointInfo
+from stages.policies.formats import Format
+from stages.policies.policy import KVPolicy
+
+UNIFIED_HF_KV = ("FP8",)
+TENSORRT_LLM_KV = ("FP8", "INT8")
+"""Cache algorithms that the exports can declare: one for keys and values, with one scale per layer."""
+
+
+def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
+    """Return why an export cannot declare the policy; None if it can.
+
+    Args:
+        policy: Formats of the stored keys and values.
+        algorithms: Cache algorithms that the export can declare, for example UNIFIED_HF_KV.
+    """
+    reason = beyond_one_format(policy)
+    if reason is not None:
+        return reason
+    if policy.key.dtype == "fp16" or algorithm(policy.key) in algorithms:
+        return None
+    if policy.key.code.modelopt_name and not policy.key.code.modelopt_export:
+        wrong = "ModelOpt writes amax / 448 as the scale of a layer, where its quantizer takes amax / 2688: a factor of 6"
+    else:
+        wrong = "the export has no name for this format and would refuse, drop or mislabel it"
+    return f"{describe_format(policy.key)} keys and values: {wrong}"
+
+
+def beyond_one_format(policy: KVPolicy) -> str | None:
+    """Return why a cache with a single format for all keys, values and tokens cannot hold a policy; None if it can."""
+    if policy.exact_tokens:
+        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens have no equal there"
+    if policy.window is not None:
+        return f"other formats for the last {policy.window.tokens} tokens have no equal there"
+    if policy.eviction is not None:
+        return f"eviction.window_tokens={policy.eviction.window_tokens}: an eviction has no equal there"
+    formats = {name: describe_format(form) for name, form in policy.formats}
+    if len(set(formats.values())) > 1:
+        return (
+            f"{', '.join(f'{name} {text}' for name, text in formats.items())}: its cache has one type for all keys and values"
+        )
+    return None
+
+
+def holder(policy: KVPolicy) -> str:
+    """Return the settings of a backend that supports a policy which another backend refuses. It needs no GPU."""
+    heavy = policy.eviction is not None and policy.eviction.heavy_tokens
+    reference = heavy or any(form.code.reference_only for _, form in policy.formats)
+    return "backend=torch backend.device=cpu" if reference else "backend=onnxruntime"
+
+
+def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
+    """Return why ModelOpt's checkpoint for TensorRT-LLM would not describe this model; None if it does."""
+    if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
+        return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
+    if info.shape.windows:
+        return "layers that attend to their latest tokens alone: its checkpoint was not shown to say so"
+    if info.rope_scaling is not None:
+        return f"rope_scaling {info.rope_scaling}: ModelOpt drops it from config.json"
+    return None
+
+
+def algorithm(form: Format) -> str | None:
+    """Return ModelOpt's algorithm name for a cache with this format for keys and values; None if it has no name."""
+    plain = form.static_granularity == "per_tensor" and form.symmetric and form.rotation == "none"
+    return form.code.modelopt_name if plain and form.code.modelopt_export else None
+
+
+def describe_format(form: Format) -> str:
+    """Return a description of a format, for example `fp8_e4m3 per_tensor`."""
+    rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
+    whose = f" arithmetic={form.arithmetic}" if form.arithmetic != "kvgate" else ""
+    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}{whose}"

@@ -1,0 +1,156 @@
+"""The supported decoder families, with the properties that determine the cache and the attention: one entry per family.
+
+All other properties come from transformers: the computation outside of attention, the tensors (stages/checkpoints/loading.py
+builds the model on the meta device), and the attention's parameters (the nodes of an export).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Slides = Callable[[Mapping[str, Any], int], bool]
+"""Function (config, layer) -> whether the layer slides if layer_types is missing."""
+
+
+def _but_every(period: int) -> Slides:
+    """Return the rule that all layers slide except every `period`-th layer."""
+    return lambda config, layer: bool((layer + 1) % int(config.get("sliding_window_pattern") or period))
+
+
+def _later(config: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer slides: all layers from max_window_layers on do."""
+    return layer >= int(config["max_window_layers"])
+
+
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+"""Linear layers per decoder layer of the families whose weights can be quantized; the LM head is never quantized."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type of transformers."""
+
+    architecture: str
+    """Class of its causal language model."""
+    windows: Literal["none", "every", "listed"] = "none"
+    """Sliding layers: none, every layer if sliding_window is set, or the layers listed in layer_types."""
+    slides: Slides = lambda *_: True
+    """Rule for the sliding layers of a `listed` family if layer_types is missing."""
+    asked: bool = False
+    """Whether layers slide only if use_sliding_window is true."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """transformers' defaults for missing keys of config.json; only for keys that are read here."""
+    features: tuple[str, ...] = ()
+    """Attention features other than windows: a key of config.json, or a name if all models of the family have the feature."""
+    local_base: str | None = None
+    """Key of config.json for the rotary base of sliding layers, in families whose layer types differ in their rotation."""
+    rounded: bool = False
+    """Whether weights.format may differ from none: its linear layers are LINEARS, and ModelOpt's exports name them."""
+
+
+_QWEN: Mapping[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN_MOE: Mapping[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
+SOFTCAP, SINKS = "attn_logit_softcapping", "sinks"
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", rounded=True),
+    "mistral": Family("MistralForCausalLM", "every", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, rounded=True),
+    "qwen2": Family("Qwen2ForCausalLM", "listed", _later, asked=True, defaults=_QWEN, rounded=True),
+    "qwen3": Family("Qwen3ForCausalLM", "listed", _later, asked=True, defaults={**_QWEN, "head_dim": 128}, rounded=True),
+    "phi3": Family("Phi3ForCausalLM", "every"),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "olmo3": Family("Olmo3ForCausalLM", "listed", _but_every(4), defaults={"sliding_window": 4096}, local_base="rope_theta"),
+    "granite": Family("GraniteForCausalLM"),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        "listed",
+        lambda config, layer: not _has_positions(config, layer),
+        asked=True,
+        defaults={"num_key_value_heads": 4},
+    ),
+    "starcoder2": Family("Starcoder2ForCausalLM", "every", defaults={"num_key_value_heads": 2}),
+    "glm4": Family("Glm4ForCausalLM", defaults={"num_key_value_heads": 2, "head_dim": 128}),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        "listed",
+        lambda config, layer: bool((layer + 1) % 2) and layer < config["max_window_layers"],
+        asked=True,
+        defaults={**_QWEN_MOE, "num_key_value_heads": 16},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", "every", asked=True, defaults={"num_key_value_heads": 4, "sliding_window": 4096}
+    ),
+    "mixtral": Family("MixtralForCausalLM", "every", defaults={"num_key_value_heads": 8}),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        "listed",
+        _but_every(2),
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, SOFTCAP: 50.0},
+        features=(SOFTCAP,),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        "listed",
+        _but_every(6),
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+        local_base="rope_local_base_freq",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "listed",
+        _but_every(2),
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+        features=(SINKS,),
+    ),
+}
+"""model_type -> the family."""
+
+ARCHITECTURES = {family.architecture: kind for kind, family in FAMILIES.items()}
+"""Class -> the model_type that makes transformers load it."""
+
+STATE = "some layers keep a state of constant size in place of keys and values"
+OTHER_CACHES = {
+    "kv_lora_rank": "a token has one latent vector for all heads (MLA), no keys and values that a kv policy could format",
+    **dict.fromkeys(
+        (
+            "attn_layer_period",
+            "hybrid_override_pattern",
+            "full_attention_interval",
+            "mamba_d_state",
+            "state_size",
+            "linear_num_key_heads",
+            "attn_type_list",
+        ),
+        STATE,
+    ),
+    "num_kv_shared_layers": "some layers use the keys and values of others",
+    "cross_attention_layers": "some layers keep keys and values of another input",
+    "is_encoder_decoder": "a decoder layer also keeps keys and values of the encoder",
+    "block_configs": "layers have shapes of their own",
+    "use_bidirectional_attention": "tokens attend to later ones, as in an encoder, which no cache of earlier tokens serves",
+}
+"""Keys of config.json of models whose caches kvgate cannot describe -> the reason."""
+
+OTHER_INPUTS = ("vision_config", "audio_config")
+"""Keys of config.json of models that also take images or audio."""
+
+
+def other_cache(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the key of config.json that marks an unsupported kind of cache, and the reason; None without such a key."""
+    return next(((key, reason) for key, reason in OTHER_CACHES.items() if config.get(key)), None)
+
+
+def _has_positions(config: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer of SmolLM3 rotates its queries and keys."""
+    listed = config.get("no_rope_layers")
+    if isinstance(listed, list) and layer < len(listed):
+        return bool(listed[layer])
+    return bool((layer + 1) % int(config.get("no_rope_layer_interval") or 4))

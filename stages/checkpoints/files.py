@@ -1,0 +1,121 @@
+"""The files of a checkpoint: JSON, weights and tokenizer. All must be regular files inside its directory."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import UserError, short
+from stages.core.strict import Unreadable, parse_json, read_file
+
+MOST_JSON_BYTES = 64 << 20
+"""Maximum bytes of a JSON file of a checkpoint; the largest tokenizer.json files have about 35 MB."""
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def refusal(path: Path, problem: str) -> UserError:
+    """Return the error for a checkpoint; `problem` includes the fix."""
+    return UserError(f"model.path={path}: {problem}")
+
+
+def wrong(path: Path, config: dict[str, Any], key: str, needed: str) -> UserError:
+    """Return the error for a wrong value in config.json."""
+    return refusal(path, f"config.json: {key} must be {needed}, got {short(repr(config.get(key)), 40)}")
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a checkpoint.
+
+    Raises:
+        UserError: The file is missing, unreadable, or holds no JSON object.
+    """
+    try:
+        content = parse_json(read_file(path / name, MOST_JSON_BYTES))
+    except Unreadable as error:
+        if not os.path.lexists(path / name) and os.access(path, os.X_OK):
+            raise UserError(
+                f"model.path={path}: not a Hugging Face checkpoint, {name} is missing; give the directory of one"
+            ) from None
+        raise refusal(path, f"{name} {error}") from None
+    if not isinstance(content, dict):
+        raise refusal(path, f"{name} must hold a JSON object; correct it")
+    return content
+
+
+def tokenizer_files(path: Path) -> tuple[str, ...]:
+    names = tuple(name for name in TOKENIZER_FILES if os.path.lexists(path / name))
+    for name in names:
+        require_file(path, name)
+    if "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= set(names):
+        return names
+    if "tokenizer.model" in names:
+        raise UserError(
+            f"model.path={path}: tokenizer.model alone needs sentencepiece, which kvgate does not use; where it is installed, "
+            "convert with AutoTokenizer.from_pretrained(path).save_pretrained(path), which writes tokenizer.json"
+        )
+    raise UserError(
+        f"model.path={path}: no tokenizer, neither tokenizer.json nor vocab.json with merges.txt; "
+        "save it there with tokenizer.save_pretrained"
+    )
+
+
+def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the safetensors files that transformers would load, and the shard index, if it exists."""
+    if os.path.lexists(path / SINGLE):
+        require_file(path, SINGLE)
+        return (SINGLE,), ()
+    if not os.path.lexists(path / INDEX):
+        pickles = sorted(entry.name for pattern in ("*.bin", "*.pt", "*.pth") for entry in path.glob(pattern))
+        if pickles:
+            raise UserError(
+                f"model.path={path}: only pickled weights ({pickles[0]}), which are never loaded; "
+                "save as safetensors with model.save_pretrained"
+            )
+        raise refusal(path, f"no weights, {SINGLE} is missing; download it")
+    weight_map = read_json(path, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise refusal(path, f"{INDEX} has no weight_map; give the index that was saved with the weights")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
+            raise UserError(
+                f"model.path={path}: {INDEX} names {short(name)}, which is not a safetensors file beside "
+                "it; download the index again"
+            )
+        if not os.path.lexists(path / name):
+            raise refusal(path, f"{INDEX} names {name}, which is missing; download it")
+        require_file(path, name)
+    return tuple(names), (INDEX,)
+
+
+def require_file(path: Path, name: str) -> None:
+    """Raise UserError unless `name` is a regular file or a link to a file: opening a pipe would block."""
+    if not (path / name).is_file():
+        raise refusal(path, f"{name} is no file, or a link to none; put the file there")
+
+
+def refuse_escape(path: Path, name: str) -> None:
+    if not (path / name).resolve().is_relative_to(path.resolve()):
+        raise refusal(path, f"{name} is a link that leaves the directory; copy the files (cp -rL)")
+
+
+def safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return the byte offset of a safetensors file's numbers, and its header. The header must have passed the checks before."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return 8 + length, header

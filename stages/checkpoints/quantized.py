@@ -1,0 +1,175 @@
+"""Checkpoints with quantized weights: the declarations of quantization_config, and the tensors that make up a weight."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from stages.checkpoints.files import refusal
+from stages.core.errors import UserError, short
+
+Shape = tuple[int, ...]
+SERVED = "served"
+"""Folder of a quantize artifact with the original checkpoint, for engines that load quantized weights directly."""
+TYPES = ("I8", "F8_E4M3", "I32", "I64")
+"""Types of safetensors for codes and their parameters."""
+CACHE_SCALE = re.compile(r".*\.(?:[qkv]|kv|[kv]_cache)[._](?:scale|zero_point)")
+"""Names of the scales of cached keys and values among the weights."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors LAYER.PART that make up the weight of one linear layer."""
+
+    weight: str
+    """Name of the part with the codes."""
+    needed: tuple[str, ...]
+    """Names of the parts that are required to dequantize the codes."""
+    others: tuple[str, ...] = ()
+    """Names of the optional parts."""
+    packed: bool = False
+    """Whether one int32 holds the codes of several columns."""
+    transposed: bool = False
+    """Whether the codes have the shape (in, out)."""
+
+    def bits(self, stored: Shape, plain: Shape) -> int | None:
+        """Return the bits per code; None if a part of shape `stored` cannot hold a weight of shape `plain` (out, in)."""
+        plain = plain[::-1] if self.transposed else plain
+        if not self.packed or len(stored) != 2 or len(plain) != 2:
+            return 8 if stored == plain else None
+        bits, rest = divmod(32 * stored[1], plain[1])
+        return bits if stored[0] == plain[0] and not rest and bits in (4, 8) else None
+
+
+_STATIC = ("input_scale", "input_zero_point", "output_scale", "input_global_scale")
+SCALED = Layout("weight", ("weight_scale",), ("weight_zero_point", *_STATIC))
+PACKED = Layout("weight_packed", ("weight_scale", "weight_shape"), ("weight_zero_point",), packed=True)
+AWQ = Layout("qweight", ("scales", "qzeros"), packed=True, transposed=True)
+
+Inputs = Literal["exact", "int8_token", "other"]
+INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+ROUNDED = "kvgate_int8_inputs"
+"""Key in the config.json of dequantized weights that lists the linear layers with INT8 inputs (one scale per token)."""
+
+Allowed = Mapping[str, tuple[object, ...]]
+METHODS: dict[str, tuple[tuple[Layout, ...], Allowed]] = {
+    "compressed-tensors": ((SCALED, PACKED), {"transform_config": (None, {}), "sparsity_config": (None, {})}),
+    "modelopt": ((SCALED,), {"quant_algo": ("FP8",)}),
+    "awq": ((AWQ,), {"bits": (4,), "version": ("gemm", "GEMM")}),
+}
+"""quant_method -> the layouts of its weights, and the supported values of its keys."""
+GROUP: Allowed = {
+    "format": ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
+    "weights.type": ("int", "float"),
+    "weights.num_bits": (4, 8),
+    "weights.dynamic": (None, False),
+    "weights.actorder": (None, "static", "weight"),
+}
+"""Supported values in a group of compressed-tensors."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Storage format of a checkpoint's quantized weights."""
+
+    method: str
+    title: str
+    """Method and format, for messages."""
+    layouts: tuple[Layout, ...]
+    inputs: Inputs
+    """Rounding of the linear layers' inputs: none, INT8 with a scale per token, or another."""
+    block: Shape | None
+    """Rows and columns of a weight that share a scale; None if the configuration does not define blocks."""
+
+    @property
+    def other_than_modelopt(self) -> str | None:
+        """Reason not to give these weights to TensorRT-LLM; None for weights in the form of ModelOpt's exports."""
+        return None if self.method == "modelopt" else f"weights in the form of {self.title}, which ModelOpt does not export"
+
+    def layout(self, layer: str, names: Mapping[str, object]) -> Layout | None:
+        """Return the layout of a linear layer's weight, given the names of all tensors; None if it is not quantized."""
+        for layout in self.layouts:
+            if all(f"{layer}.{part}" in names for part in (layout.weight, *layout.needed)):
+                return layout
+        return None
+
+    def plain(self, found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> Iterator[tuple[str, str, Shape]]:
+        """Yield, for each tensor on disk, its name, the name of the weight and the shape of the weight.
+
+        Scales are left out. If a tensor's shape cannot hold the expected weight, the tensor's own shape is yielded.
+        """
+        for name, shape in found.items():
+            layer, _, part = name.rpartition(".")
+            layout = self.layout(layer, found)
+            if layout is None:
+                if not CACHE_SCALE.fullmatch(name):
+                    yield name, name, shape
+            elif part == layout.weight:
+                weight = expected.get(f"{layer}.weight", ())
+                yield name, f"{layer}.weight", weight if layout.bits(shape, weight) else shape
+            elif part not in (*layout.needed, *layout.others) and not CACHE_SCALE.fullmatch(name):
+                yield name, name, shape
+
+
+def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
+    """Return the storage format that the quantization_config of a config.json declares; None without quantization_config.
+
+    Raises:
+        UserError: kvgate does not support a value. The message names `model.path`, the key and the fix.
+    """
+    declared = config.get("quantization_config")
+    if declared is None:
+        return None
+    if not isinstance(declared, dict):
+        raise _unknown(path, "", declared, ("an object",))
+    method = str(declared.get("quant_method"))
+    if method not in METHODS:
+        raise _unknown(path, ".quant_method", declared.get("quant_method"), tuple(METHODS))
+    layouts, allowed = METHODS[method]
+    inputs: Inputs
+    _check(path, "", declared, allowed)
+    if method != "compressed-tensors":
+        title, inputs = ("awq 4 bits", "exact") if method == "awq" else (method, "other")
+        return Quantized(method, title, layouts, inputs, None)
+    groups = declared.get("config_groups") or {}
+    forms, blocks, found = dict[str, None](), list[Any](), set[Inputs]()
+    for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
+        weights = group.get("weights") if isinstance(group, dict) else group
+        if weights is None:  # the group only concerns attention
+            continue
+        if not isinstance(weights, dict):
+            raise _unknown(path, f".config_groups.{name}", group, ("an object",))
+        form = group.get("format") or declared.get("format")
+        read = {"format": form, **{f"weights.{key}": value for key, value in weights.items()}}
+        _check(path, f".config_groups.{name}", read, GROUP)
+        forms[str(form)] = None
+        blocks.append(weights.get("block_structure"))
+        rounded = group.get("input_activations") or {}
+        as_int8 = isinstance(rounded, dict) and all(rounded.get(key) == value for key, value in INT8_TOKEN.items())
+        found.add("int8_token" if as_int8 else "other" if rounded else "exact")
+    title = f"{method} {' and '.join(forms)}" if forms else f"{method}, scales of the cache alone"
+    inputs = "other" if len(found) > 1 else next(iter(found), "exact")
+    return Quantized(method, title, layouts, inputs, _block(path, next(filter(None, blocks), None)))
+
+
+def _check(path: Path, where: str, declared: Mapping[str, Any], allowed: Allowed) -> None:
+    for key, values in allowed.items():
+        if not any(declared.get(key) == value and type(declared.get(key)) is type(value) for value in values):
+            raise _unknown(path, f"{where}.{key}", declared.get(key), tuple(value for value in values if value is not None))
+
+
+def _block(path: Path, declared: object) -> Shape | None:
+    if declared is None:
+        return None
+    if isinstance(declared, list) and len(declared) == 2 and all(type(size) is int and size > 0 for size in declared):
+        return tuple(declared)
+    raise _unknown(path, ".config_groups.weights.block_structure", declared, ("two sizes",))
+
+
+def _unknown(path: Path, where: str, got: object, known: tuple[object, ...]) -> UserError:
+    return refusal(
+        path,
+        f"config.json: quantization_config{short(where)}={short(repr(got), 40)}: kvgate reads {', '.join(map(str, known))}; "
+        "give the unquantized checkpoint",
+    )

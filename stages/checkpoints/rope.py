@@ -1,0 +1,204 @@
+"""The rotary embeddings of a config.json, read from all forms that transformers 4.57 and 5 write.
+
+Version 4.57 writes rope_theta and rope_scaling at the top level, and rope_local_base_freq for the sliding layers of Gemma 3.
+Version 5 writes rope_parameters, plain or by layer type, and reads both forms.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.checkpoints.families import FAMILIES
+from stages.checkpoints.files import refusal, wrong
+from stages.core.errors import short
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Supported rotary embeddings. Their frequencies do not depend on the current length, so a graph stores them as constants."""
+
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Kind of rotary scaling -> its required parameters."""
+MOST = 1e12
+ROPE_TEXTS = ("rope_type", "type")
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+BESIDE = ("rope_theta", "partial_rotary_factor")
+"""Keys that transformers 4 writes at the top level, not into rope_scaling."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embeddings of a config.json."""
+
+    layers: Mapping[str | None, dict[str, Any]]
+    """Parameters by layer type; under None if all layers share them. Parameters missing from config.json are absent."""
+
+    @property
+    def _main(self) -> dict[str, Any]:
+        return self.layers.get(None) or self.layers.get(FULL) or {}
+
+    @property
+    def scaling(self) -> str | None:
+        """Kind of scaling (`llama3`, `yarn`, ...) in layers with full attention; None for plain rotary embeddings."""
+        kind = self._main.get("rope_type", "default")
+        return None if kind == "default" else str(kind)
+
+    def positions(self, given: int) -> int:
+        """Return the maximum sequence length in tokens.
+
+        Args:
+            given: max_position_embeddings. For YaRN, Qwen stores the unscaled length there, so the scaling factor is applied.
+                The factors of llama3 and linear divide frequencies and do not change the length.
+        """
+        factor, original = (self._main.get(key) for key in ("factor", "original_max_position_embeddings"))
+        return max(given, int(original * factor)) if self.scaling == "yarn" and original else given
+
+
+def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
+    """Read the rotary embeddings of a configuration of a known family.
+
+    Args:
+        path: Directory of the checkpoint, for errors.
+        config: Content of config.json.
+
+    Raises:
+        UserError: A value has the wrong type, a kind is not supported or lacks a number, two keys contradict each other,
+            rope_parameters has layer types although the family does not use them, or lacks a layer type of the family.
+    """
+    given = config.get("rope_parameters")
+    if given is not None and not isinstance(given, dict):
+        raise wrong(path, dict(config), "rope_parameters", "an object or null")
+    local = FAMILIES[config["model_type"]].local_base
+    old = _checked(path, "rope_scaling", config.get("rope_scaling"))
+    beside = {key: config[key] for key in BESIDE if config.get(key) is not None}
+    _refuse_contradiction(path, beside, "rope_scaling", old)
+    typed = by_layer_type(given or {})
+    read: dict[str | None, dict[str, Any]] = {}
+    for kind, parameters in typed.items():
+        place = "rope_parameters" if kind is None else f"rope_parameters.{kind}"
+        read[kind] = _checked(path, place, parameters)
+        keys = (local if kind == SLIDING and local else "rope_theta", "partial_rotary_factor")
+        _refuse_contradiction(path, {key: config[key] for key in keys if config.get(key) is not None}, place, read[kind])
+        if kind != SLIDING and read[kind]:
+            _refuse_contradiction(path, {f"rope_scaling.{key}": value for key, value in old.items()}, place, read[kind])
+    if not read and "rope_scaling" in config:
+        old = {"rope_type": "default"} | old
+    if local is not None:
+        return Rope(_by_type(path, config, local, old, read))
+    if read and None not in read:
+        raise refusal(
+            path,
+            f"config.json: rope_parameters are given by layer type, where transformers reads none of a {config['model_type']}; "
+            "write the ones that the weights were trained with into rope_parameters itself",
+        )
+    stated = beside | read.get(None, old)
+    return Rope({None: stated} if stated else {})
+
+
+def _by_type(
+    path: Path, config: Mapping[str, Any], local: str, old: dict[str, Any], read: Mapping[str | None, dict[str, Any]]
+) -> dict[str | None, dict[str, Any]]:
+    """Return the parameters of a family whose sliding layers have their own rotary embedding, which is plain by default."""
+    given, main = config.get("rope_parameters") or {}, read.get(None) or old
+    full = read.get(FULL) or {"rope_type": "default"}
+    for key, value in {} if None in read else given.items():
+        if key not in read and value not in (None, {}):
+            _refuse_contradiction(path, {f"rope_parameters.{key}": value}, "rope_parameters.full_attention", full)
+    found: dict[str | None, dict[str, Any]] = {}
+    for kind, base, scaled in ((FULL, "rope_theta", main), (SLIDING, local, {})):
+        theta = config.get(base) or given.get(base)
+        beside = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
+        stated = {key: value for key, value in beside.items() if value is not None} | (read.get(kind) or scaled)
+        found[kind] = {"rope_type": "default"} | stated if stated else {}
+        if read and not read.get(kind) and theta is None and kind in (config.get("layer_types") or (FULL, SLIDING)):
+            raise refusal(
+                path, f"config.json: rope_parameters.{kind} is missing, whose base is not said; add it with its rope_theta"
+            )
+    return {kind: parameters for kind, parameters in found.items() if parameters}
+
+
+def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json with its rotary embeddings in the form of transformers 5.
+
+    Raises:
+        UserError: See `read_rope`.
+    """
+    layers = read_rope(path, config).layers
+    if not layers or (None in layers and "rope_type" not in layers[None]):
+        return config  # the class's default scaling, with rope_theta at the top level
+    rest = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
+    return {**rest, "rope_parameters": layers.get(None) or layers}
+
+
+def _refuse_contradiction(path: Path, stated: Mapping[str, Any], place: str, parameters: Mapping[str, Any]) -> None:
+    """Raise UserError if a `stated` parameter (full name -> value) has another value in `parameters`, found at `place`."""
+    for name, value in stated.items():
+        key = "rope_theta" if name == "rope_local_base_freq" else name.rpartition(".")[2]
+        if parameters and value != parameters.get(key, value if key in BESIDE else None):
+            raise refusal(
+                path,
+                f"config.json: {name}={short(value)} contradicts {place}.{key}={short(parameters.get(key))}, and the "
+                "versions of transformers differ in which they read; keep the one that the weights were trained with",
+            )
+
+
+def by_layer_type(parameters: Mapping[str, Any]) -> dict[str | None, Any]:
+    """Return rope_parameters by layer type; under None if all layers share them."""
+    typed: dict[str | None, Any] = {key: value for key, value in parameters.items() if key in (FULL, SLIDING) and value}
+    # transformers 5.14 adds a rope_theta of null at this level if a model lacks a layer type.
+    return typed or ({None: parameters} if parameters else {})
+
+
+def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json with its rotary parameters in the form of transformers 4, for TensorRT-LLM 1.2.
+
+    The keys are rope_theta, rope_local_base_freq and rope_scaling at the top level. transformers 5 reads both forms.
+    """
+    parameters = by_layer_type(config.get("rope_parameters") or {})
+    if not parameters:
+        return config
+    flat = {key: value for key, value in config.items() if key != "rope_parameters"}
+    rope = dict(parameters.get(None) or parameters.get(FULL) or parameters.get(SLIDING) or {})
+    flat |= {key: rope.pop(key) for key in BESIDE if rope.get(key) is not None}
+    flat["rope_scaling"] = None if rope.get("rope_type", rope.get("type", "default")) == "default" else rope
+    local = (parameters.get(SLIDING) or {}).get("rope_theta")
+    return flat if local in (None, flat.get("rope_theta")) else {**flat, "rope_local_base_freq": local}
+
+
+def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
+    """Check rotary parameters, and return them with their kind under rope_type. Raises UserError."""
+    if parameters is None or parameters == {}:
+        return {}
+    if not isinstance(parameters, dict):
+        raise refusal(path, f"config.json: {place} must be an object or null, got {short(repr(parameters), 40)}")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if parameters.get("type", kind) != kind:
+        other = short(parameters["type"])
+        raise refusal(path, f"config.json: {place}.type={other} contradicts rope_type={short(kind)}; keep the right one")
+    if kind not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        raise refusal(path, f"config.json: {place}.rope_type={short(kind)} is not supported; use one of {known}")
+    for key, value in parameters.items():
+        if key not in ROPE_TEXTS and not (value is None or type(value) is bool or is_number(value)):
+            raise refusal(path, f"config.json: {place}.{short(key)} must be a number, got {short(value)}")
+    missing = [key for key in ROPE_NEEDS.get(kind, ()) if not parameters.get(key)]
+    if missing:
+        raise refusal(path, f"config.json: {place}.{missing[0]} is missing, which {kind} needs; add it")
+    for key in ("rope_theta", "original_max_position_embeddings", "factor"):
+        value = parameters.get(key)
+        if value is not None and not is_number(value, 1, MOST):
+            raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, at most 1e12, got {short(value)}")
+    if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+        low = short(parameters["low_freq_factor"])
+        raise refusal(path, f"config.json: {place}.low_freq_factor must be below high_freq_factor, got {low}")
+    return {key: value for key, value in parameters.items() if key != "type" and value is not None} | {"rope_type": kind}
+
+
+def is_number(value: object, lowest: float = 0, highest: float = sys.float_info.max) -> bool:
+    """Return whether a JSON value is a number from `lowest` to `highest`, by default any non-negative float."""
+    return isinstance(value, int | float) and type(value) is not bool and lowest <= value <= highest

@@ -1,0 +1,212 @@
+"""Comparison of a checkpoint's safetensors and tokenizer with its config.json, from the headers of the files.
+
+transformers initializes missing tensors randomly and ignores tensors that the configuration does not describe. A file of four
+layers with `num_hidden_layers: 3` would therefore load as a different model.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from stages.checkpoints.description import CheckpointInfo, read_config
+from stages.checkpoints.files import INDEX, MOST_JSON_BYTES, read_json
+from stages.checkpoints.quantized import TYPES, Shape
+from stages.core.errors import UserError, short
+from stages.core.redaction import printable
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights that are plain numbers."""
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROWS = 4096
+"""Rows of two matrices that are compared at a time, to save memory."""
+
+MOST_HEADER_BYTES = 100_000_000
+"""Maximum header bytes of a safetensors file, as defined by the format."""
+
+
+def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[str, Any]], Mapping[str, Shape]]) -> None:
+    """Refuse weights that do not match config.json.
+
+    Args:
+        info: The checkpoint.
+        expected_tensors: The function of stages.checkpoints.loading. It is called after the files have passed their own checks.
+
+    Raises:
+        UserError: A file is not a safetensors file, or a tensor is missing, has another shape or type, is in two files, or is
+            not part of the model. The message names the file, the tensor and the fix.
+    """
+    on_disk = tensors_on_disk(info)
+    described = {key: value for key, value in read_config(info.path).items() if key != "quantization_config"}
+    expected = expected_tensors(info.path, described)
+    shapes = {name: shape for name, (_, shape) in on_disk.items()}
+    plain = [(name, name, shape) for name, shape in shapes.items()]
+    found = set()
+    for stored, name, shape in plain if info.quantized is None else info.quantized.plain(shapes, expected):
+        file = on_disk[stored][0]
+        found.add(name)
+        if name not in expected and not _is_computed(name):
+            raise UserError(
+                f"model.path={info.path}: {file} holds {printable(stored[:200])}, which config.json has no place for "
+                f"({info.architecture} of {info.shape.layers} layers); give the config.json that belongs to the weights"
+            )
+        if shape != expected.get(name, shape):
+            raise UserError(
+                f"model.path={info.path}: {file}: {stored} has shape {list(shape)}, config.json makes it "
+                f"{list(expected[name])}; give the config.json that belongs to the weights"
+            )
+    missing = sorted(expected.keys() - found)
+    if missing:
+        raise UserError(
+            f"model.path={info.path}: {missing[0]} is missing, and {len(missing) - 1} more tensors of {info.architecture} with "
+            f"{info.shape.layers} layers; give the complete checkpoint"
+        )
+    if HEAD in found and HEAD not in expected and not _are_equal(info.path, on_disk, HEAD, EMBEDDING):
+        raise UserError(
+            f"model.path={info.path}: the weights hold {HEAD}, which differs from {EMBEDDING}, and config.json ties "
+            "them (tie_word_embeddings, true if it is left out in some families): engines would differ in which they take; set "
+            "tie_word_embeddings=false, or take the tensor out of the file, whichever the model was trained with"
+        )
+
+
+def tensors_on_disk(info: CheckpointInfo) -> dict[str, tuple[str, Shape]]:
+    """Return the file and the shape of every tensor in a checkpoint. Raises UserError for invalid files."""
+    found: dict[str, tuple[str, Shape]] = {}
+    types = FLOATS if info.quantized is None else (*FLOATS, *TYPES)
+    codes = []
+    for file in info.weight_files:
+        for name, dtype, shape in _tensors(info.path, file):
+            if name in found:
+                raise UserError(f"model.path={info.path}: {name} is in both {found[name][0]} and {file}; keep one of them")
+            if dtype not in types:
+                raise UserError(
+                    f"model.path={info.path}: {file}: {printable(name[:200])} is of type {dtype}; give weights of "
+                    f"{', '.join(types)}"
+                )
+            found[name] = file, shape
+            codes += [name] if dtype not in FLOATS else []
+    for name in codes:
+        if info.quantized is not None and info.quantized.layout(name.rpartition(".")[0], found) is None:
+            raise UserError(
+                f"model.path={info.path}: {found[name][0]}: {printable(name[:200])} holds codes without the scales that "
+                f"{info.quantized.title} has beside them; give the complete checkpoint"
+            )
+    _check_index(info, {name: file for name, (file, _) in found.items()})
+    return found
+
+
+TOKENIZER_CLASSES = {
+    f"{name}{fast}"
+    for name in (
+        "PreTrainedTokenizer",
+        "LlamaTokenizer",
+        "GPT2Tokenizer",
+        "Qwen2Tokenizer",
+        "GemmaTokenizer",
+        "CodeLlamaTokenizer",
+    )
+    for fast in ("", "Fast")
+}
+"""transformers' own tokenizer classes. They are safe to load even if the checkpoint also ships code."""
+
+
+def check_tokenizer(info: CheckpointInfo) -> None:
+    """Refuse tokenizer files that are invalid JSON, or that the tokenizer library would accept although they are wrong.
+
+    `stages.checkpoints.opening` reports files that the library itself refuses.
+
+    Raises:
+        UserError: The message names the file, the problem and the fix.
+    """
+    content: dict[str, dict[str, Any]] = {}
+    for name in info.other_files:
+        if name.endswith(".json"):
+            content[name] = read_json(info.path, name)
+        elif (info.path / name).stat().st_size > MOST_JSON_BYTES:
+            raise UserError(f"model.path={info.path}: {name} should have {MOST_JSON_BYTES:,} bytes at most; download it again")
+    tokenizer = content.get("tokenizer.json", {})
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    numbers = [number for number in (vocabulary if isinstance(vocabulary, dict) else {}).values() if type(number) is int]
+    problem = None
+    if max(numbers, default=0) >= info.vocab_size:
+        problem = f"its largest token is {max(numbers)}, the model's vocab_size is {info.vocab_size}"
+    elif isinstance(model, dict) and model.get("dropout"):
+        problem = f"model.dropout must be null, got {short(model['dropout'])}: a text would become other tokens each time"
+    elif not isinstance(added, list) or not all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
+    ):
+        problem = "added_tokens must be a list of tokens, each with id and content"
+    problem = problem or _panic(tokenizer.get("post_processor"))
+    if problem is not None:
+        raise UserError(f"model.path={info.path}: tokenizer.json: {problem}; give the checkpoint its own tokenizer")
+    about = content.get("tokenizer_config.json", {})
+    if about.get("auto_map") and str(about.get("tokenizer_class")) not in TOKENIZER_CLASSES:
+        raise UserError(
+            f"model.path={info.path}: tokenizer_config.json: auto_map names code of the checkpoint's own, which is not run; "
+            f"leave it out, and give tokenizer_class as PreTrainedTokenizerFast where tokenizer.json is all that it takes"
+        )
+
+
+def _panic(post: object) -> str | None:
+    """Return the problem of a post-processor that would make the library panic and print lines; None if it is valid."""
+    for part in [post, *(post.get("processors") or [])] if isinstance(post, dict) else ():
+        written = [*(part.get("single") or []), *(part.get("pair") or [])] if isinstance(part, dict) else []
+        for piece in (piece["SpecialToken"] for piece in written if isinstance(piece, dict) and "SpecialToken" in piece):
+            if piece.get("id") not in part.get("special_tokens", {}):
+                return f"post_processor writes {short(piece.get('id'))}, which its special_tokens lack"
+    return None
+
+
+def tokens_beyond(info: CheckpointInfo) -> list[str]:
+    """Return the added tokens without a row in the model, for example the image token in text-only models of Gemma 3."""
+    if "tokenizer.json" not in info.other_files:
+        return []
+    added = read_json(info.path, "tokenizer.json").get("added_tokens", [])
+    return [token["content"] for token in added if token["id"] >= info.vocab_size and token["content"]]
+
+
+def _is_computed(name: str) -> bool:
+    """Return whether transformers computes a tensor itself: rotary frequencies, or a tied output matrix."""
+    return name.endswith(".rotary_emb.inv_freq") or name == HEAD
+
+
+def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], one: str, other: str) -> bool:
+    """Return whether two matrices of a checkpoint hold equal numbers, regardless of their types."""
+    if one not in on_disk or other not in on_disk or on_disk[one][1] != on_disk[other][1]:
+        return False
+    with safe_open(path / on_disk[one][0], "pt") as first, safe_open(path / on_disk[other][0], "pt") as second:
+        pair = first.get_slice(one), second.get_slice(other)
+        starts = range(0, on_disk[one][1][0], ROWS)
+        return all(bool((pair[0][at : at + ROWS].double() == pair[1][at : at + ROWS].double()).all()) for at in starts)
+
+
+def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
+    try:
+        with (path / file).open("rb") as stream:  # the library would map the whole file before reading the header
+            length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(MOST_HEADER_BYTES, (path / file).stat().st_size - 8):
+            raise SafetensorError(f"its header should have {length:,} bytes")
+        with safe_open(path / file, framework="numpy") as content:
+            for name in content.keys():  # noqa: SIM118  (not a mapping)
+                part = content.get_slice(name)
+                yield name, part.get_dtype(), tuple(part.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"model.path={path}: {file} is not a complete safetensors file ({error}); download it again") from None
+
+
+def _check_index(info: CheckpointInfo, found: dict[str, str]) -> None:
+    """Raise UserError if the index assigns a tensor to another file than its own."""
+    if INDEX not in info.other_files:
+        return
+    weight_map = read_json(info.path, INDEX)["weight_map"]
+    wrong = sorted(name for name in weight_map.keys() | found.keys() if weight_map.get(name) != found.get(name))
+    if wrong:
+        named, held = (json.dumps(place.get(wrong[0])) for place in (weight_map, found))
+        raise UserError(
+            f"model.path={info.path}: {INDEX} puts {wrong[0]} into {named}, it is in {held}; "
+            "give the index that was saved with the weights"
+        )

@@ -1,0 +1,112 @@
+"""The sliding windows of a model's layers, read from config.json with the rules of transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stages.checkpoints.families import FAMILIES
+from stages.checkpoints.files import refusal, wrong
+from stages.checkpoints.rope import FULL, SLIDING
+from stages.core.errors import UserError, short
+
+UNSERVED_PATTERNS = {"cohere2": 4}
+"""model_type outside FAMILIES -> period n: every n-th layer has full attention, the other layers slide."""
+
+LONGEST_WINDOW = 1 << 22
+"""Maximum window in tokens, far above the context of any model."""
+
+WINDOW_KEYS = {FULL: None, SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Supported entry of layer_types -> the key of config.json with the layer's window in tokens."""
+
+
+def layer_windows(path: Path, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window by layer in tokens, including the attending token; None for full attention.
+
+    Args:
+        path: Path of the checkpoint, for errors.
+        config: Content of config.json, with the family's defaults for missing keys. The model may be of any family.
+        layers: Number of layers.
+
+    Raises:
+        UserError: The message names `model.path`, the key and the fix.
+    """
+    types = _layer_types(path, config, str(config.get("model_type")), layers)
+    windows = {layer_type: _window(path, config, layer_type) for layer_type in set(types)}
+    return tuple(windows[layer_type] for layer_type in types)
+
+
+def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
+    key = WINDOW_KEYS[layer_type]
+    if key is None:
+        return None
+    window = config.get(key)
+    if type(window) is not int or not 0 < window <= LONGEST_WINDOW:
+        raise wrong(path, config, key, f"an integer from 1 to {LONGEST_WINDOW:,} in a model with {layer_type} layers")
+    return window
+
+
+def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> list[str]:
+    """Return the layer types that transformers uses. Some families ignore layer_types; some need use_sliding_window."""
+    listed, window, family = config.get("layer_types"), config.get("sliding_window"), FAMILIES.get(kind)
+    if listed is not None:
+        _check_layer_types(path, listed, kind, layers)
+    if family is None:
+        return listed or _patterned(layers, None if window is None else _unserved(path, config, kind))
+    uses = config.get("use_sliding_window")
+    if family.asked and uses not in (None, True, False):
+        raise wrong(path, config, "use_sliding_window", "true or false")
+    asked = bool(uses) or not family.asked
+    if family.windows == "none" or not asked or (window is None and (family.asked or family.windows == "every")):
+        types = [FULL] * layers
+    elif family.windows == "every":
+        types = [SLIDING] * layers
+    else:
+        _check_patterns(path, config)
+        types = listed or _patterned(layers, lambda layer: family.slides(config, layer))
+    if listed is not None and listed != types:
+        key = "use_sliding_window" if family.asked else "sliding_window"
+        other = next(kind for kind, applied in zip(listed, types, strict=True) if kind != applied)
+        raise UserError(
+            f"model.path={path}: config.json: layer_types holds {other}, and transformers takes every layer of "
+            f"this {kind} for {types[0]}, as {key} is {short(repr(config.get(key)), 40)}; make them agree"
+        )
+    return types
+
+
+def _patterned(layers: int, slides: Callable[[int], bool] | None) -> list[str]:
+    return [SLIDING if slides is not None and slides(layer) else FULL for layer in range(layers)]
+
+
+def _check_layer_types(path: Path, listed: object, kind: str, layers: int) -> None:
+    if not isinstance(listed, list) or len(listed) != layers:
+        raise refusal(path, f"config.json: layer_types must name each of the {layers} layers, got {short(repr(listed), 40)}")
+    known = list(WINDOW_KEYS) if kind.startswith("llama4") else list(WINDOW_KEYS)[:2]
+    unread = [layer_type for layer_type in listed if layer_type not in known]
+    if unread:
+        raise UserError(
+            f"model.path={path}: config.json: layer_types holds {short(repr(unread[0]), 40)}, which is not read here; use a "
+            f"model of {' and '.join(known)} layers"
+        )
+
+
+def _check_patterns(path: Path, config: dict[str, Any]) -> None:
+    """Refuse invalid values of the keys that select the sliding layers if layer_types is missing."""
+    first = config.get("max_window_layers", 0)
+    if type(first) is not int or first < 0:
+        raise wrong(path, config, "max_window_layers", "an integer of at least 0, the first layer that slides")
+    for key in ("sliding_window_pattern", "no_rope_layer_interval"):
+        period = config.get(key, 1)
+        if type(period) is not int or period < 1:
+            raise wrong(path, config, key, "a positive integer")
+
+
+def _unserved(path: Path, config: dict[str, Any], kind: str) -> Callable[[int], bool]:
+    """Return a function that tells whether a layer slides, for a model outside FAMILIES without layer_types."""
+    _check_patterns(path, config)
+    period = config.get("sliding_window_pattern") or UNSERVED_PATTERNS.get(kind)
+    if period is None:
+        raise UserError(
+            f"model.path={path}: config.json: sliding_window={short(repr(config['sliding_window']), 40)} of {kind}, and no "
+            "layer_types: which layers slide is not said; add layer_types, full_attention or sliding_attention for each layer"
+        )
+    return lambda layer: bool((layer + 1) % period)

@@ -1,0 +1,95 @@
+"""Runs a function in a child process, so that the memory which its libraries keep, also on a GPU, is freed afterwards."""
+
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import REFUSALS, MissingRequirement
+from stages.core.records import Progress
+from stages.core.redaction import redact_output
+
+PR_SET_PDEATHSIG = 1
+"""Option of `prctl` from <sys/prctl.h>: Linux sends the child a signal if its parent dies in any way."""
+
+
+def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:
+    """Call a module's function in a child process, show its progress, and raise its exception here.
+
+    The child starts with an empty `__main__`, because the caller's may be a script that calls kvgate. Signals to the caller's
+    process group do not reach the child.
+
+    Raises MissingRequirement if the child is killed.
+    """
+    reading, writing = os.pipe()
+    begin = f"import sys; sys.path[:] = {sys.path!r}; from stages.core.child import main"
+    command = [sys.executable, "-c", f"{begin}; main({writing}, {os.getpid()})"]
+    with (
+        open(reading, "rb") as answers,
+        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writing], start_new_session=True) as child,
+    ):
+        os.close(writing)
+        assert child.stdin is not None
+        try:
+            with child.stdin as asked:
+                pickle.dump(warnings.filters[:1] == [("ignore", None, Warning, None, 0)], asked)
+                pickle.dump((function, paths, options), asked)
+            while (said := pickle.load(answers)) is not None and not isinstance(said, Exception):
+                progress(*said)
+        except (EOFError, BrokenPipeError):
+            ended = child.wait()
+            said = RuntimeError(f"{function.__name__}: its process ended with exit code {ended}")
+            if ended < 0:
+                name = signal.Signals(-ended).name
+                said = MissingRequirement(
+                    f"{function.__name__}: its process was killed ({name}): out of memory? free some memory, or run fewer jobs "
+                    "at once"
+                )
+        except BaseException:  # Ctrl-C
+            child.terminate()
+            raise
+    if said is not None:
+        raise said
+
+
+def main(writing: int, parent: int) -> None:
+    """Run as the child: read a call from stdin, and write its progress and its end to the file descriptor `writing`."""
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    gc.set_threshold(100_000)  # tracing makes a million objects, and almost no garbage
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its temporary files are removed
+    redact_output()
+    try:
+        with open(writing, "wb", buffering=0) as answers:
+            if pickle.load(sys.stdin.buffer):  # log=quiet; set before the function's imports, which may warn
+                warnings.simplefilter("ignore")
+            function, paths, options = pickle.load(sys.stdin.buffer)
+            try:
+                function(*paths, progress=lambda *told: answers.write(pickle.dumps(told)), **options)
+                answers.write(pickle.dumps(None))
+            except Exception as error:
+                answers.write(_told(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _told(error: Exception) -> bytes:
+    """Pickle an exception. A defect gets its traceback as a note, because pickling drops the traceback."""
+    if isinstance(error, REFUSALS):
+        return pickle.dumps(error)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # some libraries' exceptions cannot be unpickled
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(traceback.format_exc())
+    return pickle.dumps(error)

@@ -1,0 +1,118 @@
+"""Errors that a user or CI can act on, with their exit codes. Any other exception is a bug in kvgate (exit code 1)."""
+
+import errno
+from collections.abc import Sequence
+
+from stages.core.redaction import printable, redact_text
+
+
+class UserError(ValueError):
+    """Bad input. The message has one line per problem with the key, the value and the fix."""
+
+
+class GateRefusal(Exception):
+    """A gate refused the candidate, or the replayed evidence differs from the judged evidence. Nothing was promoted."""
+
+
+class CannotBeJudged(GateRefusal):
+    """The baseline itself fails some workloads, so that a candidate's losses on these workloads would not show."""
+
+    def __init__(self, message: str, weak: Sequence[str], able: Sequence[str]) -> None:
+        super().__init__(message)
+        self.weak, self.able = weak, able
+
+
+class MissingRequirement(Exception):
+    """A requirement that this machine lacks. The message names the requirement and how to get it."""
+
+
+EXIT_CODES: dict[type[Exception], int] = {UserError: 2, GateRefusal: 3, MissingRequirement: 4}
+DEFECT = 1
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM, as in shells."""
+
+SEVERITY = (0, 3, 4, 2, INTERRUPTED, DEFECT)
+"""Exit codes from good to bad. A sweep exits with the worst code of its jobs."""
+
+REFUSALS = tuple(EXIT_CODES)
+
+
+OF_THE_MACHINE = (OSError, MemoryError)
+"""Built-in exceptions that the machine causes: missing disk space, permission or memory."""
+OF_INPUT = (RecursionError, UnicodeError)
+"""Built-in exceptions that input causes: nesting too deep for a parser, or invalid text."""
+STORES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "psycopg", "psycopg2", "pymysql")
+"""Libraries whose exceptions mean that the tracking store failed."""
+CLUSTERS = ("submitit",)
+"""Libraries that raise inside a job if the cluster ends the job because of its time limit."""
+
+OS_FIXES = {
+    errno.ENOSPC: "free some room there, or give another workdir",
+    errno.EDQUOT: "free some room there, or give another workdir",
+    errno.EFBIG: "free some room there, or give another workdir",
+    errno.EACCES: "give this user the permission, or another path",
+    errno.EPERM: "give this user the permission, or another path",
+    errno.EROFS: "give a path that can be written to",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.EIO: "the disk failed; give a path on another one",
+    errno.ENOTDIR: "move away what lies there, or give another path",
+    errno.EISDIR: "move away what lies there, or give another path",
+}
+"""Fix for each errno of an OSError."""
+
+
+DEBUG_VARIABLE = "KVGATE_DEBUG"
+"""Environment variable; 1 shows the traceback of an unexpected exception."""
+
+
+def exit_code(error: BaseException) -> int:
+    known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
+    if known is not None:
+        return known
+    if isinstance(error, OF_INPUT):
+        return EXIT_CODES[UserError]
+    if isinstance(error, OF_THE_MACHINE) or _is_of(STORES, error) or _is_of(CLUSTERS, error):
+        return EXIT_CODES[MissingRequirement]
+    return DEFECT
+
+
+def describe(error: BaseException) -> str:
+    """Return the message for the exception that ended a process: one line per problem, without secrets."""
+    if isinstance(error, REFUSALS):
+        return str(error)
+    detail = " ".join(redact_text(str(error)).split())[:500]
+    text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
+    hint = "KVGATE_DEBUG=1 shows where"
+    if isinstance(error, OSError) and not _is_of(STORES, error):
+        named = error.filename2 or error.filename  # filename2 is the target of a copy, which is written
+        place = f"{named}: " if named is not None else ""
+        fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
+        return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")
+    if isinstance(error, MemoryError):
+        return "this machine's memory is used up; free some, or lower workloads.batch_size and workloads.load"
+    if isinstance(error, OF_INPUT):
+        return f"an input is nested too deep, or is no text ({text}); correct it; {hint}"
+    for libraries, said in (
+        (
+            CLUSTERS,
+            f"the cluster ended this job ({detail}); raise hydra.launcher.timeout_min or max_num_timeout, and run it again",
+        ),
+        (STORES, f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"),
+    ):
+        if _is_of(libraries, error):
+            return said
+    return f"a defect of kvgate ({text}); {hint}: please report it"
+
+
+def _is_of(libraries: tuple[str, ...], error: BaseException) -> bool:
+    return any(kind.__module__.partition(".")[0] in libraries for kind in type(error).__mro__)
+
+
+def short(value: object, most: int = 60) -> str:
+    """Return a value for a message: printable, on one line of at most `most` characters."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "an integer of many digits"
+    text = printable(str(value))
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,88 @@
+"""Files that are written atomically, shared by several artifacts, or brought into a store from outside.
+
+Hard links to one inode share every write in place. Artifacts are never written in place, so that artifacts of one store may
+share files. They never share an inode with a file outside of the store: its owner might overwrite the file,
+and so the champion.
+"""
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from stages.core.digest import file_digest
+from stages.core.records import in_threads
+
+STORE_FILE = ".store.json"
+"""File at the root of a store with the version of the store's layout."""
+POOL = ".files"
+"""Folder of a store with files from outside, named by their sha256. Any number of artifacts link to one copy."""
+UNUSED_S = 24 * 3600.0
+"""Seconds until an unlinked file of the pool is removed."""
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Create `target` with the bytes of `source`: a hard link within a store, a copy elsewhere.
+
+    A source outside of the store is copied into the store's pool once, and linked from there. Linking may fail between file
+    systems, or for files of another user, which the kernel may protect. Then the file is copied.
+    """
+    source = source.resolve()  # Linux would link the symlink itself
+    root = store_of(target.parent.resolve() / target.name)
+    if root is None:
+        shutil.copyfile(source, target)
+        return
+    shared = source if store_of(source) == root else _brought_in(root, source)
+    try:
+        os.link(shared, target)
+    except OSError:
+        shutil.copyfile(shared, target)
+
+
+def link_or_copy_all(names: Iterable[str], source: Path, target: Path) -> None:
+    """Link or copy files from `source` into the directory `target` in parallel, as `link_or_copy` does."""
+    in_threads(lambda name: link_or_copy(source / name, target / name), names)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: concurrent readers find the old content or the new content, never a part."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def sweep_pool(root: Path) -> None:
+    """Remove the files of a store's pool that no artifact has linked to for a day."""
+    for path in (root / POOL).glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_nlink == 1 and time.time() - status.st_ctime > UNUSED_S:
+                path.unlink()
+
+
+def store_of(path: Path) -> Path | None:
+    return next((parent for parent in path.parents if (parent / STORE_FILE).is_file()), None)
+
+
+def _brought_in(root: Path, source: Path) -> Path:
+    """Return the store's copy of a file from outside; the copy is made once."""
+    pool = root / POOL
+    pool.mkdir(exist_ok=True)
+    kept = pool / file_digest(source)
+    if not kept.is_file() or file_digest(kept) != kept.name:
+        scratch = pool / f"{kept.name}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            shutil.copyfile(source, scratch)
+            # The copy is hashed, because the owner may write to the source meanwhile.
+            kept = pool / file_digest(scratch)
+            scratch.replace(kept)
+        finally:
+            scratch.unlink(missing_ok=True)
+    return kept

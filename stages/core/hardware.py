@@ -1,0 +1,50 @@
+"""The processor and GPUs that timings and compiled engines depend on, read without torch from the driver's own tool."""
+
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from stages.core.errors import MissingRequirement
+from stages.core.redaction import child_environment
+
+QUERY = ("name", "compute_cap", "driver_version")
+"""Properties of a GPU as nvidia-smi names them (`nvidia-smi --help-query-gpu`)."""
+SECONDS = 60
+
+
+@cache
+def hardware() -> dict[str, object]:
+    """Return this machine's processor, cores and GPUs, as JSON."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    cpu = names[0] if names else platform.processor()
+    try:
+        listed: list[dict[str, str]] = gpus()
+    except MissingRequirement as error:
+        listed = [{"error": str(error)}]  # an engine on the CPU does not need the driver; its identity records the failure
+    return {"machine": platform.machine(), "cpu": cpu, "cores": os.cpu_count(), "gpus": listed}
+
+
+@cache
+def gpus() -> list[dict[str, str]]:
+    """Return name, compute capability and driver of every NVIDIA GPU, by the names of QUERY; empty without a driver.
+
+    Raises MissingRequirement if an installed driver does not answer: an identity must not silently lack its GPU.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+    try:
+        environment = child_environment()
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS, env=environment)
+    except (subprocess.SubprocessError, OSError) as error:
+        output = str(getattr(error, "stdout", None) or error)
+        reason = output.strip().splitlines()[0]
+        raise MissingRequirement(f"nvidia-smi is installed but does not answer: {reason}") from error
+    lines = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
+    return [dict(zip(QUERY, (value.strip() for value in line), strict=True)) for line in lines]

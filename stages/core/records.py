@@ -1,0 +1,191 @@
+"""Records that stages exchange."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Progress = Callable[[str, int, int], None]
+"""Callback that reports progress: (label, units done, total units). The label may end with the unit in brackets, for example
+`forced decode [tokens]`. The call (text, 0, 0) prints a message at once."""
+
+
+def no_progress(label: str, done: int, total: int) -> None:
+    """Ignore the progress."""
+
+
+LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
+Check = Literal[LineCheck, "number"]
+
+PREFILL_CHUNK = 1024
+"""Tokens per prefill chunk. They attend to each other exactly, and to earlier chunks through the quantized cache."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with a known answer: `messages`, which the tokenizer's chat template renders, or raw text in `prompt`."""
+
+    id: str
+    workload: str
+    reference: str
+    messages: tuple[tuple[str, str], ...] = ()
+    prompt: str = ""
+    check: Check = "exact"
+    """Rule that judges the answer: none, exact text, required mentions, JSON, a call of a tool in `tools`, or the last
+    number."""
+    document: str = ""
+    """Document that the sample belongs to; the bootstrap resamples a document's samples together. Empty: only this sample."""
+    depth: float | None = None
+    """Retrieval: relative position of the needle in the prompt, 0 to 1."""
+    tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Allowed tools and their argument names."""
+    mentions: tuple[str, ...] = ()
+    """For check "mention": texts that a right answer must all contain; if empty, the reference."""
+    distractors: tuple[str, ...] = ()
+    """For check "mention": texts that a right answer must not contain."""
+    difficulty: str = ""
+    """Graded workloads: "easy", "medium" or "hard"."""
+    results: tuple[tuple[int, int], ...] = ()
+    """Character ranges (start, end) of the results within the reference; empty: the whole reference is the result."""
+
+    @property
+    def cluster(self) -> str:
+        return self.document or self.id
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Allocated bytes and pages of the cache."""
+
+    pool_bytes: int
+    exact_bytes: int
+    window_bytes: int
+    pages: int
+    live_tokens: int
+    held_pages: int = 0
+    """Pages that are not free; 0 if the engine does not report them."""
+    window_pages: int = 0
+    """Pages of the second pool, which holds the finer copies of a policy's window."""
+
+
+@dataclass(frozen=True)
+class StoredCopy:
+    """A stored copy of consecutive tokens of one side of one layer, in the layout of the engine's memory.
+
+    Shapes: H KV heads, n tokens, W bytes and g scales per token. `stages.policies.spec.PACKED` defines the order of codes
+    within a byte.
+    """
+
+    first: int
+    """Position of the first token."""
+    codes: npt.NDArray[np.uint8]
+    """(H, n, W)."""
+    scale: npt.NDArray[np.float16] | npt.NDArray[np.uint8] | None
+    """(H, n, g), E4M3 bytes for NVFP4; None for static and exact formats."""
+    zero: npt.NDArray[np.float16] | None
+    static_scale: npt.NDArray[np.float32] | None
+    """(1 | H, 1, 1 | D), as read by attention; None for dynamic and exact formats."""
+    static_zero: npt.NDArray[np.float32] | None
+    evicted: tuple[int, int] = (0, 0)
+    """Range (start, end) of evicted positions, whose entries are zeros."""
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    first_token_ms: list[float]
+    """Time to first token by prompt, in milliseconds; every prompt is prefilled alone."""
+    step_ms: list[float]
+    """Durations in milliseconds of the decode steps of all sequences, in order."""
+    memory: MemoryReport
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Answers and counters of an engine with speculative decoding."""
+
+    answers: list[list[int]]
+    """Tokens of each request."""
+    passes: list[int]
+    """Forward passes per request, including its prefill."""
+    drafts: int
+    """Number of proposals, from the engine's own counters."""
+    drafted: int
+    """Number of proposed tokens."""
+    accepted: int
+    """Number of accepted tokens."""
+
+
+@dataclass(frozen=True)
+class Pressed:
+    """Result of a request that was served together with other requests, as reported by the engine."""
+
+    logits: npt.NDArray[np.float32]
+    """(rows, vocab_size), logits of its last tokens."""
+    preempted: int
+    """Number of times that the request was preempted and recomputed."""
+    reused: int
+    """Prompt tokens that were reused from earlier requests."""
+    pages: tuple[int, ...]
+    """Numbers of the pages that the request held at its end."""
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Call `function` for each item, with one thread per core, and return the results in order.
+
+    For functions that release the GIL: hashing, copying, and NumPy over large arrays. Raises the error of the first call that
+    fails, and cancels the calls that are still waiting.
+    """
+    items = list(items)
+    if len(items) < 2:
+        return [function(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(function, items))
+
+
+def return_large_blocks() -> None:
+    """Make the C library return blocks of at least 8 MiB to the system when they are freed.
+
+    By default glibc raises this threshold as it frees larger blocks, up to 32 MiB, and keeps the gaps between smaller blocks.
+    A process that loads several engines in turn then peaks 0.3 GB higher.
+    """
+    _libc("mallopt", M_MMAP_THRESHOLD, 8 << 20)
+    _libc("mallopt", M_TRIM_THRESHOLD, 64 << 20)
+
+
+def give_back() -> None:
+    """Collect reference cycles, such as models and graphs, and return the freed memory of the C library and torch."""
+    gc.collect()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    give_back_freed()
+
+
+def give_back_freed() -> None:
+    """Return the C library's freed memory to the system."""
+    _libc("malloc_trim", 0)
+
+
+def _libc(name: str, *numbers: int) -> None:
+    """Call a function of the C library if it exists."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*numbers)

@@ -1,0 +1,115 @@
+"""Strict reading of user input and bundles: records without unknown keys or NaN, and regular files only."""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+from stages.core.errors import UserError
+
+CONTROLS = r"\p{C}\p{Zl}\p{Zp}"
+"""Character classes that are forbidden in names: control characters, formatting characters, line ends."""
+
+
+class StrictModel(BaseModel):
+    """A pydantic model without type coercion, whose error texts hide the values, since these may be secrets."""
+
+    model_config = ConfigDict(
+        defer_build=True, extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+def _is_a_path(text: str) -> str:
+    if not text.strip():
+        raise PydanticCustomError("no_path", "is empty; give a path, or leave the key out")
+    if not text.isprintable():
+        raise PydanticCustomError("no_path", "holds characters that no path should have; give another path")
+    try:
+        os.lstat(Path(text).expanduser())
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise PydanticCustomError("no_path", "is too long for a path; give a shorter one") from None
+    except RuntimeError:  # ~name of an unknown user
+        raise PydanticCustomError("no_path", "begins with a user who is not known here; give the whole path") from None
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_is_a_path)]
+"""A path that the user typed."""
+
+
+def absolute(path: str) -> Path:
+    """Return the user's path as an absolute path with links resolved; a link to itself is returned as is."""
+    try:
+        return Path(os.path.realpath(Path(path).expanduser()))
+    except RuntimeError:  # ~name of an unknown user
+        return Path(os.path.realpath(path))
+
+
+class Unreadable(ValueError):
+    """A file that cannot be used. The message states the problem and the fix; the caller adds the file's name."""
+
+
+MOST_TEXT_BYTES = 1 << 30
+"""Maximum bytes of a file of samples or texts."""
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """Return the content of the user's regular file. Pipes and devices are refused, since reading them might never end.
+
+    Raises Unreadable if the file is missing, not a regular file, too large, or not readable.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            about = os.fstat(stream.fileno())
+            if stat.S_ISDIR(about.st_mode):
+                raise Unreadable("is a directory; give a file")
+            if not stat.S_ISREG(about.st_mode):
+                raise Unreadable("is no regular file but a pipe, a socket or a device; give a file")
+            if about.st_size > most_bytes:
+                raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {most_bytes:,} at most")
+            return stream.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise Unreadable("no such file; give one that exists") from None
+    except OSError as error:
+        raise Unreadable(f"cannot be read ({error.strerror}); give a file that can be") from None
+
+
+def read_given(key: str, path: Path) -> bytes:
+    """Return the content of the file of samples or texts that `key` names. Raises UserError if `read_file` refuses the file."""
+    try:
+        return read_file(path, MOST_TEXT_BYTES)
+    except Unreadable as error:
+        raise UserError(f"{key}={path}: {error}") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Raises ValueError for a repeated key, because readers disagree on which value counts."""
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return members
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the value in the user's JSON file.
+
+    Raises Unreadable if the content is not JSON, is nested too deep, or holds an unusable number or text.
+    """
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # raises for half of a surrogate pair
+    except UnicodeEncodeError:
+        raise Unreadable("holds half of a surrogate pair, which is no text; correct it") from None
+    except UnicodeDecodeError:
+        raise Unreadable("is not UTF-8; save it as UTF-8") from None
+    except RecursionError:
+        raise Unreadable("is nested too deep; correct it") from None
+    except ValueError as error:  # not JSON, or an integer of thousands of digits
+        raise Unreadable(f"is not JSON ({error}); correct it") from None
+    return value

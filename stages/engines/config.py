@@ -1,0 +1,78 @@
+"""The base classes of backend configurations, and the registry of backends.
+
+A backend is a folder of `stages/engines`. Its `config.py` holds the typed configuration and is light to import; its
+`backend.py` builds and runs the engines.
+"""
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, ClassVar, get_args
+
+import psutil
+from pydantic import Field, field_validator
+
+from stages.core.strict import StrictModel
+
+ENGINES = Path(__file__).parent
+
+
+class BackendConfig(StrictModel):
+    """Base of the backend configurations. A subclass that describes a backend declares a literal `name`."""
+
+    name: str
+    in_process: ClassVar[bool] = False
+    """Whether engines open in seconds in this process, on any CPU, and keep their cache in this machine's memory."""
+    serves_last: ClassVar[bool] = False
+    """Whether an equally good engine of another backend is preferred (true for the reference engine)."""
+    takes_quantized: ClassVar[bool] = False
+    """Whether engines can load a checkpoint's quantized weights without dequantizing them."""
+    finer: ClassVar[tuple[str, ...]] = ("fp8",)
+    """Policies to try after another policy failed, in ascending order of bytes per token."""
+
+    length_key: ClassVar[str | None] = None
+    """Configuration key that limits prompt plus answer, in tokens; None if only the model limits them."""
+
+    @property
+    def folder(self) -> str:
+        return type(self).__module__.split(".")[-2]
+
+    @property
+    def context_limit(self) -> int | None:
+        """Maximum tokens per sequence that the engines are built for; None if only the model limits them."""
+        return None if self.length_key is None else int(getattr(self, self.length_key))
+
+
+class InProcessConfig(BackendConfig):
+    """Configuration of a backend whose engines compute on this machine's CPU, in this process."""
+
+    in_process = True
+    finer = ("int4_g32", "fp8k_int4v", "fp8", "int8")
+    threads: Annotated[int, Field(ge=1, le=1024)]
+    """CPU threads per engine; null uses one per physical core."""
+
+    @field_validator("threads", mode="before")
+    @classmethod
+    def _all_cores(cls, threads: object) -> object:
+        if threads is not None:
+            return threads
+        # The number is resolved here, once, because it is part of an evaluation's key. If the number of physical cores is
+        # unknown, the number of logical cores is used.
+        return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
+def serves_last(backend: str) -> bool:
+    """Return whether an equally good engine of another backend is preferred to an engine of `backend`."""
+    config = backend_configs().get(backend)
+    return config is not None and config.serves_last
+
+
+@cache
+def backend_configs() -> dict[str, type[BackendConfig]]:
+    found: dict[str, type[BackendConfig]] = {}
+    for path in sorted(ENGINES.glob("*/config.py")):
+        module = import_module(f"stages.engines.{path.parent.name}.config")
+        for record in vars(module).values():
+            if isinstance(record, type) and issubclass(record, BackendConfig):
+                found |= dict.fromkeys(get_args(record.model_fields["name"].annotation), record)
+    return found

@@ -1,0 +1,306 @@
+"""The interface of engines: required methods, optional capabilities, and greedy generation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stages.core.errors import UserError
+from stages.core.records import PREFILL_CHUNK, Drafting, LoadTimes, MemoryReport, Pressed, StoredCopy
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import LayerDelivery
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Logits = npt.NDArray[np.float32]
+
+NOT_FINITE = "not finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
+
+
+@dataclass(eq=False)
+class Continuation:
+    """A request of `generate` and its progress."""
+
+    tokens: list[int]
+    """The prompt, followed by the generated tokens."""
+    prompt_tokens: int
+    most_tokens: int
+    """Maximum length in tokens, prompt included."""
+    sequence: int = -1
+    """Handle of its sequence; -1 before the start and after a preemption."""
+    stored: int = 0
+    reached: int = 0
+    """Tokens that were stored at the last preemption."""
+    preempted: int = 0
+    """Number of times that the request was preempted by an older request."""
+    reused: int = 0
+    """Prompt tokens that were found in the cache."""
+
+
+class Engine(ABC):
+    """A loaded engine bundle. Sequences are integer handles; logits are float32 of shape (batch, vocab_size).
+
+    A subclass implements the abstract methods. The public methods check the arguments, so the methods that begin with `_` may
+    rely on valid input. The methods below `can` are optional capabilities: an engine has a capability if it overrides it.
+    """
+
+    prefill_chunk: int = PREFILL_CHUNK
+    max_sequences: int | None = None
+    """Maximum number of sequences at once; None if only memory limits them."""
+    max_tokens: int | None = None
+    """Maximum tokens per sequence that the engine was built for."""
+    max_batch: int | None = None
+    """Maximum sequences per decode step that the engine was built for."""
+    threads: int | None = None
+    """CPU threads that the engine was configured to use."""
+    attention: str | None = None
+    """Description of the decode attention, if the engine can choose between several implementations."""
+    reads_itself: bool = False
+    """Whether attention reads all keys and values from the quantized cache, even in prompts and for the token itself."""
+    logit_step: float = 0.0
+    """Two units in the last place of a logit, relative to the logit."""
+    pressed_requests: int = 0
+    """Requests that an evaluation sends into a small pool (`press`) if `workloads.pressure` is null."""
+    keeps_prefixes: bool = False
+    """Whether prompt prefixes stay in the cache for later prompts, until `forget_prefixes`."""
+
+    def __init__(self, policy: KVPolicy, shape: KVShape, vocab_size: int) -> None:
+        self.policy, self.shape, self.vocab_size = policy, shape, vocab_size
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """Start one sequence for each prompt.
+
+        Return the sequences' handles and the logits (len(prompts), vocab_size) after every prompt. Prompts of at most
+        PREFILL_CHUNK tokens do not read the quantized cache. Raises UserError if a prompt is empty, has ids outside the
+        vocabulary, or does not fit into the engine; then no sequence is started.
+        """
+        for prompt in prompts:
+            check_tokens(prompt, self.vocab_size)
+        return self._prefill_batch(prompts)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Start one sequence for each prompt, like `prefill`, and return only the handles."""
+        return self.prefill(prompts)[0]
+
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        """Append one token to every given sequence.
+
+        Return logits (len(sequences), vocab_size), computed from the quantized cache. Raises UserError if a token is outside
+        the vocabulary or does not fit into the engine; ValueError unless the sequences are distinct and each gets one token.
+        """
+        if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
+            raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
+        check_tokens(tokens, self.vocab_size)
+        return self._decode(sequences, tokens)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        stop_tokens: Collection[int],
+        *,
+        max_sequences: int | None = None,
+        ended: Callable[[int], None] = lambda _: None,
+    ) -> list[list[int]]:
+        """Return greedy continuations, in the order of the prompts. A continuation ends before its first stop token.
+
+        A finished sequence is released at once, and the next prompt takes its slot. At most `max_sequences` sequences are
+        active at once. `ended` is called with the number of finished continuations each time that number grows.
+
+        Raises UserError if `prefill` would refuse any of the prompts, before the first one starts. Also raises UserError if
+        logits are not finite, since no token can be picked. `prefill` and `decode` return such logits because an evaluation
+        counts them.
+        """
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if len(limits) != len(prompts) or min(limits, default=1) < 1:
+            raise UserError(f"max_new_tokens must be at least 1 for each of {len(prompts)} prompts, got {limits}")
+        if max_sequences is not None and max_sequences < 1:
+            raise UserError(f"max_sequences must be at least 1, got {max_sequences}")
+        for prompt in prompts:
+            check_tokens(prompt, self.vocab_size)
+        continuations = [
+            Continuation(list(prompt), len(prompt), len(prompt) + limit) for prompt, limit in zip(prompts, limits, strict=True)
+        ]
+        self._answer(continuations, stop_tokens, len(prompts) if max_sequences is None else max_sequences, ended)
+        return [one.tokens[one.prompt_tokens :] for one in continuations]
+
+    def _answer(
+        self,
+        continuations: Sequence[Continuation],
+        stop_tokens: Collection[int],
+        max_sequences: int,
+        on_end: Callable[[int], None],
+    ) -> None:
+        """Generate every continuation to its end, at most `max_sequences` at once."""
+        import numpy as np  # imported here, so that the command line starts without NumPy
+
+        waiting, live = deque(continuations), list[Continuation]()
+        try:
+            while waiting or live:
+                while waiting and len(live) < max_sequences:
+                    live.append(waiting.popleft())
+                advanced, logits = self._advance(live)
+                broken = np.flatnonzero(~np.isfinite(logits).all(-1))
+                if broken.size:
+                    one = advanced[int(broken[0])]
+                    raise UserError(f"logits of sequence {one.sequence} after {len(one.tokens)} tokens are {NOT_FINITE}")
+                ended = []
+                for one, token in zip(advanced, logits.argmax(-1).tolist(), strict=True):
+                    if token not in stop_tokens:
+                        one.tokens.append(token)
+                    if token in stop_tokens or len(one.tokens) == one.most_tokens:
+                        ended.append(one)
+                live = [one for one in live if one not in ended]
+                self._release_all(ended)
+                if ended:
+                    on_end(len(continuations) - len(waiting) - len(live))
+        finally:
+            self._release_all(live)
+
+    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
+        """Take one step: prefill the continuations without a sequence or, if all have a sequence, decode.
+
+        An engine that prefills and decodes in one pass overrides this method. Return the continuations whose tokens are all
+        stored now, and the logits (continuations, vocab_size) of their last tokens.
+        """
+        joining = [one for one in live if one.sequence < 0]
+        if joining:
+            handles, logits = self.prefill([one.tokens for one in joining])
+            for one, handle in zip(joining, handles, strict=True):
+                one.sequence, one.stored = handle, len(one.tokens)
+            return joining, logits
+        logits = self.decode([one.sequence for one in live], [one.tokens[-1] for one in live])
+        for one in live:
+            one.stored += 1
+        return live, logits
+
+    def _release_all(self, continuations: Sequence[Continuation]) -> None:
+        self.release([one.sequence for one in continuations if one.sequence >= 0])
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Free the memory of the sequences and invalidate their handles."""
+        for sequence in sequences:
+            self._release(sequence)
+
+    def close(self) -> None:  # noqa: B027  (most engines hold nothing but memory)
+        """Stop the engine's own process, if it runs in one."""
+
+    @abstractmethod
+    def memory(self) -> MemoryReport:
+        """Return the allocated bytes of the cache."""
+
+    @abstractmethod
+    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
+        """Implement `prefill` for prompts that passed the checks."""
+
+    @abstractmethod
+    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        """Implement `decode` for arguments that passed the checks."""
+
+    @abstractmethod
+    def _release(self, sequence: int) -> None:
+        """Free the memory of one sequence."""
+
+    def can(self, capability: Callable[..., object]) -> bool:
+        """Return whether the engine implements an optional method, for example `engine.can(Engine.fork)`."""
+        return getattr(type(self), capability.__name__) is not getattr(Engine, capability.__name__)
+
+    def corrupt_key_scale(self, factor: float) -> None:
+        """Plant the must-fail control's fault: multiply the key scales that decoding reads, or unscaled stored keys."""
+        self.corrupt_scale(Side.KEY, factor)
+
+    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
+        """Multiply the scales that decoding dequantizes keys or values with; without scales, multiply the stored numbers.
+
+        `layer` and `head` (a KV head) limit the fault; None means all. If the heads of a layer share a scale, all heads are
+        affected. The fault applies to stored and to later tokens and leaves the codes unchanged. The inverse factor undoes it.
+        """
+        raise NotImplementedError
+
+    def forget_prefixes(self) -> None:
+        raise NotImplementedError
+
+    def fork(self, sequence: int) -> int:
+        """Start a sequence with the same tokens that shares the original's full pages, and return its handle."""
+        raise NotImplementedError
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
+        """Append prompt tokens to a sequence as a later chunk of its prefill; return the last token's logits (vocab_size,)."""
+        raise NotImplementedError
+
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        """Compute the forced decode of a whole sequence in one pass; no sequence stays in the engine.
+
+        Return logits (len(tokens) - first, vocab_size). Row r equals the result of `decode` for tokens[first + r] after
+        `prefill` of tokens[:first] and `decode` of the tokens between. Raises UserError if `tokens` is empty or holds ids
+        outside the vocabulary; ValueError if `first` leaves an empty prefix or no token to score.
+        """
+        raise NotImplementedError
+
+    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
+        """Return the logits of `forced` for each (tokens, first), with all requests in flight at once.
+
+        For engines that serve whole requests and batch them by themselves.
+        """
+        raise NotImplementedError
+
+    def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
+        """Return the logits of `forced` for each (tokens, first); every prefix comes from the cache of earlier requests."""
+        raise NotImplementedError
+
+    def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
+        """Answer each (prompt, number of tokens) greedily, with the engine's own prompt lookup.
+
+        The lookup matches at most the last `ngram` tokens and proposes at most `tokens` tokens.
+        """
+        raise NotImplementedError
+
+    def press(
+        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
+    ) -> list[list[Pressed]]:
+        """Serve rounds (`plays`) of requests, (tokens, first) as in `forced`. The requests of a round are sent at once.
+
+        A request's result includes the logits of its last `rows` tokens. With `pages`, all rounds share a pool of that
+        number of pages of PAGE_TOKENS tokens, which keeps prompt prefixes: requests wait, are preempted by older requests, and
+        are recomputed. Without `pages`, every request has room and no prefix is reused.
+        """
+        raise NotImplementedError
+
+    def stored(self, sequence: int) -> Sequence[Mapping[Side, StoredCopy]]:
+        """Return, for each layer, the copies in the pages of a sequence, without the buffers of exact tokens."""
+        raise NotImplementedError
+
+    def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
+        """Return the cache content of request `number` of the last `forced_together`, in the form of `stored`.
+
+        The result is empty if the engine cannot describe the memory layout of its cache.
+        """
+        raise NotImplementedError
+
+    def delivery(self) -> Sequence[LayerDelivery]:
+        """Return, by layer, the scales that another library's engine loaded from its checkpoint."""
+        raise NotImplementedError
+
+    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+        """Time `steps` decode steps after the first token of every prompt.
+
+        For engines that serve whole requests, whose steps cannot be timed from outside.
+        """
+        raise NotImplementedError
+
+    def _check_forced(self, tokens: Sequence[int], first: int) -> None:
+        check_tokens(tokens, self.vocab_size)
+        if not 0 < first < len(tokens):
+            raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    if not len(tokens):
+        raise UserError("a prompt must hold at least one token, got an empty one")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise UserError(f"token ids must be in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}")

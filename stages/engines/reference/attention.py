@@ -1,0 +1,368 @@
+"""Attention with a separate choice of token copies for every row; one code path for prefill, decode and one pass.
+
+A row is a query; `start` is the length of the cache when the row's chunk began. In order of position, row i attends to:
+1. float16 sinks, 2. base copies (with a gap if the policy evicts), 3. window copies, 4. float16 recent tokens, 5. the exact
+tokens of its own chunk up to itself. A sliding-window layer drops all columns before its own window; do not confuse that window
+with the policy's window of finer formats. All borders grow with i. So in a block of rows, nearly every column is the same copy
+for all rows, and only narrow bands need a mask. Blocks bound the memory: nothing is quadratic in the number of tokens.
+
+Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from stages.engines.base import not_finite
+from stages.engines.reference.formats import CPU
+from stages.engines.reference.model import LayerAttention, asked_of, no_mask
+from stages.policies.policy import PAGE_TOKENS, KVPolicy
+
+ATTENTION = "kvgate_reference"
+
+BLOCK_ROWS = 64
+"""Maximum rows of a block. Small blocks waste less work on masked columns; large blocks give larger matrix products."""
+
+BLOCK_BYTES = 1 << 24
+"""Maximum bytes of a block's scores. Long contexts get fewer rows per block."""
+
+GPU_BLOCK_ROWS, GPU_BLOCK_BYTES = 256, 1 << 28
+"""Limits on a GPU, which needs larger matrix products to stay busy."""
+
+SMALLEST_EXPONENT = -80.0
+"""Floor of the softmax's exponents: e**-80 is a normal float32."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Dequantized tokens of one side of one layer: consecutive tokens, preceded by the sinks if the policy evicts."""
+
+    tokens: Tensor
+    """(H, n, D) float32."""
+    begin: int = 0
+    """Position of the first token after the sinks."""
+    sinks: int = 0
+    """Number of the sequence's first tokens that `tokens` starts with."""
+
+    def part(self, low: int, high: int) -> Tensor:
+        """Return the tokens of positions low to high - 1."""
+        before = 0 if low < self.sinks else self.begin - self.sinks
+        return self.tokens[:, low - before : high - before]
+
+
+Sources = tuple[Copies | None, Copies | None, Copies | None, Copies | None, Copies]
+"""Sinks, base, window, recent tokens and the row's chunk; None if no row reads the source."""
+
+
+EVICTED = 5
+"""Marks columns without a source: the masked rows do not attend to them, because of eviction or a sliding window."""
+PARTS = (EVICTED, 0, 1, EVICTED, 1, 2, 3, 4)
+"""Sources in the order of a row's columns."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [begin, end) of a sequence: one chunk, or decoded tokens that are a chunk each (start=None)."""
+
+    begin: int
+    end: int
+    start: int | None
+    itself: bool = False
+    """Whether each row also reads its own token and all earlier tokens from the cache."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A sequence and its pieces in order: (number of tokens, whether they were decoded one by one)."""
+
+    tokens: Sequence[int]
+    pieces: Sequence[tuple[int, bool]]
+
+    @property
+    def shown(self) -> list[int]:
+        """Positions whose logits an engine returns: the last token of a prefilled piece, and every decoded token."""
+        ends = list(accumulate(count for count, _ in self.pieces))
+        return [
+            position
+            for end, (count, decoded) in zip(ends, self.pieces, strict=True)
+            for position in (range(end - count, end) if decoded else (end - 1,))
+        ]
+
+    def spans(self, chunk: int, *, itself: bool) -> list[Span]:
+        """Return the rows of a pass over the whole sequence."""
+        spans, first = [], 0
+        for count, decoded in self.pieces:
+            end = first + count
+            starts = () if decoded else range(first, end, chunk)
+            spans += [Span(begin, min(begin + chunk, end), begin, itself) for begin in starts]
+            if decoded:
+                spans.append(Span(first, end, None, itself))
+            first = end
+        return spans
+
+
+@dataclass(frozen=True)
+class AttentionPiece:
+    """Columns [low, high) of one source, and the rows that attend to them (`mask_RT`; None: all rows).
+
+    For source EVICTED, the mask selects the rows that do not attend.
+    """
+
+    source: int
+    low: int
+    high: int
+    mask_RT: Tensor | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [begin, end), and the columns that they attend to."""
+
+    begin: int
+    end: int
+    pieces: Mapping[tuple[int | None, bool], tuple[AttentionPiece, ...]]
+    """Pieces by (the layer's sliding window or None, whether the side has finer copies in the policy's window)."""
+
+
+Taken = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Maps a layer's queries and keys (..., D) to the values that an engine multiplies and stores."""
+
+
+class View(Protocol):
+    """One sequence of a batch."""
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+        """Return the attention (H, G, S, D) of new tokens: scaled queries q (H, G, S, D), keys and values (H, S, D)."""
+        ...
+
+    def check(self) -> None:
+        """Raise UserError if a new key or value is not finite. Called after all layers."""
+        ...
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several sequences concatenated in one row of a batch, without padding."""
+
+    views: Sequence[View]
+    lengths: Sequence[int]
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+        """Return every sequence's attention to its own tokens; shapes as in `View`."""
+        parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
+        return torch.cat([view.attend(layer, *part, asked) for view, *part in parts], dim=-2)
+
+    def check(self) -> None:
+        for view in self.views:
+            view.check()
+
+
+class BlockView(ABC):
+    """A view whose copies are all known before any row attends."""
+
+    blocks: Sequence[Block]
+    first_row: int
+    """Position of the first new token."""
+    finite: "Finite | None" = None
+    """Check that new keys and values are finite; None skips it."""
+
+    def check(self) -> None:
+        if self.finite is not None:
+            self.finite.check()
+
+    @abstractmethod
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        """Take the new tokens' keys and values (H, S, D), and return the key copies and value copies to read."""
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+        keys, values = self.exchange(layer, key, value)
+        out = torch.empty_like(q)
+        for block in self.blocks:
+            rows = slice(block.begin - self.first_row, block.end - self.first_row)
+            key_pieces, value_pieces = (block.pieces[asked.window, sources[2] is not None] for sources in (keys, values))
+            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces, asked)
+        return out
+
+
+class Finite:
+    """A deferred check that a sequence's new keys and values are finite as float16.
+
+    Results are collected by layer and checked once after all layers, so that the host waits for a GPU only once.
+    """
+
+    def __init__(self, sequence: str, first_row: int) -> None:
+        self.sequence, self.first_row = sequence, first_row
+        self._layers: list[int] = []
+        self._fits: list[Tensor] = []
+        """Results (2, S) by layer: keys, then values."""
+
+    def note(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Record whether a layer's new keys and values (H, S, D) are finite."""
+        self._layers.append(layer)
+        self._fits.append(torch.stack([torch.isfinite(x.half()).all(-1).all(0) for x in (key, value)]))
+
+    def check(self) -> None:
+        """Raise UserError for the first key or value that is NaN or not finite as a float16."""
+        wrong = (~torch.stack(self._fits)).nonzero().tolist() if self._fits else []
+        if wrong:
+            place, side, row = wrong[0]
+            raise not_finite(("key", "value")[side], self._layers[place], self.first_row + row, self.sequence)
+
+
+def plan(
+    policy: KVPolicy,
+    spans: Sequence[Span],
+    row_bytes: int,
+    slides: Collection[int | None] = (None,),
+    device: torch.device = CPU,
+) -> list[Block]:
+    """Cut `spans` into blocks. Everything is computed on the CPU; the masks are moved to `device`."""
+    most_rows, most_bytes = (BLOCK_ROWS, BLOCK_BYTES) if device.type == "cpu" else (GPU_BLOCK_ROWS, GPU_BLOCK_BYTES)
+    rows = max(1, min(most_rows, most_bytes // max(1, row_bytes)))
+    blocks = []
+    for span in spans:
+        for begin in range(span.begin, span.end, rows):
+            end = min(begin + rows, span.end)
+            row = torch.arange(begin, end)
+            starts = row + 1 if span.itself else row if span.start is None else torch.full_like(row, span.start)
+            pieces = {
+                (slide, finer): tuple(_pieces(_borders(policy, row, starts, slide, finer), device))
+                for slide in slides
+                for finer in ((False,) if policy.window is None else (False, True))
+            }
+            blocks.append(Block(begin, end, pieces))
+    return blocks
+
+
+def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, finer: bool) -> Tensor:
+    """Return borders (9, R): row i reads columns borders[p, i] to borders[p + 1, i] - 1 from source PARTS[p]."""
+    sinks = starts.clamp(max=policy.sink_tokens)
+    recent = torch.maximum(starts - policy.recent_tokens, sinks)
+    window = recent
+    if finer and policy.window is not None:
+        page = (starts - policy.window.tokens).clamp(min=0) // PAGE_TOKENS
+        window = torch.minimum(torch.maximum(page * PAGE_TOKENS, sinks), recent)
+    kept, latest = sinks, sinks
+    if policy.eviction is not None:
+        page = (starts - policy.eviction.window_tokens).clamp(min=0) // PAGE_TOKENS
+        kept = torch.maximum((page * PAGE_TOKENS).clamp(max=policy.eviction.sink_tokens), sinks)
+        latest = torch.maximum(page * PAGE_TOKENS, kept)
+    none = torch.zeros_like(row)
+    # transformers' sliding_window_overlay: a row attends to position p if p > row - window.
+    low = none if slide is None else (row + 1 - slide).clamp(min=0)
+    borders = [torch.maximum(border, low) for border in (none, sinks, kept, latest, window, recent, starts, row + 1)]
+    return torch.stack([none, *borders])
+
+
+def _pieces(borders: Tensor, device: torch.device) -> Iterator[AttentionPiece]:
+    for part, source in enumerate(PARTS):
+        low, high = borders[part], borders[part + 1]
+        bands: tuple[tuple[int, int], ...]
+        begin, last_low, first_high, end = int(low[0]), int(low[-1]), int(high[0]), int(high[-1])
+        if last_low < first_high:  # all rows read these columns; only some rows read the two bands
+            bands = ((begin, last_low), (first_high, end))
+            yield AttentionPiece(source, last_low, first_high, None)
+        else:
+            bands = ((begin, end),)
+        for a, b in bands:
+            column = torch.arange(a, b)
+            mask = (column >= low[:, None]) & (column < high[:, None])
+            read = mask.any(0).nonzero().flatten().tolist()
+            if read:  # a layer's own window may push both borders of some rows beyond the source's last token
+                yield AttentionPiece(source, a + read[0], a + read[-1] + 1, mask[:, read[0] : read[-1] + 1].to(device))
+
+
+def attend(
+    q: Tensor,
+    keys: Sources,
+    values: Sources,
+    key_pieces: Sequence[AttentionPiece],
+    value_pieces: Sequence[AttentionPiece],
+    asked: LayerAttention = LayerAttention(),  # noqa: B008  (immutable)
+) -> Tensor:
+    """Return the attention (H, G, R, D) of scaled queries q (H, G, R, D); the last query is the pieces' last column."""
+    heads, groups, rows, head_dim = q.shape
+    flat = q.reshape(heads, groups * rows, head_dim)
+    columns = max(piece.high for piece in key_pieces)
+    scores = q.new_empty(heads, groups * rows, columns)
+    by_row = scores.view(heads, groups, rows, columns)
+    # No piece covers the later tokens of the rows' chunk: they stay masked.
+    by_row[..., columns - rows :] = -torch.inf
+    for piece in key_pieces:
+        if piece.source == EVICTED:
+            evicted = by_row[..., piece.low : piece.high]
+            if piece.mask_RT is None:
+                evicted.fill_(-torch.inf)
+            else:
+                evicted.masked_fill_(piece.mask_RT, -torch.inf)
+            continue
+        k = _read(keys, piece, q.dtype).transpose(1, 2)
+        if piece.mask_RT is None:
+            asked.cap(torch.matmul(flat, k, out=scores[..., piece.low : piece.high]))
+        else:
+            columns_of_piece = by_row[..., piece.low : piece.high]
+            products = asked.cap(torch.matmul(flat, k)).view(columns_of_piece.shape)
+            columns_of_piece.copy_(torch.where(piece.mask_RT, products, columns_of_piece))
+    # Softmax, normalized at the end. The floor vanishes in a sum with 1, but without it denormal weights would make the
+    # products below thirty times slower on a CPU.
+    highest = scores.amax(-1, keepdim=True)
+    if asked.sinks is not None:
+        sinks = asked.sinks.repeat_interleave(rows, dim=1)[..., None].to(q.dtype)
+        highest = torch.maximum(highest, sinks)
+    weights = scores.sub_(highest).clamp_(min=SMALLEST_EXPONENT).exp_()
+    out = torch.zeros_like(flat)
+    for piece in value_pieces:
+        if piece.source == EVICTED:
+            continue
+        weight = weights[..., piece.low : piece.high]
+        if piece.mask_RT is not None:
+            weight = (weight.view(heads, groups, rows, -1) * piece.mask_RT).flatten(1, 2)
+        out += torch.matmul(weight, _read(values, piece, q.dtype))
+    total = weights.sum(-1, keepdim=True)
+    if asked.sinks is not None:
+        total = total + (sinks - highest).exp()
+    return (out / total).view(q.shape)
+
+
+def _read(sources: Sources, piece: AttentionPiece, dtype: torch.dtype) -> Tensor:
+    copies = sources[piece.source]
+    assert copies is not None
+    return copies.part(piece.low, piece.high).to(dtype)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    scaling: float,
+    *,
+    views: Sequence[View],
+    taken: Taken | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Implement transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
+
+    `views` (one per row of the batch) and `taken` are keyword arguments of the model's forward.
+    """
+    if taken is not None:
+        query, key = taken(int(module.layer_idx), query, key)  # type: ignore[arg-type]
+    batch, _, length, head_dim = query.shape
+    heads = key.shape[1]
+    asked = asked_of(module, heads, options)
+    q = query.view(batch, heads, -1, length, head_dim) * scaling
+    out = torch.empty_like(q)
+    for b, view in enumerate(views):
+        out[b] = view.attend(int(module.layer_idx), q[b], key[b], value[b], asked)  # type: ignore[arg-type]
+    return out.flatten(1, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, no_mask)

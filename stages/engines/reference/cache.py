@@ -1,0 +1,215 @@
+"""A sequence's quantized cache: pages of codes and scales for all kept tokens, a window's second copies, and exact tokens.
+
+Shapes: H KV heads, S new tokens, T tokens in the cache, D head_dim.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stages.core.records import StoredCopy
+from stages.engines.reference.attention import Copies, Sources
+from stages.engines.reference.formats import CPU, dequantize, quantize, static_scales
+from stages.policies.arithmetic_torch import Static, Stored, concatenated, each
+from stages.policies.formats import Format
+from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side
+from stages.policies.scales import KVScales
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Format and static scales of one copy of one side of one layer."""
+
+    form: Format
+    static: Static | None
+
+    def write(self, x: Tensor) -> Stored:
+        """Quantize x (H, S, D)."""
+        return quantize(x, self.form, self.static)
+
+    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
+        """Dequantize, and multiply by `gain` (H, 1, 1), the must-fail control's fault."""
+        x = dequantize(stored, self.form, self.static)
+        return x if gain is None else x * gain
+
+
+LayerStorage = dict[Side, Storage]
+
+
+def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales, device: torch.device = CPU) -> list[LayerStorage]:
+    """Return the storages of every layer. `scales` must have been checked against the policy."""
+
+    def storage(layer: int, side: Side, form: Format) -> Storage:
+        static = scales.layers[layer].get(side)
+        return Storage(form, None if static is None else static_scales(static, form, shape.kv_heads, shape.head_dim, device))
+
+    return [{side: storage(n, side, form) for side, form in policy.sides(n).items()} for n in range(shape.layers)]
+
+
+class Pages:
+    """One copy of a sequence's tokens in whole pages: the sinks' pages, then the pages that follow the `freed` pages."""
+
+    def __init__(self, storage: Storage, sink_pages: int = 0) -> None:
+        self.storage, self.sink_pages = storage, sink_pages
+        self.length = 0
+        self.freed = 0
+        self.pages: list[Stored] = []
+
+    def append(self, x: Tensor) -> None:
+        """Quantize and store x (H, S, D)."""
+        stored = self.storage.write(x)
+        done = 0
+        while done < x.shape[1]:
+            offset = self.length % PAGE_TOKENS
+            if offset == 0:
+                self.pages.append(each(_empty_page, [stored]))
+            count = min(PAGE_TOKENS - offset, x.shape[1] - done)
+            for page, new in zip(self.pages[-1].tensors, stored.tensors, strict=True):
+                page[:, offset : offset + count] = new[:, done : done + count]
+            self.length += count
+            done += count
+
+    def forget(self, first: int) -> None:
+        """Free the pages before the sequence's page `first`, except the sinks' pages."""
+        freed = max(0, first - self.sink_pages)
+        del self.pages[self.sink_pages : self.sink_pages + freed - self.freed]
+        self.freed = freed
+
+    def read(self, gain: Tensor | None) -> Copies | None:
+        """Return all tokens of the pages, dequantized; None if there are no pages."""
+        if not self.pages:
+            return None
+        freed = self.freed * PAGE_TOKENS
+        sinks = self.sink_pages * PAGE_TOKENS if freed else 0
+        return Copies(self.storage.read(self._joined, gain), sinks + freed, sinks)
+
+    @property
+    def _joined(self) -> Stored:
+        return each(lambda pages: concatenated(pages)[:, : self.length - self.freed * PAGE_TOKENS], self.pages)
+
+    def stored(self, *, in_window: bool) -> StoredCopy:
+        """Return the codes and scales, with zeros in the gap of evicted tokens."""
+        held, freed, sinks = self._joined, self.freed * PAGE_TOKENS, self.sink_pages * PAGE_TOKENS
+        gap = 0 if in_window else freed
+
+        def array(x: Tensor | None, dtype: Any) -> Any:
+            if x is None:
+                return None
+            raw = x.contiguous().view(torch.uint8).cpu().numpy()
+            none = np.zeros((len(raw), gap, raw.shape[2]), np.uint8)
+            return np.concatenate([raw[:, :sinks], none, raw[:, sinks:]], axis=1).view(dtype)
+
+        static, scaled = self.storage.static, self.storage.form.code.scale_storage
+        return StoredCopy(
+            first=freed - gap,
+            codes=array(held.codes, np.uint8),
+            scale=array(held.scale, scaled.numpy),
+            zero=array(held.zero, np.float16),
+            static_scale=None if static is None else static.scale.cpu().numpy(),
+            static_zero=None if static is None or static.zero is None else static.zero.cpu().numpy(),
+            evicted=(sinks, sinks + gap) if gap else (0, 0),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for page in self.pages for t in page.tensors)
+
+
+class ExactTokens:
+    """float16 copies of the first and the latest tokens of one side of one layer."""
+
+    def __init__(self, policy: KVPolicy, shape: KVShape, device: torch.device) -> None:
+        self.length = 0
+        self.sinks, self.recent = (
+            torch.zeros(shape.kv_heads, tokens, shape.head_dim, dtype=torch.float16, device=device)
+            for tokens in (policy.sink_tokens, policy.recent_tokens)
+        )
+        """In order of position: the latest token comes last."""
+
+    def append(self, x: Tensor) -> None:
+        """Store x (H, S, D)."""
+        fill = self.sinks[:, self.length : self.length + x.shape[1]]
+        fill.copy_(x[:, : fill.shape[1]])
+        joined = torch.cat([self.recent, x.half()], dim=1)
+        self.recent = joined[:, joined.shape[1] - self.recent.shape[1] :].clone()
+        self.length += x.shape[1]
+
+    def read(self) -> tuple[Copies, Copies]:
+        """Return the sinks and the recent tokens."""
+        count = min(self.length, self.recent.shape[1])
+        recent = self.recent[:, self.recent.shape[1] - count :]
+        return Copies(self.sinks[:, : self.length].float()), Copies(recent.float(), self.length - count)
+
+    @property
+    def nbytes(self) -> int:
+        return self.sinks.nbytes + self.recent.nbytes
+
+
+class LayerCache:
+    """Keys and values of one layer of one sequence."""
+
+    def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device) -> None:
+        self.policy, self.shape = policy, shape
+        self.pages = {side: Pages(storage, 0 if side.in_window else policy.sink_pages) for side, storage in storages.items()}
+        self.exact = {side: ExactTokens(policy, shape, device) for side in (Side.KEY, Side.VALUE)}
+
+    @property
+    def length(self) -> int:
+        return self.exact[Side.KEY].length
+
+    @property
+    def kept_tokens(self) -> int:
+        return self.length - self.pages[Side.KEY].freed * PAGE_TOKENS
+
+    @property
+    def page_count(self) -> int:
+        return len(self.pages[Side.KEY].pages)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(pages.nbytes for side, pages in self.pages.items() if not side.in_window)
+
+    @property
+    def window_bytes(self) -> int:
+        return sum(pages.nbytes for side, pages in self.pages.items() if side.in_window)
+
+    @property
+    def exact_bytes(self) -> int:
+        return sum(exact.nbytes for exact in self.exact.values())
+
+    @property
+    def stored(self) -> dict[Side, StoredCopy]:
+        return {side: pages.stored(in_window=side.in_window) for side, pages in self.pages.items()}
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Store new keys and values (H, S, D), then free the pages that left the window or were evicted."""
+        for side, pages in self.pages.items():
+            pages.append(key if side.is_key else value)
+            if side.in_window and self.policy.window is not None:
+                pages.forget(self.policy.window.first_page(pages.length))
+            elif evicted := self.policy.evicted_pages(pages.length, self.shape):
+                pages.forget(evicted.stop)
+        self.exact[Side.KEY].append(key)
+        self.exact[Side.VALUE].append(value)
+
+    def read(self, side: Side, new: Tensor, gain: Tensor | None) -> Sources:
+        """Return the sources that new tokens attend to: the cache, and their own keys or values `new` (H, S, D)."""
+        sinks, recent = self.exact[side].read()
+        base, window = self.pages[side].read(gain), self.pages.get(side.window)
+        return sinks, base, None if window is None else window.read(gain), recent, Copies(new, self.length)
+
+
+def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, gain: Tensor | None) -> Sources:
+    """Return the sources that a whole sequence x (H, T, D) attends to, as a cache would return them."""
+    base, window = storages[side], storages.get(side.window)
+    exact = Copies(x.half().float()) if policy.exact_tokens else None
+    second = None if window is None else Copies(window.read(window.write(x), gain))
+    return exact, Copies(base.read(base.write(x), gain)), second, exact, Copies(x)
+
+
+def _empty_page(like: list[Tensor]) -> Tensor:
+    """Return an empty page with the head count, width and type of `like[0]` (H, S, ...)."""
+    return torch.zeros((like[0].shape[0], PAGE_TOKENS, *like[0].shape[2:]), dtype=like[0].dtype, device=like[0].device)

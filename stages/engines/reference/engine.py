@@ -1,0 +1,283 @@
+"""The reference engine: transformers' own model, in float32, over a plain quantized cache.
+
+It serves backend=torch on a CPU. Judged engines are compared with this engine on the device of `reference.device`.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from stages.checkpoints.loading import load_causal_lm
+from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
+from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
+from stages.engines.reference.attention import ATTENTION, Block, BlockView, Fed, Finite, Joined, Sources, Span, View, plan
+from stages.engines.reference.blocks import as_llamacpp
+from stages.engines.reference.build import open_bundle
+from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages, one_pass
+from stages.engines.reference.formats import CPU
+from stages.engines.reference.heavy import SIDES, HeavyCache, HeavyView
+from stages.engines.reference.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
+from stages.engines.reference.placing import place, within_memory
+from stages.engines.reference.replay import Replay, ReplayView, Tape, disturbed
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import KVScales
+
+
+def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, device: torch.device = CPU) -> "TorchEngine":
+    """Load a bundle that build_bundle wrote. `threads` applies to all of torch in this process.
+
+    Raises MissingRequirement if the weights do not fit in the GPU's free memory.
+    """
+    check_positive(threads=threads, prefill_chunk=prefill_chunk)
+    policy, scales = open_bundle(bundle)
+    torch.set_num_threads(threads)
+    model = place(load_causal_lm(bundle, dtype=torch.float32), device)
+    round_inputs(model)
+    engine = TorchEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
+    engine.threads = threads
+    return engine
+
+
+class _CachedView(BlockView):
+    """A chunk of a sequence whose earlier tokens are in the cache."""
+
+    def __init__(self, engine: "TorchEngine", handle: int, caches: list[LayerCache], blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+        self.engine = engine
+        self.caches = caches
+        self.first_row = self.caches[0].length
+        self.finite: Finite = Finite(f"sequence {handle}", self.first_row)
+        self.new: list[tuple[Tensor, Tensor]] = []
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        self.finite.note(layer, key, value)
+        self.new.append((key, value))
+        cache = self.caches[layer]
+        gain = self.engine.gain
+        return cache.read(Side.KEY, key, gain(Side.KEY, layer)), cache.read(Side.VALUE, value, gain(Side.VALUE, layer))
+
+    def store(self) -> None:
+        """Append the new keys and values. Called after all layers, so that a refused token changes nothing."""
+        for cache, (key, value) in zip(self.caches, self.new, strict=True):
+            cache.append(key, value)
+
+
+class _OnePassView(BlockView):
+    """A whole sequence, with no token in the cache yet."""
+
+    first_row = 0
+
+    def __init__(self, engine: "TorchEngine", blocks: Sequence[Block]) -> None:
+        self.engine, self.blocks = engine, blocks
+        self.finite: Finite = Finite("the sequence", 0)
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        self.finite.note(layer, key, value)
+        policy, storages = self.engine.policy, self.engine.storages[layer]
+        return (
+            one_pass(policy, storages, Side.KEY, key, self.engine.gain(Side.KEY, layer)),
+            one_pass(policy, storages, Side.VALUE, value, self.engine.gain(Side.VALUE, layer)),
+        )
+
+
+class TorchEngine(ChunkedEngine):
+    """The reference engine in plain torch. It stores codes exactly as defined; decoding is slow, one pass is fast."""
+
+    def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
+        super().__init__(policy, shape, int(model.config.vocab_size), chunk)
+        self.model, self.storages = model, storages
+        self.sequences: SequenceTable[list[LayerCache] | list[HeavyCache]] = SequenceTable()
+        """Caches of all layers, by handle."""
+        self.reads_itself = False
+        """Whether tokens read themselves from the cache, as in engines that store before attending. Affects one pass only."""
+        self._taken = as_llamacpp(model.config, storages)
+        self._gains: dict[tuple[Side, int], Tensor] = {}
+        """Factors (H, 1, 1) of `corrupt_scale` by side and layer."""
+
+    @classmethod
+    def from_model(
+        cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
+    ) -> Self:
+        """Return an engine around transformers' causal language model, which must be in float32 and stays on its device.
+
+        `scales` are the policy's static scales; None if no side of the policy is static.
+        """
+        shape = shape_for(model, policy)
+        scales = scales_for(policy, shape, scales)
+        return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales, model.device), prefill_chunk)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model, the caches and all results."""
+        device: torch.device = self.model.device
+        return device
+
+    def _start(self) -> int:
+        if self._keeps_heavy:
+            return self.sequences.add(self._heavy_caches())
+        return self.sequences.add([LayerCache(self.policy, self.shape, storages, self.device) for storages in self.storages])
+
+    @property
+    def _keeps_heavy(self) -> bool:
+        """Whether the policy is H2O's. A token's attention then decides which tokens the next token reads."""
+        return self.policy.eviction is not None and self.policy.eviction.heavy_tokens > 0
+
+    def _heavy_caches(self) -> list[HeavyCache]:
+        return [HeavyCache.empty(self.policy, self.shape, storages, self.device) for storages in self.storages]
+
+    def _heavy_view(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> HeavyView:
+        gains = [{side: self.gain(side, layer) for side in SIDES} for layer in range(self.shape.layers)]
+        return HeavyView(caches, spans, gains, sequence)
+
+    def _cached(self, handle: int, span: Span) -> _CachedView | HeavyView:
+        """Return the view of new tokens of a live sequence."""
+        caches: Any = self.sequences[handle]
+        if self._keeps_heavy:
+            return self._heavy_view(caches, [span], f"sequence {handle}")
+        return _CachedView(self, handle, caches, self._plan([span]))
+
+    @torch.inference_mode()
+    def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
+        begin = 0
+        for chunk in self._chunks(prompt):
+            end = begin + len(chunk)
+            view = self._cached(sequence, Span(begin, end, begin))
+            hidden = self._hidden([chunk], torch.arange(begin, end)[None], [view])
+            view.store()
+            begin = end
+        logits: Logits = self._logits(hidden[:, -1:])[0, 0]
+        return logits
+
+    @torch.inference_mode()
+    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
+        lengths = [self.sequences[handle][0].length for handle in sequences]
+        views = [
+            self._cached(handle, Span(length, length + 1, None)) for handle, length in zip(sequences, lengths, strict=True)
+        ]
+        hidden = self._hidden([[token] for token in tokens], torch.tensor(lengths)[:, None], views)
+        for view in views:
+            view.store()
+        logits: Logits = self._logits(hidden[:, -1:])[:, 0]
+        return logits
+
+    def forced(self, tokens: Sequence[int], first: int, known: LayerInput | None = None) -> Logits:
+        """Return the logits as in `Engine.forced`. Layers before `known` are skipped: another engine may have computed them."""
+        self._check_forced(tokens, first)
+        return self._one_pass(tokens, first, known)
+
+    def layer_input(self, tokens: Sequence[int], first: int, layer: int, known: LayerInput | None = None) -> LayerInput:
+        """Return the input (1, len(tokens), hidden) of a layer when `forced` computes these tokens."""
+        with captured_input(self.model, layer) as found:
+            self._one_pass(tokens, first, known)
+        return found[0]
+
+    @torch.inference_mode()
+    def _one_pass(self, tokens: Sequence[int], first: int, known: LayerInput | None) -> Logits:
+        fed = Fed(tokens, [(first, False), (len(tokens) - first, True)])
+        spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
+        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [self._whole(spans)], known)
+        logits: Logits = self._logits(hidden[:, first:])[0]
+        return logits
+
+    def _whole(self, spans: Sequence[Span]) -> View:
+        """Return the view of a sequence that is computed in one pass."""
+        if self._keeps_heavy:
+            return self._heavy_view(self._heavy_caches(), spans, "the sequence")
+        return _OnePassView(self, self._plan(spans))
+
+    @torch.inference_mode()
+    def replay(
+        self, sequences: Sequence[Fed], caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (), *, rounding: float = 0.0
+    ) -> list[Replay]:
+        """Compute whole sequences together, each in one pass, over the caches that another engine stored for them.
+
+        Args:
+            sequences: Tokens, and how they were fed: prompts, later chunks and decoded tokens in any order.
+            caches: The engine's stored layers, by sequence, in this policy's formats. If a sequence has no layers, or
+                `caches` is empty, this engine's own codes are read.
+            rounding: Noise on every layer's output in the disturbed rows, relative to the output's root mean square; 0 skips
+                the disturbed rows.
+
+        Returns:
+            Logits and errors by sequence. The engine keeps no sequence.
+        """
+        lengths, passes = [len(one.tokens) for one in sequences], 2 if rounding else 1
+        ids = [token for one in sequences for token in one.tokens]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        tapes = [Tape(self.policy, self.storages, layers) for layers in caches or [()] * len(sequences)]
+        parts: list[list[View]] = []
+        for one, tape in zip(sequences, tapes, strict=True):
+            spans = one.spans(self.prefill_chunk, itself=self.reads_itself)
+            if self._keeps_heavy:
+                parts.append([self._whole(spans) for _ in range(passes)])
+            else:
+                blocks = self._plan(spans)
+                parts.append([ReplayView(tape, blocks, disturbed=second) for second in (False, True)[:passes]])
+        views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
+        with disturbed(self.model, rounding) if rounding else nullcontext():
+            hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
+        shown = [one.shown for one in sequences]
+        rows = [
+            [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
+            for row in hidden
+        ]
+        errors = [[{side: found.cpu() for side, found in layer.items()} for layer in tape.errors] for tape in tapes]
+        return [Replay(sound, off, found) for sound, off, found in zip(rows[0], rows[-1], errors, strict=True)]
+
+    def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
+        """Return the stored copies of a live sequence by layer. Empty for H2O, whose heads keep different tokens."""
+        caches: Any = self.sequences[sequence]
+        return [] if self._keeps_heavy else [cache.stored for cache in caches]
+
+    def _release(self, sequence: int) -> None:
+        del self.sequences[sequence]
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes of the cache's tensors. Pages are allocated one by one, so there are no spare pages."""
+        caches = [cache for sequence in self.sequences.values() for cache in sequence]
+        return MemoryReport(
+            pool_bytes=sum(cache.pool_bytes for cache in caches),
+            exact_bytes=sum(cache.exact_bytes for cache in caches),
+            window_bytes=sum(cache.window_bytes for cache in caches),
+            pages=sum(sequence[0].page_count for sequence in self.sequences.values()),
+            live_tokens=sum(sequence[0].kept_tokens for sequence in self.sequences.values()),
+            window_pages=sum(self.policy.window_pages(sequence[0].length) for sequence in self.sequences.values()),
+        )
+
+    def gain(self, side: Side, layer: int) -> Tensor | None:
+        """Return the factor (H, 1, 1) of `corrupt_scale` on numbers read from the pool; None if there is no fault."""
+        return self._gains.get((side, layer))
+
+    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
+        by_head = torch.ones(self.shape.kv_heads, 1, 1, device=self.device)
+        by_head[slice(None) if head is None else head] = factor
+        for number in range(self.shape.layers) if layer is None else (layer,):
+            place = (side.base, number)
+            self._gains[place] = self._gains.get(place, 1.0) * by_head
+
+    def _plan(self, spans: Sequence[Span]) -> list[Block]:
+        row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
+        return plan(self.policy, spans, row_bytes, set(self.shape.windows) or {None}, self.device)
+
+    def _hidden(
+        self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None
+    ) -> Tensor:
+        """Return the last layer's normalized hidden states, (B, S, hidden)."""
+        ids_BS = torch.tensor([list(row) for row in ids]).to(self.device)
+        with within_memory(self.device):
+            hidden = hidden_states(
+                self.model, ATTENTION, ids_BS, positions.to(self.device), known, views=views, taken=self._taken
+            )
+        for view in views:
+            view.check()
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Logits:
+        """Return the logits (B, S, V) of normalized hidden states (B, S, hidden)."""
+        with within_memory(self.device):
+            logits: Logits = head(self.model, hidden).cpu().numpy()
+        return logits

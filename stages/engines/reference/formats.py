@@ -1,0 +1,74 @@
+"""Quantization and dequantization in plain torch: rotation, and the formats' arithmetic (stages/policies).
+
+Shapes: H KV heads, T tokens, D head_dim. All arithmetic is float32.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from stages.policies.arithmetic_torch import KINDS, Arithmetic, Options, Static, Stored, groups_of
+from stages.policies.formats import Format
+from stages.policies.ggml.arithmetic_torch import ARITHMETICS as GGML
+from stages.policies.nvfp4.arithmetic_torch import ARITHMETIC as NVFP4
+from stages.policies.scales import SideScales
+from stages.policies.spec import Spec
+from stages.policies.vllm_token_head.arithmetic_torch import ARITHMETICS as VLLM_TOKEN_HEADS
+from stages.policies.vllm_turboquant.arithmetic_torch import ARITHMETIC as VLLM_TURBOQUANT
+
+CPU = torch.device("cpu")
+
+OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, VLLM_TURBOQUANT, *VLLM_TOKEN_HEADS, *GGML)}
+"""Formats with their own arithmetic instead of their kind's."""
+
+
+def arithmetic(code: Spec) -> Arithmetic:
+    """Return the arithmetic of a format: its own if it has one, else its kind's."""
+    return OWN.get(code.name) or KINDS[code.kind](code)
+
+
+def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int, device: torch.device = CPU) -> Static:
+    """Return static scales in a shape that broadcasts against (..., H, T, D)."""
+    heads = 1 if form.static_scales(kv_heads, head_dim) == 1 else kv_heads
+    channels = head_dim if form.granularity == "per_channel" else 1
+
+    def shaped(values: tuple[float, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).view(heads, 1, channels)
+
+    return Static(shaped(side.scale), None if side.zero is None else shaped(side.zero))
+
+
+def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bool = False) -> Stored:
+    """Quantize finite x (..., H, T, D). Pass `static` if and only if the format has static scales.
+
+    Codes are rounded to nearest or, with `towards_zero`, towards zero as in a truncating cast.
+    """
+    return arithmetic(form.code).store(rotated(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
+
+
+def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
+    """Return the dequantized numbers (..., H, T, D) float32, rotated back if the format rotates."""
+    head_dim = 8 * stored.codes.shape[-1] * form.code.storage.bytes // form.code.bits
+    return rotated(arithmetic(form.code).numbers(stored, static, _options(form, head_dim)), form)
+
+
+def _options(form: Format, head_dim: int, towards_zero: bool = False) -> Options:
+    return Options(form.scales_per_token(head_dim), form.symmetric, towards_zero)
+
+
+def rotated(x: Tensor, form: Format) -> Tensor:
+    """Rotate x into the basis of the codes or back; the rotation is its own inverse."""
+    if form.rotation == "hadamard_64":
+        return (groups_of(x, x.shape[-1] // 64) @ hadamard(64, x.device)).flatten(-2)
+    return x @ hadamard(x.shape[-1], x.device) if form.rotation == "hadamard" else x
+
+
+@cache
+def hadamard(size: int, device: torch.device = CPU) -> Tensor:
+    """Return Sylvester's Hadamard matrix divided by sqrt(size), (size, size) float32: symmetric and its own inverse."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return (matrix / math.sqrt(size)).to(device)

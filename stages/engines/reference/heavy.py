@@ -1,0 +1,173 @@
+"""H2O's cache (arXiv 2306.14048): every KV head of every layer keeps its own heavy hitters and the latest tokens.
+
+A token's weight is the attention that it has received, summed over all queries and the query heads of its KV head.
+After every appended chunk or decoded token, the cache keeps the latest `window_tokens` and, from the older tokens, the
+`heavy_tokens` with the largest weights (the earlier token wins a tie). Dropped tokens and their weights never come back. A
+chunk attends to itself exactly and causally, and to the earlier tokens that are kept.
+
+All earlier attention decides which tokens are kept. Rows are therefore computed chunk by chunk within a layer, while other
+caches allow arbitrary blocks of rows. One pass over a sequence is still one pass over the layers.
+
+Shapes: H KV heads, G query heads per KV head, R new tokens, n kept tokens, S tokens of a view, D head_dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stages.engines.reference.attention import Finite, Span
+from stages.engines.reference.cache import LayerStorage
+from stages.engines.reference.formats import CPU
+from stages.engines.reference.model import LayerAttention
+from stages.policies.arithmetic_torch import Stored, concatenated, each
+from stages.policies.policy import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side, page_count
+
+SIDES = (Side.KEY, Side.VALUE)
+Gains = Mapping[Side, Tensor | None]
+"""Factors (H, 1, 1) on numbers read from the pool; None: no factor."""
+
+
+@dataclass(frozen=True)
+class HeavyCache:
+    """Immutable keys and values of one layer of one sequence; `step` returns a new cache."""
+
+    eviction: Eviction
+    storages: LayerStorage
+    length: int
+    positions: Tensor
+    """Ascending positions (H, n) of the kept tokens."""
+    weights: Tensor
+    """Attention (H, n) that the kept tokens have received."""
+    stored: Mapping[Side, Stored]
+    """Codes and scales (H, n, ...) of keys and values; empty before the first token."""
+
+    @classmethod
+    def empty(cls, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device = CPU) -> "HeavyCache":
+        """Return an empty cache."""
+        assert policy.eviction is not None
+        none = torch.zeros(shape.kv_heads, 0, device=device)
+        return cls(policy.eviction, storages, 0, none.long(), none, {})
+
+    def step(self, q: Tensor, key: Tensor, value: Tensor, gains: Gains, asked: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
+        """Append new tokens (H, R, D); return their attention (H, G, R, D) with scaled queries q, and the new cache."""
+        rows = q.shape[2]
+        keys, values = (self._before(side, x, gains) for side, x in zip(SIDES, (key, value), strict=True))
+        scores = asked.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
+        later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+        scores[..., -rows:].masked_fill_(later, -torch.inf)
+        if asked.sinks is not None:
+            scores = torch.cat([scores, asked.sinks[..., None, None].to(q.dtype).expand(-1, -1, rows, 1)], dim=-1)
+        attention = scores.softmax(-1)[..., : keys.shape[1]]
+        got = attention.sum((1, 2))
+        weights = torch.cat([self.weights.to(got.dtype), torch.zeros_like(got[:, -rows:])], dim=1) + got
+        own = torch.arange(self.length, self.length + rows, device=q.device).expand(len(weights), -1)
+        appended = replace(
+            self,
+            length=self.length + rows,
+            positions=torch.cat([self.positions, own], dim=1),
+            weights=weights,
+            stored={side: self._appended(side, x) for side, x in zip(SIDES, (key, value), strict=True)},
+        )
+        return attention @ values.unsqueeze(1), appended._evicted()
+
+    def _before(self, side: Side, new: Tensor, gains: Gains) -> Tensor:
+        """Return the dequantized cached tokens followed by the new tokens: (H, n + R, D)."""
+        if not self.stored:
+            return new
+        return torch.cat([self.storages[side].read(self.stored[side], gains[side]).to(new.dtype), new], dim=1)
+
+    def _appended(self, side: Side, x: Tensor) -> Stored:
+        new = self.storages[side].write(x)
+        if not self.stored:
+            return new
+        return each(concatenated, [self.stored[side], new])
+
+    def _evicted(self) -> "HeavyCache":
+        held, heavy = self.positions.shape[1], self.eviction.heavy_tokens
+        older = max(0, held - self.eviction.window_tokens)
+        if older <= heavy:
+            return self
+        by_weight = self.weights[:, :older].sort(dim=1, descending=True, stable=True).indices
+        chosen = by_weight[:, :heavy].sort(dim=1).values
+        latest = torch.arange(older, held, device=chosen.device).expand(len(chosen), -1)
+        return self._taken(torch.cat([chosen, latest], dim=1))
+
+    def _taken(self, index: Tensor) -> "HeavyCache":
+        """Return a cache with only the tokens at these indices (H, n)."""
+        return replace(
+            self,
+            positions=self.positions.gather(1, index),
+            weights=self.weights.gather(1, index),
+            stored={side: each(lambda x: _rows(x[0], index), [stored]) for side, stored in self.stored.items()},
+        )
+
+    @property
+    def kept_tokens(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def page_count(self) -> int:
+        return page_count(self.kept_tokens)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pages, whole pages counted."""
+        tensors = [tensor for stored in self.stored.values() for tensor in stored.tensors]
+        return sum(self.page_count * PAGE_TOKENS * tensor[:, :1].nbytes for tensor in tensors)
+
+    @property
+    def exact_bytes(self) -> int:
+        return 0
+
+    @property
+    def window_bytes(self) -> int:
+        return 0
+
+
+class HeavyView:
+    """New tokens of a sequence over the caches of all layers.
+
+    Only `store` replaces the caches, so a refused token changes nothing.
+    """
+
+    def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], gains: Sequence[Gains], sequence: str) -> None:
+        """Take consecutive `spans` of tokens that follow the cached tokens; `gains` are by layer."""
+        self.caches, self.gains = caches, gains
+        self.first_row = spans[0].begin
+        self.finite = Finite(sequence, self.first_row)
+        assert not any(span.itself for span in spans), "engines that read their own tokens from the cache evict nothing"
+        self.chunks = [chunk for span in spans for chunk in _chunks(span)]
+        self.after: list[HeavyCache] = []
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+        """Return the attention of scaled queries q (H, G, S, D) with their own keys and values (H, S, D)."""
+        assert asked.window is None, "an eviction is refused of a model with layers that slide"
+        self.finite.note(layer, key, value)
+        cache, outs = self.caches[layer], []
+        for chunk in self.chunks:
+            rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)
+            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], self.gains[layer], asked)
+            outs.append(out)
+        self.after.append(cache)
+        return torch.cat(outs, dim=2)
+
+    def check(self) -> None:
+        self.finite.check()
+
+    def store(self) -> None:
+        self.caches[:] = self.after
+
+
+def _chunks(span: Span) -> list[range]:
+    """Return the rows of a span that are appended together."""
+    if span.start is not None:
+        return [range(span.begin, span.end)]
+    return [range(row, row + 1) for row in range(span.begin, span.end)]
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Gather tokens (H, n) from x (H, T, W). 8-bit floats are gathered as bytes, since torch has no gather for them."""
+    raw = x.view(torch.uint8) if x.element_size() == 1 else x
+    return raw.gather(1, index[..., None].expand(-1, -1, raw.shape[-1])).view(x.dtype)

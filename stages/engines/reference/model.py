@@ -1,0 +1,165 @@
+"""Runs transformers' causal language model for both engines of backend=torch."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from stages.checkpoints.quantized import ROUNDED
+from stages.checkpoints.windows import layer_windows
+from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.scales import KVScales
+
+
+def shape_for(model: Any, policy: KVPolicy) -> KVShape:
+    """Return the model's shape. Raises UserError if the policy does not fit it."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = int(config.num_hidden_layers)
+    windows = layer_windows(Path(config._name_or_path), config.to_dict(), layers)
+    shape = KVShape(layers, config.num_key_value_heads, head_dim, windows if any(windows) else ())
+    policy.check_shape(shape)
+    return shape
+
+
+def scales_for(policy: KVPolicy, shape: KVShape, scales: KVScales | None) -> KVScales:
+    """Return the static scales of a policy; `scales` may be None if no side of the policy is static.
+
+    Raises UserError if the scales do not fit the policy and the shape.
+    """
+    if scales is None:
+        scales = KVScales(layers=tuple({} for _ in range(shape.layers)))
+    scales.check(policy, shape, "scales")
+    return scales
+
+
+def round_inputs(model: Any) -> None:
+    """Make the linear layers that config.json names round their input to INT8, with one scale per token."""
+
+    def rounded(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        scale = (inputs[0].abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        return (inputs[0] / scale).round() * scale
+
+    for name in getattr(model.config, ROUNDED, ()):
+        model.get_submodule(name).register_forward_pre_hook(rounded)
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """The input of a layer, computed by the earlier layers."""
+
+    layer: int
+    states: Tensor
+    """(B, S, hidden)."""
+
+
+class _Known(torch.nn.Module):
+    """A module that replaces one layer or the whole stack and returns a known result."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.result
+
+
+@contextmanager
+def captured_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
+    """Yield a list that receives the input of a layer when the model runs."""
+    found: list[LayerInput] = []
+
+    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(LayerInput(layer, args[0] if args else kwargs["hidden_states"]))
+
+    hook = model.model.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def hidden_states(
+    model: Any, attention: str, ids: Tensor, positions: Tensor, known: LayerInput | None = None, **options: Any
+) -> Tensor:
+    """Run the model's layers.
+
+    Args:
+        model: transformers' causal language model.
+        attention: Name of an attention function that is registered with transformers' AttentionInterface.
+        ids: Token ids (B, S).
+        positions: Positions of the tokens (B, S).
+        known: Input of a layer. The model skips the earlier layers.
+        options: Keyword arguments for the attention function.
+
+    Returns:
+        The last layer's normalized hidden states, (B, S, hidden).
+    """
+    config, layers = model.config, model.model.layers
+    configured = config._attn_implementation
+    config._attn_implementation = attention
+    if known is not None:
+        # The layers keep their indices: a model looks up windows and rotary bases by index.
+        before = [_Known(known.states) for _ in range(known.layer)]
+        model.model.layers = torch.nn.ModuleList([*before, *layers[known.layer :]])
+    try:
+        out = model.model(input_ids=ids, position_ids=positions, use_cache=False, **options)
+    finally:
+        config._attn_implementation, model.model.layers = configured, layers
+    hidden: Tensor = out.last_hidden_state
+    return hidden
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Options of a layer's attention beyond plain scaled dot products."""
+
+    window: int | None = None
+    """Number of latest tokens that a query attends to, its own token included; None: all tokens."""
+    softcap: float | None = None
+    """Cap c: scores become c * tanh(scores / c) before the softmax. None: no cap."""
+    sinks: Tensor | None = None
+    """Learned scores (H, G), one per query head, that take part in the softmax but have no value vector."""
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """Cap scores in place and return them."""
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def asked_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> LayerAttention:
+    """Return a layer's attention options, read from the arguments of transformers' attention interface.
+
+    Qwen2-MoE passes no window there: it applies the window in its mask. The module's `sliding_window` is used instead.
+    """
+    if options.get("head_mask") is not None:
+        raise RuntimeError(f"layer {module.layer_idx}: head_mask={options['head_mask']} of the attention would be lost")
+    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    sinks = options.get("s_aux")
+    return LayerAttention(window or None, options.get("softcap"), None if sinks is None else sinks.view(kv_heads, -1))
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """Implement transformers' mask interface without a mask: the registered attention does its own masking."""
+
+
+def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> None:
+    """Raise RuntimeError if a layer needs attention options that plain scaled dot products would ignore."""
+    asked = asked_of(module, kv_heads, options)
+    if asked != LayerAttention():
+        raise RuntimeError(f"layer {module.layer_idx}: {asked} of the attention would be lost")
+
+
+def head(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits (..., V) of normalized hidden states (..., hidden), with the model's scaling and cap."""
+    layers = model.model
+    model.model = _Known(MoeModelOutputWithPast(last_hidden_state=hidden))
+    try:
+        logits: Tensor = model(inputs_embeds=hidden, use_cache=False, output_router_logits=False).logits
+    finally:
+        model.model = layers
+    return logits

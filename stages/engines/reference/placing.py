@@ -1,0 +1,79 @@
+"""Places the reference engine's model on a GPU: weights in the checkpoint's 16 bits, arithmetic in float32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.core.errors import MissingRequirement
+
+SHORT = (torch.bfloat16, torch.float16)
+
+
+def place(model: Any, device: torch.device) -> Any:
+    """Move a float32 model to a device and return it. On a CPU the model is not changed.
+
+    On a GPU, products are computed in float32, never in TF32.
+    """
+    if device.type == "cpu":
+        return model
+    torch.set_float32_matmul_precision("highest")
+    with within_memory(device):
+        shorten(model, device)
+        model.to(device)  # the buffers
+        torch.cuda.empty_cache()  # the float32 copies
+    return model
+
+
+def shorten(model: Any, device: torch.device) -> None:
+    """Move weights to a device and keep them in 16 bits if that is lossless. Each module widens its weights while it runs.
+
+    Results equal those with float32 weights, in half the memory plus one module's weights in float32.
+    """
+    for parameter in model.parameters():
+        parameter.data = _shortest(parameter.data.to(device))
+    for module in model.modules():
+        stored = {name: weight for name, weight in module._parameters.items() if weight is not None and weight.dtype in SHORT}
+        if stored:
+            module.register_forward_pre_hook(_widen)
+            module.register_forward_hook(_Restore(stored), always_call=True)
+
+
+def _shortest(x: Tensor) -> Tensor:
+    """Return float32 numbers in the first type of SHORT that represents every number exactly, else unchanged."""
+    return next((short for short in map(x.to, SHORT) if torch.equal(short.float(), x)), x)
+
+
+def _widen(module: torch.nn.Module, _: Any) -> None:
+    wide = {name: weight.float() for name, weight in module._parameters.items() if weight is not None}
+    module._parameters.update(wide)  # type: ignore[arg-type]  # no gradient is ever taken
+
+
+class _Restore:
+    """A hook that restores a module's 16-bit weights."""
+
+    def __init__(self, stored: dict[str, torch.nn.Parameter]) -> None:
+        self.stored = stored
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        module._parameters.update(self.stored)
+
+
+@contextmanager
+def within_memory(device: torch.device) -> Iterator[None]:
+    """Raise MissingRequirement if GPU memory runs out.
+
+    UserError would be wrong: the stress test treats it as a refusal by the judged engine.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # Allocations outside torch, such as a CUDA context or cuBLAS' workspace, raise other classes than OutOfMemoryError.
+        if device.type == "cpu" or not any(sign in str(error) for sign in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")):
+            raise
+        raise MissingRequirement(
+            "reference.device: the GPU's free memory does not hold the reference engine beside the judged one; lower "
+            "backend.gpu_memory_utilization if the backend has it, or set reference.device=cpu"
+        ) from None

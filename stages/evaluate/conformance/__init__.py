@@ -1,0 +1,1 @@
+"""Comparison of an engine with its reference engine: `TorchEngine` under the same policy."""

@@ -1,0 +1,173 @@
+"""Isolation test: a crowd of requests in a continuously refilled batch must not read data that other requests wrote.
+
+Two of three requests are watched, and the others are strangers. The order is random. The crowd runs twice. In the second run,
+the watched requests are the same in the same places, and the strangers have the same lengths but different tokens. No watched
+logit may change: any change, even a small one, must come from a page, row or buffer of a live or finished stranger. In the
+second run, sleeping sequences hold a page each, so that page numbers of the crowd exceed one byte. If the engine is not
+deterministic, the first run is repeated unchanged, and its differences define the allowed change.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from stages.engines.interface import Engine
+from stages.evaluate.conformance.request import PASS_TOKENS
+from stages.evaluate.conformance.sequence import StressSequence
+from stages.evaluate.conformance.stress import StressTest
+from stages.evaluate.decoding.system import STATM, resident_bytes
+
+SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
+"""(minimum prompt tokens, maximum prompt tokens, answer tokens) of short requests."""
+LONG = ((130, 190), (370, 430), (220, 300))
+"""(minimum, maximum) prompt tokens of long requests, a fifth of all. Later requests reuse their pages after the second."""
+LONG_STEPS = 24
+"""Answer tokens of long requests: enough for several long requests to be live at any time."""
+ASLEEP_PAGES = 256
+"""Minimum pages in use with sleeping sequences and a full batch."""
+ASLEEP_BYTES = 64 << 20
+"""Maximum size of ASLEEP_PAGES pages in bytes. For models with larger pages, the test uses no sleeping sequences."""
+WATCHED_LOGITS = 512
+"""Approximate number of logits kept per row. A sample suffices, because reading a wrong page changes all logits."""
+NOISE = 4.0
+"""Allowed change by strangers, as a multiple of the change in an unchanged repetition."""
+
+WEAR_STEPS = 20
+"""Decode steps of a request in the wear test."""
+LEAK_BYTES = 512 << 10
+"""Growth of the process in bytes that counts as a leak if all of the last three quarters of the requests reach it."""
+
+Marks = npt.NDArray[np.float32]
+
+
+def crowd(test: StressTest) -> None:
+    """Serve a crowd twice with different strangers, a fifth of the requests long, and check that watched logits stay equal."""
+    kinds = _kinds(test)
+    first = _serve(test, kinds, 1, compared=True)
+    sleepers = _start_sleepers(test)
+    other = _serve(test, kinds, 2)
+    test.engine.release(sleepers)
+    changed = _difference(first, other)
+    if changed.max(initial=0.0) == 0.0:
+        return
+    largest = max((float(np.abs(marks).max()) for marks in first), default=0.0)
+    repeated = _difference(first, _serve(test, kinds, 1))
+    # Noise affects most tokens. If the repetition differs in only a few tokens, its differences are rare events, not noise,
+    # and need not occur at the same positions.
+    noise = float(repeated.max()) if np.median(repeated) > 0 else 0.0
+    allowed = NOISE * max(noise, test.engine.logit_step * largest)
+    influenced = ~(changed <= allowed)
+    if influenced.any():
+        usual = f"{noise:.2g} when nothing does" if noise else "nothing, but for rare steps, when nothing does"
+        test.failures.append(
+            f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on what other requests hold: "
+            f"logits change by up to {changed.max():.2g} when only the others' tokens do, by {usual}"
+        )
+
+
+def wear(test: StressTest) -> None:
+    """Repeat two short requests many times. Their logits must not change, and the process must not grow."""
+    count = test.config.requests
+    if test.engine.can(Engine.forced_together) or test.max_tokens < 4 * WEAR_STEPS:
+        return
+    pair = [test.sequence(f"one of {count} equal requests", length, WEAR_STEPS) for length in (37, 5)[: test.largest]]
+    first, changed, resident = list[Marks](), list[float](), list[int]()
+    for number in range(count):
+        again = [StressSequence(one.role, one.prompt, list(one.ahead), watched=number == 0) for one in pair]
+        test.prefill(*again)
+        test.decode(*again, steps=WEAR_STEPS)
+        test.release(*again)
+        marks = [mark for sequence in again for mark in _marks(sequence)]
+        first = first or marks
+        changed += _difference(first, marks).tolist()
+        if STATM.exists() and 4 * (number + 1) // count > len(resident):
+            resident.append(resident_bytes())
+    largest = max(float(np.abs(mark).max()) for mark in first)
+    allowed = max(NOISE * float(np.median(changed)), test.engine.logit_step * largest)
+    wrong = ~(np.array(changed) <= allowed)
+    if wrong.any():
+        where = int(wrong.argmax()) // len(first) + 1
+        test.failures.append(
+            f"wear: {wrong.sum()} tokens of {count} equal requests, first of request {where}, differ from the first time by up "
+            f"to {max(changed):.2g} ({allowed:.2g} allowed)"
+        )
+    grown = int(np.diff(resident).min(initial=1 << 62)) if len(resident) == 4 else 0  # the first quarter may allocate
+    if grown >= LEAK_BYTES:
+        each = 4 * grown / (count * len(pair)) / 1024
+        test.failures.append(f"wear: the process grows by {each:.1f} KiB with each of {count} equal requests")
+
+
+def _start_sleepers(test: StressTest) -> list[int]:
+    """Start sequences of one page that are never decoded. They are forks, and only started if forks cost only their page."""
+    engine, count = test.engine, ASLEEP_PAGES - test.largest
+    small = engine.policy.pool_bytes(engine.shape, ASLEEP_PAGES) <= ASLEEP_BYTES
+    if engine.max_sequences is not None or not engine.can(Engine.fork) or not small:
+        return []
+    first = engine.prefill([test.draw(1)])[0]
+    return first + [engine.fork(first[0]) for _ in range(count - 1)]
+
+
+def _kinds(test: StressTest) -> list[StressSequence]:
+    """Return the watched requests, which are sent repeatedly."""
+    most = test.max_tokens
+    shapes = [(test.length(low, high), steps) for low, high, steps in SHORT if high + steps <= most]
+    # Use three lengths for long requests, limited by the model and the engine.
+    drawn = [test.length(*span) for span in LONG]
+    shapes += [(max(1, min(length, most - LONG_STEPS - number)), LONG_STEPS) for number, length in enumerate(drawn)]
+    return [test.sequence(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
+
+
+def _arrivals(test: StressTest, kinds: Sequence[StressSequence], strangers: int) -> Iterator[StressSequence]:
+    """Yield the requests in order of arrival. All runs have the same lengths in the same order. Strangers have no role."""
+    order, tokens = np.random.default_rng([test.seed, 0]), np.random.default_rng([test.seed, strangers])
+    long = len(kinds) - len(LONG)
+    for is_long in order.permutation(np.arange(test.config.requests) % 5 == 4):  # not periodic: rare faults may be
+        kind = kinds[int(order.integers(long, len(kinds)) if is_long else order.integers(long))]
+        parts = order.integers(4) == 0
+        if order.integers(3):
+            yield StressSequence(kind.role, kind.prompt, list(kind.ahead))
+            continue
+        drawn: list[int] = tokens.integers(0, test.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
+        prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # some strangers begin like a watched request
+        yield StressSequence("", prompt, drawn[len(kind.prompt) :], watched=False)
+
+
+def _serve(test: StressTest, kinds: Sequence[StressSequence], strangers: int, *, compared: bool = False) -> list[Marks]:
+    """Serve the crowd; return some logits per watched token, in order."""
+    waiting = deque(_arrivals(test, kinds, strangers))
+    marks: list[Marks] = []
+    live: list[StressSequence] = []
+    while waiting or live:
+        arrived = [waiting.popleft() for _ in range(min(test.largest - len(live), len(waiting)))]
+        for sequence in arrived:
+            sequence.watched &= compared
+            sequence.role = sequence.role and f"{sequence.role}, quarter {4 - 4 * len(waiting) // (test.config.requests + 1)}"
+        if test.engine.can(Engine.forced_together):
+            test.serve(arrived)
+            live, leaving = [], arrived
+        else:
+            if arrived:
+                test.prefill(*arrived)
+                live += arrived
+            test.decode(*live)
+            leaving = [sequence for sequence in live if not sequence.ahead]
+            live = [sequence for sequence in live if sequence.ahead]
+            test.release(*leaving)
+        marks += [mark for sequence in leaving if sequence.role for mark in _marks(sequence)]
+        test.compare(PASS_TOKENS)
+    return marks
+
+
+def _marks(sequence: StressSequence) -> list[Marks]:
+    return [row[:: max(1, len(row) // WATCHED_LOGITS)].copy() for row in sequence.request.logits]
+
+
+def _difference(one: Sequence[Marks], other: Sequence[Marks]) -> npt.NDArray[np.float64]:
+    """Return the largest absolute difference of logits by token; a NaN in a single run counts as infinite."""
+    differences = [
+        0.0 if np.array_equal(a, b, equal_nan=True) else float(np.nan_to_num(np.abs(a - b), nan=np.inf).max())
+        for a, b in zip(one, other, strict=True)
+    ]
+    return np.array(differences)

@@ -1,0 +1,85 @@
+"""The reference engine: `TorchEngine` under an engine's policy, scales and weights, with its sensitivity to rounding.
+
+A number halfway between two codes may get either code, depending on earlier rounding errors. With a coarse cache, a few such
+flips change the logits more than some faults do. The reference engine therefore computes logits twice: exactly, and with
+activations that are disturbed by a rounding error. A sound engine may differ by the distance between the two results.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stages.core.records import StoredCopy
+from stages.engines.backend import FLOAT16_WEIGHTS
+from stages.engines.interface import Engine
+from stages.engines.reference.attention import Fed
+from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.replay import Replay
+from stages.policies.policy import Side
+from stages.verdict.conformance import MEASURED_ALLOWED, EngineConformance, allowed
+
+ROUNDING = {"float32": 2.0**-22, FLOAT16_WEIGHTS: 2.0**-17, "float16": 2.0**-9, "bfloat16": 2.0**-6}
+"""Rounding error of a layer's output by type, relative to the output's root mean square: four units in the last place.
+The value for float16 weights is twice the error measured on an H200, whose FP16 cache has the median KL of 2^-18: 4e-8."""
+
+
+LEAST_MEASURED = 1 / 16
+"""Lower limit of a measured rounding as a fraction of the assumed rounding, because a few samples may agree by chance."""
+
+
+@dataclass(frozen=True)
+class ReferenceEngine:
+    """An `TorchEngine` and the activation type of the engine under comparison."""
+
+    engine: TorchEngine
+    compute_dtype: str | None
+    """Activation type; None if the engine's arithmetic differs by design."""
+    measures: bool = False
+    """Whether to measure a rounding as the baseline's distance from its reference engine. This is needed for libraries that sum
+    16-bit numbers in their own order: four units in the last place per layer would be large enough to hide cache faults."""
+    measured: float | None = None
+    """The measured rounding; None if it is assumed."""
+
+    @property
+    def rounding(self) -> float:
+        return ROUNDING[self.compute_dtype or "float32"] if self.measured is None else self.measured
+
+    def with_rounding_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":
+        """Return the reference engine with the rounding measured on the baseline, if `measures` is set."""
+        if not self.measures or baseline is None or not baseline.requests:
+            return self
+        worst = max(request.roundings for request in baseline.requests)
+        return replace(self, measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)))
+
+    def run_as(self, engine: Engine) -> "ReferenceEngine":
+        """Use the engine's prefill chunks and its `reads_itself` from now on; return self."""
+        self.engine.prefill_chunk, self.engine.reads_itself = engine.prefill_chunk, engine.reads_itself
+        return self
+
+    @property
+    def model_tokens(self) -> int | None:
+        """Maximum positions according to the model's config; None if the config has no such value."""
+        positions: int | None = getattr(self.engine.model.config, "max_position_embeddings", None)
+        return positions
+
+    def replay(
+        self,
+        sequences: Sequence[Fed],
+        caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (),
+        reference: TorchEngine | None = None,
+        *,
+        disturbed: bool = True,
+    ) -> list[Replay]:
+        """Replay sequences on this or another `TorchEngine`. `disturbed` adds rows with disturbed activations.
+
+        For the other arguments see `stages.engines.reference.engine.TorchEngine.replay`.
+        """
+        return (reference or self.engine).replay(sequences, caches, rounding=self.rounding if disturbed else 0.0)
+
+    def limits(self, baseline: EngineConformance | None) -> tuple[float, tuple[float, ...]]:
+        """Return the maximum distance in roundings, and the baseline's errors of stored vectors by layer.
+
+        A candidate may show the same distances as its baseline. Pass None to get the limits of the baseline itself.
+        """
+        requests = [] if baseline is None else baseline.requests
+        stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
+        return MEASURED_ALLOWED if self.measures else allowed(requests), tuple(map(max, zip(*stored, strict=True)))

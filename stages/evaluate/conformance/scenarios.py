@@ -1,0 +1,345 @@
+"""The scenarios of the stress test: a function per scenario, and the table of all scenarios.
+
+Tokens are random, with the seed of the run. Lengths and orders are random, too, unless a boundary of a page, tile or policy
+determines them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from stages.engines.interface import Engine
+from stages.evaluate.conformance.crowd import crowd, wear
+from stages.evaluate.conformance.sequence import StressSequence
+from stages.evaluate.conformance.stress import StressTest
+from stages.evaluate.decoding.pressure import press
+from stages.policies.policy import PAGE_TOKENS
+
+STEPS = 4
+"""Default number of decode steps of a sequence."""
+
+LONG_ANSWER = PAGE_TOKENS + 8
+"""Tokens of the longest free answer in the ragged batch. It crosses a page boundary."""
+
+LEAVING = 32
+"""Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
+
+FORKED_AT = (PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1)
+"""Lengths in tokens of forked sequences. The fork copies a nearly full page, no page, or a nearly empty page."""
+
+TURNS = ((60, 1, 5), (61, 9, 2), (20, 41, 60), (57, 62, 7))
+"""(tokens of the prompt, of the second turn, of the third turn). A turn is followed by three decoded tokens, so that the
+lengths are at and next to page boundaries."""
+
+SHARING = 12
+"""Number of rows that share one prefix."""
+
+LONGEST_ANSWER = 200
+"""Maximum tokens of a free answer."""
+
+WAITING = 80
+"""Number of prompts in one call of `generate`."""
+
+PRESSED, PRESSED_STEPS = 8, 24
+"""Number of requests in the full pool, and number of tokens per request that are decoded across a page boundary."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A scenario and the engine methods that it needs."""
+
+    run: Callable[[StressTest], None]
+    needs: tuple[Callable[..., object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+def batch(test: StressTest) -> None:
+    """Decode a ragged batch of the largest size, with free answers first and forced decode second.
+
+    Two rows have the claimed length. Rows end successively, so that the batch has many sizes; the rows with the most decode
+    steps end last. The longest row gets no free answer, so that it is prefilled only once.
+    """
+    sequences = ragged(test)
+    more = [test.sequence("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(test.largest // 2 + 1)]
+    asked = [*sequences[1:], *more]
+    limits = [min(2, len(sequence.ahead)) for sequence in sequences[1:]] + [len(sequence.ahead) for sequence in more]
+    limits[len(sequences) - 2] = min(len(sequences[-1].ahead), LONG_ANSWER)
+    for sequence, answer in zip(asked, test.ask(asked, limits), strict=True):
+        sequence.ahead[: len(answer)] = answer
+    test.serve(sequences)
+
+
+def ragged(test: StressTest) -> list[StressSequence]:
+    """Return the rows of the ragged batch. The first row and the last but one are long, the others short."""
+    size, most, config = test.largest, test.max_tokens, test.config
+    steps = 1 + min(config.offset_steps, most // 2)  # the first step runs alone
+    far = min(config.decode_steps, most - 32)
+    claimed = min(test.claimed, most - STEPS)
+    chosen = [
+        test.sequence(f"{most:,} tokens", most - steps, steps),
+        test.sequence("9 tokens and far", 9, far),
+        test.sequence("a row of the claimed length", claimed, STEPS),
+        test.sequence("1 token and far", 1, far),
+    ][:size]
+    lengths = offsets_and_borders(test, size - len(chosen), most - LEAVING - 2)
+    rest = [
+        test.sequence("a ragged row", length, 2 + i * min(LEAVING, len(lengths)) // len(lengths))
+        for i, length in enumerate(lengths)
+    ]
+    if size < 4:
+        return [*chosen[:1], *chosen[2:], *chosen[1:2]]
+    longest, answered, long, alone = chosen
+    half = len(rest) // 2
+    return [longest, *rest[:half], alone, *rest[half:], long, answered]
+
+
+def offsets_and_borders(test: StressTest, size: int, most: int) -> list[int]:
+    """Return prompt lengths for a batch: pairs of equal random page offsets, then lengths at the policy's boundaries."""
+    policy = test.engine.policy
+    borders = {policy.sink_tokens, policy.recent_tokens, policy.exact_tokens, PAGE_TOKENS, 2 * PAGE_TOKENS}
+    if policy.window is not None:
+        borders |= {policy.window.tokens, policy.window.tokens + PAGE_TOKENS}
+    if policy.eviction is not None:
+        kept = policy.eviction.sink_tokens + policy.eviction.heavy_tokens + policy.eviction.window_tokens
+        borders |= {kept, kept + PAGE_TOKENS, kept + 2 * PAGE_TOKENS}
+    lengths = sorted({border - 1 for border in borders if 1 < border - 1 <= most})[: size // 2]
+    rest = size - len(lengths)
+    drawn = test.rng.permutation(np.arange(1, min(most, PAGE_TOKENS) + 1))
+    return [*sorted(int(drawn[i // 2 % len(drawn)]) for i in range(rest)), *lengths]
+
+
+def equal(test: StressTest) -> None:
+    """Decode equal prompts that diverge within a page and past its end, and prompts that differ before an equal second page."""
+    prompt = test.draw(PAGE_TOKENS - STEPS)
+    role = f"equal prompts of {len(prompt)} tokens that part"
+    test.serve([test.sequence(role, prompt, 2 * STEPS) for _ in range(2)])
+    page, role = test.draw(PAGE_TOKENS), "prompts that differ before an equal page"
+    if test.max_tokens >= 2 * PAGE_TOKENS + STEPS:
+        test.serve([test.sequence(role, [*test.draw(PAGE_TOKENS), *page], STEPS) for _ in range(2)])
+
+
+def turns(test: StressTest) -> None:
+    """Decode sequences with three turns together: prompt, decode, chunk, decode, chunk, decode. Fork every second sequence."""
+    drawn: tuple[int, int, int] = tuple(test.rng.integers(1, PAGE_TOKENS + 1, 3).tolist())
+    fitting = [turn for turn in (*TURNS, drawn) if sum(turn) + 9 <= test.max_tokens]
+    forks = test.engine.can(Engine.fork) and test.largest > 1
+    for begin in range(0, len(fitting), each := max(1, test.largest // (1 + forks))):
+        together = fitting[begin : begin + each]
+        sequences = [test.sequence(f"turns of {', '.join(map(str, turn))} tokens", turn[0]) for turn in together]
+        chunks = [turn[1:] for turn in together]
+        test.prefill(*sequences)
+        for number in range(2):
+            test.decode(*sequences, steps=3)
+            if number == 1 and forks:
+                sequences += [test.fork(sequence, f"{sequence.role}, forked before the last") for sequence in sequences[::2]]
+                chunks += chunks[::2]
+            for sequence, chunk in zip(sequences, chunks, strict=True):
+                test.extend(sequence, chunk[number])
+        test.decode(*sequences, steps=3)
+        test.release(*sequences)
+
+
+def fork(test: StressTest) -> None:
+    """Decode both branches of a fork, release the origin, reuse its pages, and fork a fork twice."""
+    for length in FORKED_AT:
+        if length + 16 > test.max_tokens or test.largest < 3:
+            return
+        origin = test.sequence(f"origin forked at {length} tokens", length, STEPS)
+        test.prefill(origin)
+        branch = test.fork(origin, f"fork at {length} tokens", 2 * STEPS)
+        test.decode(branch, origin, steps=STEPS)
+        test.release(origin)
+        other = test.sequence("a new sequence on an origin's pages", length, STEPS)
+        test.prefill(other)
+        rows = [test.fork(branch, f"fork of a fork at {length} tokens"), branch, other]
+        if test.largest > 3:
+            rows = [test.fork(rows[0], f"fork of a fork of a fork at {length} tokens"), *rows]
+        test.decode(*rows, steps=STEPS)
+        test.release(*rows)
+
+
+def evicted_fork(test: StressTest) -> None:
+    """Evict a page from the origin of a fork, start a new sequence, and decode the branch, which still reads the page."""
+    policy, shape = test.engine.policy, test.engine.shape
+    first = next((n for n in range(PAGE_TOKENS, test.max_tokens - 16) if policy.evicted_pages(n, shape)), None)
+    if first is None or test.largest < 3:
+        return
+    length = first - STEPS // 2  # the branch evicts this page halfway through its steps
+    origin = test.sequence(f"origin that evicts after {length} tokens", length, STEPS)
+    test.prefill(origin)
+    branch = test.fork(origin, f"fork at {length} tokens of an origin that evicted", STEPS)
+    test.decode(origin, steps=STEPS)
+    other = test.sequence("a new sequence on evicted pages", 2 * PAGE_TOKENS, STEPS)
+    test.prefill(other)
+    test.decode(branch, other, steps=STEPS)
+    test.release(origin, branch, other)
+
+
+def prefix(test: StressTest) -> None:
+    """Run prompts with equal prefixes in succession, on an engine that keeps prefixes for later prompts."""
+    chunk = test.engine.prefill_chunk
+    if not test.engine.keeps_prefixes or chunk + PAGE_TOKENS > test.max_tokens:
+        return
+    beginning = test.draw(2 * chunk if 2 * chunk + PAGE_TOKENS <= test.max_tokens else chunk)
+    alike = [
+        (f"prompt {number} with one beginning", [*beginning, *test.draw(more)]) for number, more in enumerate((5, 5, 40), 1)
+    ]
+    others = [("a prompt that parts from it and ends alike", [*test.draw(chunk), *beginning[chunk:], *test.draw(5)])]
+    if 2 * chunk + STEPS <= test.max_tokens:
+        others.append(("a kept beginning and a whole chunk", [*beginning[:chunk], *test.draw(chunk)]))
+    for number, (role, prompt) in enumerate([*alike, *others]):
+        sequence = test.sequence(role, prompt, STEPS)
+        test.prefill(sequence)
+        test.prefixes += 0 < number < len(alike)
+        test.finish([sequence])
+
+
+def talk(test: StressTest) -> None:
+    """Run a long conversation with turns of up to two pages, after an eviction if the policy evicts, then fork it."""
+    policy, all_kept = test.engine.policy, test.max_tokens
+    window = all_kept if policy.window is None else policy.window.tokens
+    # The cache would drop some tokens of a longer turn before they can be recorded.
+    longest = min(window, policy.latest_tokens(test.engine.shape) or all_kept)
+    lengths = [min(longest, test.length(*span)) for span in ((130, 190), (63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
+    first = min(1000 if policy.eviction is not None else 700, test.max_tokens - sum(lengths) - 40)
+    if first < 1:
+        return
+    origin = test.sequence("a long conversation", first)
+    test.prefill(origin)
+    for length in lengths[:-1]:
+        test.decode(origin, steps=3)
+        test.extend(origin, length)
+    test.decode(origin, steps=3)
+    rows = [origin]
+    if test.engine.can(Engine.fork) and test.largest > 1:
+        rows.append(test.fork(origin, "a fork of a long conversation"))
+        test.decode(*rows[::-1], steps=STEPS)
+    test.extend(rows[-1], lengths[-1])
+    test.decode(*rows, steps=STEPS)
+    test.release(*rows)
+
+
+def shared(test: StressTest) -> None:
+    """Fork many rows from a prefix that ends within a page, release most rows, and reuse their pages."""
+    count, length = min(SHARING, test.largest - 1), min(test.length(130, 250), test.max_tokens - 4 * STEPS)
+    if count < 3:
+        return
+    origin = test.sequence(f"a prefix of {length} tokens", length)
+    test.prefill(origin)
+    rows = [test.fork(origin, f"row {number} on one prefix") for number in range(count)]
+    test.decode(*rows, steps=STEPS)
+    kept = rows[2 * count // 3 :]
+    test.release(origin, *rows[: 2 * count // 3])
+    fresh = [test.sequence("a new sequence beside them", min(n, length)) for n in (test.length(65, 140), test.length(33, 90))]
+    test.prefill(*fresh)
+    test.decode(*kept, *fresh, steps=STEPS + 2)
+    test.release(*kept, *fresh)
+
+
+def schedule(test: StressTest) -> None:
+    """Reorder rows, let rows skip steps and pause, cancel a row after its prompt, and release a row with a full page."""
+    if test.engine.can(Engine.forced_together) or test.largest < 4 or test.max_tokens < 4 * PAGE_TOKENS:
+        return
+    rows = [test.sequence(f"row {number}", test.length(1, 2 * PAGE_TOKENS)) for number in range(min(4, test.largest - 2))]
+    test.prefill(*rows)
+    test.decode(*rows, steps=2)
+    cancelled = test.sequence("cancelled after its prompt", test.length(1, 90))
+    test.prefill(cancelled)
+    test.release(cancelled)
+    full, beside = (test.sequence(role, PAGE_TOKENS - STEPS) for role in ("ends with a full page", "beside a full page"))
+    test.prefill(full, beside)
+    test.decode(full, beside, steps=STEPS)
+    test.release(full)
+    late = test.sequence("begins on a full page", test.length(70, 150))
+    test.prefill(late)
+    test.decode(late, beside, steps=STEPS + 2)
+    test.release(late, beside)
+    for _ in range(6):
+        order = test.rng.permutation(len(rows))[: test.length(1, len(rows))]
+        test.decode(*(rows[place] for place in order))
+    test.decode(*rows[:2], steps=PAGE_TOKENS - 20)
+    test.decode(*rows[::-1], steps=3)
+    test.release(*rows)
+
+
+def lengths(test: StressTest) -> None:
+    """Decode prompts of whole tiles and chunks across their boundaries, random lengths, and large steps of many rows."""
+    chunk = min(test.engine.prefill_chunk, test.max_tokens - 8)
+    drawn = [test.length(430, 980) for _ in range(2)]
+    fitting = [length for length in (256, 512, chunk, 510, *drawn) if length + 8 <= test.max_tokens]
+    rows = [test.sequence(f"a prompt of {length} tokens", length, STEPS + 2) for length in fitting[: test.largest]]
+    if rows and test.engine.can(Engine.forced_together):
+        test.serve(rows)
+    if not rows or test.engine.can(Engine.forced_together):
+        return
+    test.prefill(*rows)
+    test.decode(*rows, steps=STEPS)
+    others: list[StressSequence] = []
+    if test.engine.can(Engine.fork):  # forks of the longest prompt, only to enlarge the step
+        longest = max(rows, key=lambda sequence: len(sequence.tokens))
+        others = [test.fork(longest, "") for _ in range(min(9, test.largest - len(rows)))]
+    for other in others:
+        other.watched = False
+    test.decode(*others, *rows, steps=2)
+    test.release(*others, *rows)
+
+
+def answers(test: StressTest) -> None:
+    """Generate a long answer, answers to a long queue, equal prompts with different limits, and answers with stop tokens."""
+    most = min(LONGEST_ANSWER, test.max_tokens - 50)
+    if most < PAGE_TOKENS:
+        return
+    long, again = test.sequence("a long answer", 40), test.sequence("the same prompt again", 50)
+    (said,) = test.ask([long], [most])
+    for limit in (4, 10):
+        (short,) = test.ask([again], [limit])
+    waiting = [test.sequence("one of many that wait", test.length(3, 12)) for _ in range(WAITING)]
+    test.ask(waiting, [3] * len(waiting), at_once=max(1, test.largest // 2))
+    page = test.draw(min(PAGE_TOKENS, most))
+    alike = [test.sequence("prompts with one first page", [*page, *test.draw(9)]) for _ in range(3)]
+    test.ask(alike, [6] * len(alike))
+    other = next(token for token in range(test.engine.vocab_size) if token not in {*short, *said})
+    for sequence, stop, limit in ((again, short[:1], 10), (long, said[-1:], most)):
+        if stop:
+            test.ask([sequence], [limit], [other, *stop])
+
+
+def full_pool(test: StressTest) -> None:
+    """Send requests to a pool with a third of their pages. Half share a prefix. They wait, are preempted and resume.
+
+    The scenario skips engines whose pool pressure is tested with samples by default.
+    """
+    if test.engine.pressed_requests or test.max_tokens < 5 * PAGE_TOKENS:
+        return
+    page, named = test.draw(PAGE_TOKENS), []
+    for number in range(PRESSED):
+        length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - PRESSED_STEPS + 6, PAGE_TOKENS - 1)
+        begin = page if number % 2 else test.draw(PAGE_TOKENS)
+        tokens = [*begin, *test.draw(length - PAGE_TOKENS + PRESSED_STEPS)]
+        named.append((f"request {number} of {length} and {PRESSED_STEPS} tokens", (tokens, length)))
+    found = press(test.engine, named)
+    test.requests += found.requests
+    test.preempted += found.preempted
+    test.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]
+
+
+SCENARIOS = (
+    Scenario(batch),
+    Scenario(equal),
+    Scenario(turns, (Engine.extend,)),
+    Scenario(fork, (Engine.fork,)),
+    Scenario(evicted_fork, (Engine.fork,)),
+    Scenario(prefix),
+    Scenario(talk, (Engine.extend,)),
+    Scenario(shared, (Engine.fork,)),
+    Scenario(schedule),
+    Scenario(lengths),
+    Scenario(answers),
+    Scenario(full_pool, (Engine.press,)),
+    Scenario(crowd),
+    Scenario(wear),
+)

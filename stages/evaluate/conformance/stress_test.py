@@ -1,0 +1,106 @@
+"""The stress test: compares an engine with the reference engine on random tokens, in states that samples rarely reach.
+
+The scenarios (`scenarios.py`) cover the longest context, the largest batch, every page offset, turns, forks, long decoding,
+free answers, and many concurrent requests. Sequences are judged by the rules for requests in conformance: the logits given the
+codes that the engine stored, and the codes themselves.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator
+
+from stages.core.errors import UserError
+from stages.core.records import Progress
+from stages.engines.interface import Engine
+from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.scenarios import SCENARIOS
+from stages.evaluate.conformance.stress import StressTest
+from stages.evaluate.decoding.system import allocation, process_memory
+from stages.verdict.conformance import EngineConformance
+from stages.verdict.coverage import Probe
+from stages.workloads.config import ProbeConfig
+
+COUNTS = (
+    *("tokens", "decoded", "batch", "requests", "rows", "together", "prompts", "forks", "turns", "prefixes", "steps"),
+    "preempted",
+)
+"""Fields of `Probe` that `StressTest` counts under the same name."""
+
+IDLE_SECONDS = 1 / 50
+"""Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.probe.requests`."""
+
+
+def probe(
+    engine: Engine,
+    reference: ReferenceEngine,
+    config: ProbeConfig,
+    batch_size: int,
+    claimed: int,
+    progress: Progress,
+    baseline: EngineConformance | None = None,
+) -> Probe:
+    """Run the stress test on an engine.
+
+    Args:
+        engine: The engine. It holds no sequences afterwards.
+        reference: The reference engine under the same policy.
+        config: Limits of the test.
+        batch_size: Batch size of the evaluation. The test's largest batch is at least this large.
+        claimed: Tokens of the longest sample. Several rows of the largest batch have this length.
+        progress: Called with the number of finished scenarios.
+        baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None for the 16-bit
+            engine itself.
+    """
+    max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
+    if engine.can(Engine.forced_together):
+        max_tokens -= 1  # a request also generates one token after its last fed token
+    largest = max(batch_size, config.max_batch)
+    largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
+    held = process_memory(engine, max_tokens)
+    seed = secrets.randbits(32) if config.seed is None else config.seed
+    test = StressTest(engine, reference, config, max_tokens, largest, claimed, *reference.limits(baseline), seed=seed)
+    for ended in _run_scenarios(test):
+        progress("stress test [scenarios]", ended, len(SCENARIOS))
+    said = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations()]
+    if engine.can(Engine.forget_prefixes):
+        engine.forget_prefixes()
+    left = engine.memory()
+    if left.live_tokens or left.held_pages:
+        what = f"{left.live_tokens} tokens and {left.held_pages} pages"
+        said.append(f"{what} stayed in the cache after every sequence was released")
+    return Probe(
+        seed=seed,
+        page_offsets=len(test.offsets),
+        failures=said,
+        allocation=(test.allocation or allocation(engine)).model_copy(update={"process": held}),
+        **{name: getattr(test, name) for name in COUNTS},
+    )
+
+
+def _run_scenarios(test: StressTest) -> Iterator[int]:
+    """Run the scenarios that the engine supports. Yield the number of finished scenarios, beginning with 0.
+
+    One sequence stays live during all scenarios. It decodes a token per scenario and rests for `IDLE_SECONDS` per request once.
+    """
+    yield 0
+    engine = test.engine
+    if not engine.can(Engine.forced_together) and (engine.max_sequences is None or engine.max_sequences > test.largest):
+        test.scenario = "rest"
+        test.resting = test.sequence("a sequence that rests while others come and go", test.length(40, 90))
+        test.prefill(test.resting)
+    for ended, scenario in enumerate(SCENARIOS, start=1):
+        if all(test.engine.can(need) for need in scenario.needs):
+            test.scenario = scenario.name
+            try:
+                scenario.run(test)
+            except UserError as error:
+                test.failures.append(f"{scenario.name}: the engine refused it: {error}")
+            test.end()
+            if test.resting is not None:
+                test.decode(test.resting)
+        yield ended
+    if test.resting is not None:
+        test.scenario, resting, test.resting = "rest", test.resting, None
+        time.sleep(max(0.0, IDLE_SECONDS * test.config.requests - test.idle))
+        test.decode(resting, steps=4)
+        test.end()

@@ -1,1 +1,0 @@
-"""Comparison of an engine with its reference engine: `OracleEngine` under the same policy."""

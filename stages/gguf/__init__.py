@@ -1,1 +1,0 @@
-"""Converts a GGUF file to a Hugging Face checkpoint."""

@@ -1,0 +1,261 @@
+"""Capacity of a memory budget under every policy (`capacity.json`). Bytes are per GPU unless stated otherwise.
+
+The pages are the same as in the engines (`stages.engines.paged`): a sequence holds whole pages, second copies of the pages in
+the policy's window, and a buffer of exact tokens. The whole pages of a prefix that all sequences share are stored once, as
+`fork` shares pages. A policy may evict tokens, and a model's layers may attend to sliding windows.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+from stages.checkpoints.shapes import ModelShape
+from stages.core.errors import UserError
+from stages.core.strict import StrictModel
+from stages.planning.use import GIB, CapacityConfig
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, page_count, whole_pages
+
+
+def kept_pages(tokens: int, first: int, latest: int | None) -> set[int]:
+    """Return the pages of a sequence that hold its `first` and `latest` tokens; without `latest`, all pages."""
+    pages = range(page_count(tokens))
+    if latest is None:
+        return set(pages)
+    return {*pages[: page_count(min(first, tokens))], *pages[max(0, tokens - latest) // PAGE_TOKENS :]}
+
+
+class SequenceCost:
+    """Bytes of sequences under one policy, on one GPU."""
+
+    def __init__(self, policy: KVPolicy, shape: KVShape, windows: Sequence[int | None], *, shared_prefix: int = 0) -> None:
+        """Group the layers that keep the same pages.
+
+        Args:
+            policy: The cache's formats.
+            shape: The model's shape, with the KV heads of one GPU.
+            windows: The number of latest tokens that each layer attends to, or None for all tokens.
+            shared_prefix: First tokens that all sequences have in common.
+        """
+        self.policy = policy
+        self.shared_pages = set(range(shared_prefix // PAGE_TOKENS))
+        self.exact_bytes = policy.exact_bytes(shape, 1)
+        evicting: tuple[int, int | None] = (0, None)
+        if policy.eviction is not None:
+            # H2O's heavy tokens may lie anywhere. Their pages are counted as if they were first tokens.
+            evicting = (policy.eviction.sink_tokens + policy.eviction.heavy_tokens, policy.eviction.window_tokens)
+        self.page_bytes: dict[tuple[int, int | None], list[int]] = {}
+        """(first, latest) tokens -> bytes of a page and of its copy in the window, summed over the layers that keep it."""
+        for layer, window in enumerate(windows):
+            sizes = self.page_bytes.setdefault(evicting if window is None else (0, window), [0, 0])
+            for side, form in policy.sides(layer).items():
+                sizes[side.in_window] += PAGE_TOKENS * shape.kv_heads * form.token_bytes(shape.head_dim)
+
+    def own(self, tokens: int) -> int:
+        """Return the bytes of a sequence of `tokens` tokens, without shared pages."""
+        return self.exact_bytes + self._bytes([tokens], lambda pages: pages - self.shared_pages)
+
+    def shared(self, lengths: Sequence[int]) -> int:
+        """Return the bytes of the shared pages that sequences of the given lengths keep. Each page counts once."""
+        return self._bytes(lengths, self.shared_pages.intersection) if self.shared_pages else 0
+
+    def _bytes(self, lengths: Sequence[int], counted: Callable[[set[int]], set[int]]) -> int:
+        """Return the bytes of the pages that `counted` selects from the sequences' pages. Each page counts once."""
+        total = 0
+        for (first, latest), sizes in self.page_bytes.items():
+            kept = [counted(kept_pages(tokens, first, latest)) for tokens in lengths]
+            windows = [pages & self._window(tokens) for pages, tokens in zip(kept, lengths, strict=True)]
+            total += sum(len(set[int]().union(*pages)) * size for pages, size in zip((kept, windows), sizes, strict=True))
+        return total
+
+    def _window(self, tokens: int) -> set[int]:
+        """Return the pages in the policy's window."""
+        pages = page_count(tokens)
+        return set(range(pages - self.policy.window_pages(tokens), pages))
+
+
+def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, int]:
+    """Admit requests in the order of a mix, repeatedly, until the next request does not fit.
+
+    Return the number of requests, and the live tokens of their contexts. A shared prefix counts for every request.
+
+    Args:
+        cost: Bytes per request.
+        cycle: Tokens of the mix's requests, in order.
+        budget: Bytes available.
+    """
+    taken = {tokens: cost.own(tokens) for tokens in set(cycle)}
+    own, live = ([0, *accumulate(amounts)] for amounts in ([taken[tokens] for tokens in cycle], cycle))
+    # During the first round, a new length may add shared pages.
+    seen = {count: tuple(dict.fromkeys(cycle[:count])) for count in range(len(cycle) + 1)}
+    shared = {lengths: cost.shared(lengths) for lengths in set(seen.values())}
+
+    def of(amounts: Sequence[int], requests: int) -> int:
+        rounds, rest = divmod(requests, len(cycle))
+        return rounds * amounts[-1] + amounts[rest]
+
+    def used_bytes(requests: int) -> int:
+        return of(own, requests) + shared[seen[min(requests, len(cycle))]]
+
+    most = budget // min(taken.values()) + 1
+    requests = max(0, bisect_right(range(most + 1), budget, key=used_bytes) - 1)
+    return requests, of(live, requests)
+
+
+class PolicyCapacity(StrictModel):
+    """Capacity of a memory budget under one policy."""
+
+    policy: KVPolicy
+    name: str
+    """The policy's name, and its differences from the policy in conf/."""
+    bytes_per_token: int
+    request_bytes: int
+    """Bytes per request in addition to its tokens: exact sinks and recent tokens, and second copies of a full window."""
+    tokens_that_fit: int
+    """Cache memory divided by bytes per token. Ignores pages and bytes per request; every layer counts as full."""
+    tokens_at_ceiling: int
+    """The ceiling's share of `tokens_that_fit`, to the nearest token."""
+    requests: int
+    """Requests of the mix that are admitted up to the ceiling, in whole sequences and pages."""
+    live_tokens: int
+    """Tokens in the contexts of the admitted requests."""
+    mix_bytes: int
+    """Bytes of one mix, without shared pages. Fewer bytes are better if two policies admit the same requests."""
+
+
+class Budget(StrictModel):
+    """Memory of one GPU, in bytes."""
+
+    gpu: int
+    weights: int
+    reserve: int
+
+    @property
+    def cache(self) -> int:
+        return self.gpu - self.weights - self.reserve
+
+
+class Capacity(StrictModel):
+    """`capacity.json`."""
+
+    model: str
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    use: CapacityConfig
+    budget: Budget
+    cache_bytes: int
+    ceiling_bytes: int
+    block_waste: float
+    """Share of the pages' token slots that stay empty: the rest of every request's last page, over the mix."""
+    notes: list[str]
+    policies: list[PolicyCapacity]
+    unfit: dict[str, str]
+    """Policy -> reason why the model's heads or layers do not fit."""
+
+
+def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat) -> Budget:
+    """Divide the memory of one GPU.
+
+    Raises:
+        UserError: if the weights cannot be counted, or leave nothing for the cache.
+    """
+    if use.gpu_gib <= use.reserve_gib:  # checked first, since counting weights imports torch
+        raise UserError(
+            f"capacity.gpu_gib={use.gpu_gib:g}: capacity.reserve_gib={use.reserve_gib:g} leaves nothing for weights and cache; "
+            "give more memory, or a smaller reserve"
+        )
+    if use.weights_gib is not None:
+        model.kv_heads_of_a_rank(use.tensor_parallel)  # raises unless the heads divide
+        weight_bytes = int(use.weights_gib * GIB / use.tensor_parallel)
+    else:
+        weight_bytes = model.weight_bytes(weights, use.tensor_parallel)
+    budget = Budget(gpu=int(use.gpu_gib * GIB), weights=weight_bytes, reserve=int(use.reserve_gib * GIB))
+    if budget.cache <= 0:
+        raise UserError(
+            f"capacity.gpu_gib={use.gpu_gib:g}: weights of {weight_bytes / GIB:.2f} GiB a GPU and capacity.reserve_gib="
+            f"{use.reserve_gib:g} leave nothing for the cache; give more memory, a larger capacity.tensor_parallel, or smaller "
+            "weights="
+        )
+    return budget
+
+
+def measure(
+    name: str, model: ModelShape, use: CapacityConfig, weights: WeightsFormat, policies: Sequence[tuple[str, KVPolicy]]
+) -> Capacity:
+    """Compute the capacity of every policy.
+
+    Args:
+        name: The model's short name.
+        model: The model's shapes.
+        use: The planned use.
+        weights: The format of the model's weights.
+        policies: Display names and policies.
+
+    Raises:
+        UserError: if the weights cannot be counted or leave nothing for the cache, or no policy fits the model.
+    """
+    budget = memory_budget(model, use, weights)
+    fitting, unfit = list[PolicyCapacity](), dict[str, str]()
+    for label, policy in policies:
+        try:
+            if model.latent is not None and not _fits_latent(policy, model.kv.head_dim):
+                raise UserError(f"its latent vectors of {model.latent} numbers (MLA) take one format, without scales a token")
+            policy.check_shape(model.kv)
+        except UserError as error:
+            unfit[label] = str(error)
+        else:
+            fitting.append(_policy_capacity(label, policy, model, use, budget))
+    if not fitting:
+        raise UserError(f"kv={policies[0][0]}: does not fit {model.path}: {unfit[policies[0][0]]}")
+    slots = sum(whole_pages(context.tokens) * context.requests for context in use.contexts)
+    held = sum(context.tokens * context.requests for context in use.contexts)
+    notes = list(model.notes)
+    if model.latent is not None:
+        notes.append(f"a token has one latent vector of {model.latent} numbers for all heads (MLA): half of them count as keys")
+    if model.max_positions is not None and use.longest > model.max_positions:
+        notes.append(f"contexts reach {use.longest:,} tokens, the model's max_position_embeddings is {model.max_positions:,}")
+    if use.tensor_parallel > model.kv.kv_heads and model.latent is None:
+        copies = use.tensor_parallel // model.kv.kv_heads
+        notes.append(f"{model.kv.kv_heads} KV heads on {use.tensor_parallel} GPUs: each head's cache is stored {copies} times")
+    return Capacity(
+        model=name,
+        layers=model.kv.layers,
+        q_heads=model.q_heads,
+        kv_heads=model.kv.kv_heads,
+        head_dim=model.kv.head_dim,
+        use=use,
+        budget=budget,
+        cache_bytes=budget.cache,
+        ceiling_bytes=use.below_ceiling(budget.cache),
+        block_waste=1 - held / slots,
+        notes=notes,
+        policies=fitting,
+        unfit=unfit,
+    )
+
+
+def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
+    """Return whether a policy can store vectors that are keys and values at once: one format, no scales per token."""
+    one = policy.key == policy.value and not policy.overrides and policy.window is None
+    return one and not policy.exact_tokens and not policy.key.scales_per_token(head_dim)
+
+
+def _policy_capacity(name: str, policy: KVPolicy, model: ModelShape, use: CapacityConfig, budget: Budget) -> PolicyCapacity:
+    rank = KVShape(model.kv.layers, model.kv_heads_of_a_rank(use.tensor_parallel), model.kv.head_dim)
+    cost = SequenceCost(policy, rank, model.windows, shared_prefix=use.shared_prefix_tokens)
+    requests, live_tokens = admit(cost, use.cycle, use.below_ceiling(budget.cache))
+    fit = budget.cache // policy.bytes_per_token(rank)
+    return PolicyCapacity(
+        policy=policy,
+        name=name,
+        bytes_per_token=policy.bytes_per_token(rank),
+        request_bytes=cost.exact_bytes + policy.window_pages(use.longest) * policy.window_page_bytes(rank),
+        tokens_that_fit=fit,
+        tokens_at_ceiling=round(Fraction(str(use.ceiling)) * fit),
+        requests=requests,
+        live_tokens=live_tokens,
+        mix_bytes=sum(cost.own(context.tokens) * context.requests for context in use.contexts),
+    )

@@ -1,0 +1,188 @@
+"""Recommends the policy with the most live tokens among the policies whose evidence covers the use.
+
+This module reads and writes no files. A verdict covers only the exercised range (`stages.verdict.coverage`). A use has four
+requirements on this range:
+
+- Tokens: quality at a length shows only at this length. So samples must have reached the longest context, in whole pages.
+- Decoding: errors add up over an answer. So a sample must have decoded at least the tokens of the longest answer.
+- Batch: a batch does not change quality, only whether the engine computes correctly. So the stress test's batches count like
+  batches of samples, and must reach `capacity.concurrency`. If the memory admits more requests, the recommendation still says
+  to serve no more at once than were exercised together.
+- Shared prefix: samples or the stress test must have exercised forks of a sequence.
+
+If a policy has several evaluations, the engine that was judged last counts. A FAIL of this engine in any evaluation outweighs
+a PASS in another, so that repeating an evaluation until it passes does not help.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stages.core.strict import StrictModel
+from stages.engines.config import serves_last
+from stages.planning.capacity import Capacity, PolicyCapacity
+from stages.planning.use import CapacityConfig
+from stages.policies.policy import KVPolicy, whole_pages
+from stages.verdict.coverage import Limits
+from stages.verdict.thresholds import Status
+
+NO_EVIDENCE = "no evidence"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One evaluation of an engine, read from its evidence and decided again by the present gates."""
+
+    policy: KVPolicy
+    source: str
+    """Location of the evidence."""
+    made: float
+    """Time of the evaluation, in seconds since 1970."""
+    backend: str
+    engine_digest: str
+    problem: str | None = None
+    """Reason why it does not count: altered, or of another model, backend, weights or number of GPUs."""
+    status: Status = "INCONCLUSIVE"
+    reasons: tuple[str, ...] = ()
+    attempt: int = 1
+    """`gates.attempt` of the evaluation."""
+    samples_needed: dict[str, int] = field(default_factory=dict)
+    limits: Limits | None = None
+    longest_decode: int = 0
+    """Maximum number of tokens that a sample decoded."""
+    forks: int = 0
+    """Forks of sequences, by samples and by the stress test."""
+    kl_mean: float = float("inf")
+
+
+class Choice(StrictModel):
+    """The recommended policy."""
+
+    name: str
+    policy: KVPolicy
+    live_tokens: int
+    requests: int
+    """Requests that the memory admits."""
+    serve_at_most: int
+    """Maximum number of requests to serve at once: the number that was exercised together."""
+    covered: str
+    backend: str
+    evidence: str
+    engine_digest: str
+    reasons: list[str]
+
+
+class PassedOver(StrictModel):
+    """A policy that is not recommended."""
+
+    name: str
+    live_tokens: int
+    reason: str
+    """Reason, with the keys of an evaluation that would provide the missing evidence."""
+    evidence: str | None
+
+
+class Recommendation(StrictModel):
+    """`recommendation.json`."""
+
+    model: str
+    use: CapacityConfig
+    notes: list[str]
+    chosen: Choice | None
+    passed_over: list[PassedOver]
+    """Sorted by live tokens, descending."""
+
+
+def recommend(capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = ()) -> Recommendation:
+    """Choose a policy by its evidence. `notes` are caveats about the evidence, shown with the recommendation."""
+    ordered = sorted(capacity.policies, key=_order, reverse=True)
+    assessed = [(entry, *_assess(entry, judged, capacity.use)) for entry in ordered]
+    covering = [(entry, one) for entry, one, reason in assessed if one is not None and reason is None]
+    best = max(covering, key=lambda pair: (*_order(pair[0]), not serves_last(pair[1].backend), -pair[1].kl_mean), default=None)
+    passed = []
+    for entry, one, reason in assessed:
+        if reason is None and best is not None and entry is not best[0]:
+            fewer = entry.live_tokens < best[0].live_tokens
+            but = "fewer live tokens" if fewer else "as many live tokens in more bytes, or a larger KL"
+            reason = f"PASS, and the evidence covers this use, but {but}"  # noqa: PLW2901
+        if reason is not None:
+            source = None if one is None else one.source
+            passed.append(PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source))
+    return Recommendation(
+        model=capacity.model,
+        use=capacity.use,
+        notes=[*capacity.notes, *notes],
+        chosen=None if best is None else _choice(*best),
+        passed_over=passed,
+    )
+
+
+def _order(entry: PolicyCapacity) -> tuple[int, int]:
+    return entry.live_tokens, -entry.mix_bytes
+
+
+def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
+    assert one.limits is not None, "evidence that covers a use says how far it holds"
+    return Choice(
+        name=entry.name,
+        policy=entry.policy,
+        live_tokens=entry.live_tokens,
+        requests=entry.requests,
+        serve_at_most=min(entry.requests, one.limits.batch or 0),
+        covered=str(one.limits),
+        backend=one.backend,
+        evidence=one.source,
+        engine_digest=one.engine_digest,
+        reasons=list(one.reasons),
+    )
+
+
+def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> tuple[Judged | None, str | None]:
+    """Return the evidence that counts for a policy, and why it does not cover the use (None if it does)."""
+    if entry.requests < use.concurrency:
+        return None, f"admits {entry.requests} of {use.concurrency} requests at once"
+    own = sorted((one for one in judged if one.policy == entry.policy), key=lambda one: one.made)
+    counting = [one for one in own if one.problem is None]
+    if not counting:
+        return None, f"no evidence that counts: {own[-1].problem}" if own else NO_EVIDENCE
+    of_engine = [one for one in reversed(counting) if one.engine_digest == counting[-1].engine_digest]
+    failed = next((one for one in of_engine if one.status == "FAIL"), None)
+    if failed is not None:
+        return failed, f"FAIL: {_first(failed)}"
+    passes = [one for one in of_engine if one.status == "PASS"]
+    if not passes:
+        last = of_engine[0]
+        more = [f"++workloads.samples.{name}={count}" for name, count in last.samples_needed.items() if name != "all"]
+        again = " ".join([*more, f"gates.attempt={last.attempt + 1}"])
+        return last, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}"
+    best = min(passes, key=lambda one: bool(_missing(one, use)))
+    missing = _missing(best, use)
+    return best, f"PASS, but {'; '.join(missing)}" if missing else None
+
+
+def _first(one: Judged) -> str:
+    return one.reasons[0] if one.reasons else "no reason was given"
+
+
+def _missing(one: Judged, use: CapacityConfig) -> list[str]:
+    """Return the gaps between the use and the evidence, each with the samples or keys that would close the gap."""
+    if one.limits is None:
+        return ["its report does not say how far it holds: judge it again"]
+    missing: list[str] = []
+    tokens, batch = one.limits.tokens or 0, one.limits.batch or 0
+    if whole_pages(tokens) < use.longest:
+        missing.append(
+            f"covered up to {tokens:,} tokens and {use.longest:,} are asked: ask samples that long (workloads=jsonl)"
+        )
+    if one.longest_decode < use.new_tokens:
+        missing.append(
+            f"no sample decoded more than {one.longest_decode:,} tokens and answers of {use.new_tokens:,} are asked: ask "
+            f"samples with such answers and workloads.max_scored_tokens={use.new_tokens}"
+        )
+    if use.shared_prefix_tokens and not one.forks:
+        missing.append("no shared prefix was exercised: give samples a common document")
+    if batch < use.concurrency:
+        missing.append(
+            f"covered up to batch {batch} and {use.concurrency} requests at once are asked: "
+            f"workloads.probe.max_batch={use.concurrency}"
+        )
+    return missing

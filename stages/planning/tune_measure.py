@@ -1,0 +1,197 @@
+"""Measures policies' mean KL from the FP16 cache with the reference engine's one-pass decode. An interrupted run can resume.
+
+The texts are an evaluation's workloads in another split, in three parts that share no document. For questions only the answers
+are scored, as in an evaluation, so that a mean KL has the same meaning here and in the gates. For prose and the user's own
+texts, all tokens except the first ones are scored.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.core.digest import json_digest
+from stages.core.errors import UserError
+from stages.engines.base import Logits
+from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.model import LayerInput
+from stages.evaluate.distances.distance import Array, Distributions, Head, head_kl
+from stages.evaluate.distances.scores import head_of
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.planning.tuning import TuneConfig
+from stages.policies.policy import FP16_POLICY, KVPolicy
+from stages.policies.scales import KVScales
+from stages.quantize.calibration import texts_from_file
+from stages.workloads.generated import generate
+
+PREFILLED = 16
+"""Number of first tokens that are not scored in texts without an answer."""
+
+PARTS = ("search", "check", "held out")
+"""Names of the three parts of the texts: for measuring each place alone, for checking proposals, and for the final measurement.
+Separate parts are needed because a proposal may fit the first part by chance."""
+
+LEAST = 2
+"""Minimum texts per part."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenized text. Tokens from index `first` on are scored, at least one."""
+
+    tokens: tuple[int, ...]
+    first: int
+    document: str
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """Texts for measuring policies."""
+
+    name: str
+    texts: tuple[Text, ...]
+
+    @property
+    def documents(self) -> list[str]:
+        """The texts' document ids."""
+        return [text.document for text in self.texts]
+
+    @property
+    def scored(self) -> int:
+        """Number of scored tokens."""
+        return sum(len(text.tokens) - text.first for text in self.texts)
+
+
+def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet, TextSet]:
+    """Return the texts of PARTS, which get half, a quarter and a quarter of the documents.
+
+    Raises UserError if a part has fewer than LEAST texts.
+    """
+    tokenizer = BundleTokenizer(checkpoint)
+    # The next seed, because the calibration uses the seed itself.
+    texts = _generated(tokenizer, config, seed + 1) if jsonl is None else _given(tokenizer, config, jsonl)
+    scored = [text for text in texts if text.first < len(text.tokens)]
+    documents = list(dict.fromkeys(text.document for text in scored))
+    half = len(documents) // 2
+    quarter = half + (len(documents) - half) // 2
+    groups = (documents[:half], documents[half:quarter], documents[quarter:])
+    sets = [tuple(text for text in scored if text.document in set(group)) for group in groups]
+    if min(map(len, sets)) < LEAST:
+        raise UserError(
+            f"tune.texts={config.texts}: {len(scored)} texts of {len(documents)} documents can be scored within "
+            f"tune.max_length={config.max_length}, too few for three parts; raise one of them"
+        )
+    search, check, held_out = (TextSet(name, members) for name, members in zip(PARTS, sets, strict=True))
+    return search, check, held_out
+
+
+def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:
+    count = max(config.texts // len(config.workloads), 4 * LEAST)
+    found = []
+    # Documents alternate between workloads, so that every part contains all workloads.
+    groups = zip(*(generate(name, count, seed, split="calibration") for name in config.workloads), strict=True)
+    for number, samples in enumerate(groups):
+        for item in encode(samples, tokenizer, config.max_length):
+            tokens = (*item.prompt, *item.reference)[: config.max_length]
+            # A prompt's last token is decoded, as in an evaluation.
+            found.append(Text(tokens, len(item.prompt) - 1 if item.judged else PREFILLED, f"{number}"))
+    return found
+
+
+def _given(tokenizer: BundleTokenizer, config: TuneConfig, jsonl: Path) -> list[Text]:
+    lines = texts_from_file(jsonl, config.texts)
+    encoded = [tuple(tokenizer.text_ids(text)[: config.max_length]) for text in lines]
+    return [Text(tokens, PREFILLED, f"{number}") for number, tokens in enumerate(encoded)]
+
+
+MEASURED = "measured.jsonl"
+"""File in the unfinished artifact with one line per policy and set of texts."""
+
+ROWS = 256
+"""Rows of logits per comparison."""
+
+
+class Bench:
+    """Measures policies of one model. Results are saved, so that each policy is measured once per set of texts."""
+
+    def __init__(self, model: Any, scales: Callable[[KVPolicy], KVScales], folder: Path) -> None:
+        self.model, self._scales = model, scales
+        self._path = folder / MEASURED
+        self._known = dict(_lines(self._path))
+        self._heads: dict[str, list[list[Head]]] = {}
+        self._inputs: tuple[tuple[str, int], list[LayerInput | None]] | None = None
+        self.sound = TorchEngine.from_model(model, FP16_POLICY)
+
+    def kl(self, policy: KVPolicy, texts: TextSet, above: int = 0) -> Array:
+        """Return the mean KL of the scored tokens per text, (texts,); NaN if a logit is not finite.
+
+        `above`: if the policy keeps all layers below this index at 16 bits, their outputs are computed once and reused.
+        """
+        key = _key(policy, texts)
+        if key not in self._known:
+            inputs = self._layer_inputs(texts, above) if above else [None] * len(texts.texts)
+            engine = TorchEngine.from_model(self.model, policy, self._scales(policy))
+            pairs = zip(texts.texts, self._baseline(texts), inputs, strict=True)
+            self._known[key] = [_mean_kl(engine, text, heads, known) for text, heads, known in pairs]
+            with self._path.open("a", encoding="utf-8") as file:
+                # The line break comes first, because an interrupted run may have left half a line.
+                file.write("\n" + json.dumps({"key": key, "kl": self._known[key]}))
+        return np.array(self._known[key])
+
+    def _layer_inputs(self, texts: TextSet, layer: int) -> list[LayerInput | None]:
+        """Return the texts' inputs of a layer, computed with 16-bit caches in all earlier layers."""
+        if self._inputs is None or self._inputs[0] != (texts.name, layer):
+            earlier = self._inputs[1] if self._inputs is not None else [None] * len(texts.texts)
+            pairs = zip(texts.texts, earlier, strict=True)
+            self._inputs = (texts.name, layer), [self.sound.layer_input(t.tokens, t.first, layer, known) for t, known in pairs]
+        return self._inputs[1]
+
+    def close(self) -> None:
+        """Remove the saved measurements: the finished artifact contains the report instead."""
+        self._path.unlink(missing_ok=True)
+
+    def _baseline(self, texts: TextSet) -> list[list[Head]]:
+        if texts.name not in self._heads:
+            self._heads[texts.name] = [_heads(self.sound, text) for text in texts.texts]
+        return self._heads[texts.name]
+
+
+def _key(policy: KVPolicy, texts: TextSet) -> str:
+    return json_digest([policy.model_dump(exclude={"name"}), texts.name])
+
+
+def _lines(path: Path) -> Sequence[tuple[str, list[float]]]:
+    """Return (key, KL per text) from interrupted runs, skipping lines that were not completely written."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        found.append((str(entry["key"]), [float(value) for value in entry["kl"]]))
+    return found
+
+
+def _heads(engine: TorchEngine, text: Text) -> list[Head]:
+    found: list[Head] = []
+    for rows in _distributions(engine.forced(text.tokens, text.first)):
+        # Only distances are used here, so the reference token is arbitrary.
+        found += [head_of(rows, row, 0) for row in range(len(rows.finite))]
+    return found
+
+
+def _mean_kl(engine: TorchEngine, text: Text, heads: list[Head], known: LayerInput | None) -> float:
+    tokens, first = text.tokens, text.first
+    logits = engine.forced(tokens, first, known)
+    remaining = iter(heads)
+    kl = [head_kl(next(remaining), rows, row) for rows in _distributions(logits) for row in range(len(rows.finite))]
+    return float(np.mean(kl))
+
+
+def _distributions(logits: Logits) -> Iterator[Distributions]:
+    """Yield the distributions of the scored tokens, ROWS at a time, because a comparison makes several copies."""
+    for start in range(0, len(logits), ROWS):
+        yield Distributions(logits[start : start + ROWS])

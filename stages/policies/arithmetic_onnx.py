@@ -1,0 +1,180 @@
+"""Common arithmetic of the formats in ONNX operators. One function writes codes, and another function reads them.
+
+Shapes: B sequences, H KV heads, S new tokens, P pages, T = P * 64 positions, D head_dim, W code elements per token, g scales
+per token, n code streams.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from stages.policies.onnx_body import Body
+from stages.policies.spec import FLOAT16, MAX_FLOAT16, MIN_SCALE, PACKED, Element, Spec
+
+Gather = Callable[[str, int], str]
+"""Function (pool, width) that gathers pages of the pool (N, H, 64, width) and returns (B, H, T, width)."""
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """Options of a format in a policy, and the names of its inputs in the graph."""
+
+    head_dim: int
+    groups: int
+    """Scales per token and head; 0 for static scales."""
+    symmetric: bool
+    static: bool
+    """Whether all scales are fixed at build time."""
+    scale: str
+    """Name of the static scale, if it exists."""
+    zero: str
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The j-th of n packed numbers of all stored elements, in the compute dtype: x of shape (B, H, T, D / n).
+
+    The code is gain * x + offset. If the stream is nested, x still includes the higher numbers of the element, and the code
+    is gain * x + offset minus 2 ** bits times the next stream's x.
+    """
+
+    x: str
+    gain: float = 1.0
+    offset: float = 0.0
+    nested: bool = False
+
+
+class Graph(ABC):
+    """Base of the formats' arithmetics in ONNX operators."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:
+        """Append nodes that quantize new tokens x (B, H, S, D); return codes (B, H, S, W), scales and zeros (B, H, S, g)."""
+
+    @abstractmethod
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:
+        """Convert the pages' codes to unscaled numbers. The streams, concatenated, are the channels in order.
+
+        nested: Whether streams may be nested, which saves a pass over the codes.
+        """
+
+    def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:  # noqa: ARG002  (a subclass)
+        """Gather the values of the pages' stored scales or zeros."""
+        return gather(pool, options.groups)
+
+
+class ExactGraph(Graph):
+    """Floating-point numbers without a scale."""
+
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:  # noqa: ARG002  (none)
+        return [body.op("Cast", x, to=onnx_type(self.spec.storage))]
+
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+        return [Stream(body.to_compute(gather(pool, options.head_dim)))]
+
+
+class ScaledGraph(Graph):
+    """Codes with a scale, which is static or stored as float16."""
+
+    @abstractmethod
+    def encode(self, body: Body, steps: str, options: GraphOptions) -> str:
+        """Round and pack numbers that are scaled and shifted by their zero: nearest code, ties to even, saturating."""
+
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:
+        if options.static:
+            shifted = x if options.symmetric else body.op("Sub", x, body.to_compute(options.zero))
+            return [self.encode(body, body.op("Div", shifted, body.to_compute(options.scale)), options)]
+        if options.groups > 1:
+            x = body.reshape(x, 0, 0, 0, options.groups, -1)
+        zeros = []
+        if options.symmetric:
+            amax = body.op("ReduceMax", body.op("Abs", x), body.ints([-1]), keepdims=1)
+            factor = body.op("Div", amax, body.real(self.spec.limit))
+        else:
+            high = body.op("ReduceMax", x, body.ints([-1]), keepdims=1)
+            zeros = [_zero(body, body.op("ReduceMin", x, body.ints([-1]), keepdims=1))]
+            zero = body.to_compute(zeros[0])
+            factor = body.op("Div", body.op("Sub", high, zero), body.real(self.spec.levels))
+            x = body.op("Sub", x, zero)
+        # The codes are computed from the rounded scale, because decoding uses the rounded scale.
+        factor = body.op("Clip", factor, body.real(MIN_SCALE), body.real(MAX_FLOAT16))
+        scale = body.op("Cast", factor, to=onnx_type(FLOAT16))
+        stored = [body.op("Div", x, body.to_compute(scale)), scale, *zeros]
+        if options.groups > 1:
+            stored = [body.reshape(part, 0, 0, 0, -1) for part in stored]
+        return [self.encode(body, stored[0], options), *stored[1:]]
+
+
+class FloatGraph(ScaledGraph):
+    """8-bit floating-point numbers."""
+
+    def encode(self, body: Body, steps: str, options: GraphOptions) -> str:  # noqa: ARG002  (of ScaledGraph)
+        clipped = body.op("Clip", steps, body.real(-self.spec.limit), body.real(self.spec.limit))
+        return body.op("QuantizeLinear", clipped, body.real(1.0), output_dtype=onnx_type(self.spec.storage))
+
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+        # Gather does not support float8, so the bound part of the pool is widened first.
+        return [Stream(gather(body.op("DequantizeLinear", pool, body.real(1.0)), options.head_dim))]
+
+
+class IntegerGraph(ScaledGraph):
+    """Packed integers, symmetric around 0 or from 0 to `levels` with a zero point."""
+
+    def encode(self, body: Body, steps: str, options: GraphOptions) -> str:
+        limit, levels = self.spec.limit, float(self.spec.levels)
+        low, high = (-limit, limit) if options.symmetric else (0.0, levels)
+        codes = body.op("Clip", body.op("Round", steps), body.real(low), body.real(high))
+        return self.pack(body, codes, options)
+
+    def pack(self, body: Body, codes: str, options: GraphOptions) -> str:
+        """Pack codes (B, H, S, D) in the compute dtype into stored bytes."""
+        offsets = self.offsets(symmetric=options.symmetric)
+        weights = 2.0 ** (self.spec.bits * np.arange(len(offsets)))
+        if len(weights) > 1:
+            # All numbers are integers below 256, so the product is exact. A MatMul is one node instead of a chain of nodes.
+            width = options.head_dim // len(weights)
+            codes = body.op("MatMul", codes, body.real(np.kron(weights[:, None], np.eye(width))))
+        offset = float(weights @ offsets)
+        return body.op("Cast", body.op("Sub", codes, body.real(offset)) if offset else codes, to=onnx_type(PACKED))
+
+    def offsets(self, *, symmetric: bool) -> list[float]:
+        """Return code minus stored number for every number in a byte, from the lowest bits up."""
+        half = 2.0 ** (self.spec.bits - 1)
+        lowest = 0.0 if symmetric else half
+        return [lowest - half] * (self.spec.packed - 1) + [lowest]
+
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:
+        # Split into the floor and the fraction of byte / 2 ** (8 - bits), which are exact even in float16.
+        offsets, bits = self.offsets(symmetric=options.symmetric), self.spec.bits
+        step = 2.0**bits
+        x = body.op("DequantizeLinear", gather(pool, options.head_dim // len(offsets)), body.real(2.0 ** (bits - 8)))
+        streams: list[Stream] = []
+        for offset in reversed(offsets[1:]):
+            x = body.op("Mul", x, body.real(step)) if streams else x
+            whole = body.op("Floor", x)
+            x = x if nested else body.op("Sub", x, whole)
+            streams.insert(0, Stream(whole, offset=offset, nested=nested and bool(streams)))
+        return [Stream(x, step if streams else 1.0, offsets[0], nested and bool(streams)), *streams]
+
+
+KINDS: dict[str, type[Graph]] = {"exact": ExactGraph, "float": FloatGraph, "integer": IntegerGraph}
+
+
+def onnx_type(element: Element) -> int:
+    """Return the ONNX enum value of an element type."""
+    kind: int = onnx.TensorProto.DataType.Value(element.onnx)
+    return kind
+
+
+def _zero(body: Body, low: str) -> str:
+    """Round `low` down to float16, by at most about two units in the last place, so that no code is below 0."""
+    nearest = body.to_compute(body.op("Cast", low, to=onnx_type(FLOAT16)))
+    unit = body.op("Add", body.op("Mul", body.op("Abs", nearest), body.real(2.0**-10)), body.real(2.0**-24))
+    below = body.op("Where", body.op("Greater", nearest, low), body.op("Sub", nearest, unit), nearest)
+    return body.op("Cast", body.op("Max", below, body.real(-MAX_FLOAT16)), to=onnx_type(FLOAT16))

@@ -1,0 +1,198 @@
+"""Cache formats: the code type, the granularity and source of scales, and the stored bytes.
+
+stages/policies implements the arithmetic.
+
+Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
+"""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from stages.core.strict import StrictModel
+from stages.policies.spec import GROUP_SIZES, Spec
+from stages.policies.table import ARITHMETICS, CODES
+
+Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_token", "per_group"]
+ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
+Rotation = Literal["none", "hadamard", "hadamard_64", "signed_hadamard"]
+Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_token_head"]
+
+
+class Format(StrictModel):
+    """The stored form of one side of the cache (keys or values).
+
+    granularity: the numbers that share a scale. Static scales are fixed at build time: `per_tensor` has one scale per layer,
+    `per_head` one per KV head, `per_channel` one per KV head and channel. Dynamic scales are stored with the codes as float16:
+    `per_token` has one scale per token and KV head, `per_group` one per token, KV head and `group_size` channels.
+    scale: the source of the scales. `calibrated` scales are measured by ModelOpt, `uncalibrated` scales are 1.0, and `dynamic`
+    scales are computed from the new tokens when they are written.
+    symmetric: false stores a zero point with every scale. The zero point is the value of code 0, the smallest number of its
+    group.
+    rotation: `hadamard` multiplies every head's vector by the orthonormal Hadamard matrix before quantization, which spreads
+    outlier channels. Queries are rotated too and outputs are rotated back, so that the attention is unchanged.
+
+    dtype=nvfp4 has two scales: x ~ code * block scale * layer scale. Codes are E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and a sign).
+    Every 16 channels of a token and KV head share a dynamic E4M3 block scale, which is stored with the codes. The layer scale
+    is a calibrated float32 per layer and side. The largest magnitude of a block becomes 6.
+
+    dtype=q8_0 and dtype=q4_0 are llama.cpp's types: blocks of 32 channels, with llama.cpp's rounding and byte layout. Only
+    these types support rotation=hadamard_64, which rotates every 64 channels, as llama.cpp rotates values.
+
+    arithmetic: the library whose rounding the format reproduces. Two arithmetics are vLLM's, with a scale per token and head,
+    so that an engine here computes the same numbers as vLLM. `vllm_turboquant` reproduces the values of turboquant_k8v4: INT4
+    codes computed from the unrounded range and minimum, rounded half up (kvgate's own codes use the stored, rounded ones).
+    `vllm_token_head` reproduces int8_per_token_head and fp8_per_token_head, with float32 scales, and int4_per_token_head, with
+    rotation=signed_hadamard (vLLM's random signs, then the Hadamard matrix of -1 and 1). The zero point of the INT4 type is a
+    whole number of codes, stored in the four lowest bits of the float32 scale.
+    """
+
+    dtype: str
+    """Type of the codes: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4, or llama.cpp's q8_0 and q4_0."""
+    granularity: Granularity = "none"
+    """Numbers that share a scale: a layer, a KV head, a channel, a token of a head, or a group of channels of a token."""
+    group_size: int | None = None
+    """Channels per group: 16, 32, 64 or 128; null unless granularity is per_group."""
+    symmetric: bool = True
+    """Whether code 0 means 0; false stores a zero point with every scale."""
+    scale: ScaleSource = "none"
+    """Source of the scales: ModelOpt's calibration, the constant 1.0 (uncalibrated), or the token itself (dynamic)."""
+    rotation: Rotation = "none"
+    """Rotation of every head before quantization; hadamard_64 is for llama.cpp's types, signed_hadamard for vLLM's."""
+    arithmetic: Arithmetic = "kvgate"
+    """Library whose rounding is reproduced."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.arithmetic == "kvgate" and self.dtype not in CODES:
+            raise ValueError(f"dtype must be one of {', '.join(CODES)}, got {self.dtype}")
+        if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
+            self._check_vllm()
+        block = self.code.block
+        if block is not None and (self.granularity, self.group_size) != ("per_group", block):
+            raise ValueError(
+                f"granularity must be per_group and group_size {block} for dtype {self.dtype}, got {self.granularity} and "
+                f"{self.group_size}"
+            )
+        self._check_llamacpp()
+        if self.exact:
+            unscaled = (self.granularity, self.scale, self.group_size, self.symmetric) == ("none", "none", None, True)
+            if not unscaled or self.rotation != "none":
+                raise ValueError(
+                    f"dtype {self.dtype} has no scale: set granularity=none, scale=none, group_size=null, symmetric=true "
+                    "and rotation=none"
+                )
+            return self
+        if self.granularity == "none":
+            raise ValueError(f"granularity must not be none for dtype {self.dtype}: per_tensor, per_token or per_group, say")
+        if not self.symmetric and self.code.kind == "float":
+            raise ValueError(f"symmetric must be true for {self.dtype}: floating-point codes have no zero point")
+        allowed: tuple[ScaleSource, ...] = ("calibrated",) if self.has_static_scales else ("dynamic",)
+        if self.granularity == "per_tensor" and self.code.kind == "float":
+            allowed = ("calibrated", "uncalibrated")
+        if self.scale not in allowed:
+            raise ValueError(f"scale must be {' or '.join(allowed)} for {self.dtype} {self.granularity}, got {self.scale}")
+        if self.granularity == "per_group" and self.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES[:-1]))
+            raise ValueError(f"group_size must be {sizes} or {GROUP_SIZES[-1]}, got {self.group_size}")
+        if self.granularity != "per_group" and self.group_size is not None:
+            raise ValueError(f"group_size must be null for granularity {self.granularity}, got {self.group_size}")
+        return self
+
+    def _check_llamacpp(self) -> None:
+        size = self.code.dynamic_group
+        if size is not None and (self.granularity, self.group_size, self.symmetric) != ("per_group", size, True):
+            raise ValueError(
+                f"dtype {self.dtype} is of granularity=per_group group_size={size} symmetric=true alone: set these"
+            )
+        if self.rotation == "hadamard_64" and self.code.llamacpp is None:
+            raise ValueError(
+                f"rotation hadamard_64 is of llama.cpp's types alone, got dtype {self.dtype}: set hadamard or none"
+            )
+
+    def _check_vllm(self) -> None:
+        if self.arithmetic == "kvgate":
+            raise ValueError("rotation must be none or hadamard unless arithmetic is vllm_token_head, got signed_hadamard")
+        known = [spec.refines for (name, _), spec in ARITHMETICS.items() if name == self.arithmetic]
+        dtype, symmetric, rotation = next((one for one in known if one[0] == self.dtype), known[0])
+        given = (self.dtype, self.granularity, self.symmetric, self.scale, self.rotation)
+        if given != (dtype, "per_token", symmetric, "dynamic", rotation):
+            raise ValueError(
+                f"arithmetic {self.arithmetic} is of dtype={dtype} granularity=per_token symmetric={str(symmetric).lower()} "
+                f"scale=dynamic rotation={rotation} alone: set these, or arithmetic=kvgate"
+            )
+
+    @property
+    def code(self) -> Spec:
+        return CODES[self.dtype] if self.arithmetic == "kvgate" else ARITHMETICS[self.arithmetic, self.dtype]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the numbers are stored without scales: fp16 or bf16."""
+        return self.code.kind == "exact"
+
+    @property
+    def static(self) -> bool:
+        """Whether all scales are fixed at build time and stored once, not per token."""
+        return self.granularity in ("per_tensor", "per_head", "per_channel")
+
+    @property
+    def static_granularity(self) -> Granularity | None:
+        """Granularity of the static scales: per_tensor for formats with blocks (their layer scale); None for dynamic scales."""
+        if self.code.block is not None:
+            return "per_tensor"
+        return self.granularity if self.static else None
+
+    @property
+    def has_static_scales(self) -> bool:
+        return self.static_granularity is not None
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude in units of a symmetric static scale: scale = amax / largest."""
+        return self.code.limit * self.code.block_limit
+
+    def static_scales(self, kv_heads: int, head_dim: int) -> int:
+        """Return the number of static scales per layer: 1, H or H * D; 0 if the scales are dynamic."""
+        counts = {"per_tensor": 1, "per_head": kv_heads, "per_channel": kv_heads * head_dim}
+        return counts[self.static_granularity] if self.static_granularity else 0
+
+    def scales_per_token(self, head_dim: int) -> int:
+        """Return the stored scales per token and KV head: 0 if static or exact, 1 per token, D / group_size per group."""
+        if self.granularity == "per_group":
+            assert self.group_size is not None
+            return head_dim // self.group_size
+        return 1 if self.granularity == "per_token" else 0
+
+    def code_bytes(self, head_dim: int) -> int:
+        return head_dim * self.code.bits // 8
+
+    def token_bytes(self, head_dim: int) -> int:
+        """Return the bytes per token and KV head, including scales and zero points."""
+        return self.code_bytes(head_dim) + self.parameter_bytes * self.scales_per_token(head_dim)
+
+    @property
+    def parameter_bytes(self) -> int:
+        zero = None if self.symmetric else self.code.zero_storage
+        return self.code.scale_storage.bytes + (0 if zero is None else zero.bytes)
+
+    def refuse_head_dim(self, head_dim: int) -> str | None:
+        """Return why this format does not support heads of `head_dim` channels; None if it does.
+
+        The reason begins with the field's name and ends with the fix.
+        """
+        if self.group_size is not None and head_dim % self.group_size:
+            choice = "choose one that does, or granularity=per_token"
+            return f"group_size={self.group_size} does not divide the model's head_dim {head_dim}; {choice}"
+        if self.rotation == "hadamard_64" and head_dim % 64:
+            return (
+                f"rotation=hadamard_64 needs a head_dim that is a multiple of 64, the model has {head_dim}; set rotation=none"
+            )
+        if self.rotation == "hadamard" and head_dim & (head_dim - 1):
+            return f"rotation=hadamard needs a head_dim that is a power of two, the model has {head_dim}; set rotation=none"
+        return None
+
+
+WeightsFormat = Literal["none", "fp8", "int8_sq", "int4_awq"]
+"""Formats of a checkpoint's weights. none: unchanged; fp8: E4M3 weights and inputs; int8_sq: INT8 weights and inputs with
+SmoothQuant; int4_awq: INT4 weights with AWQ."""

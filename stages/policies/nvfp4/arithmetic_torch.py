@@ -1,0 +1,44 @@
+"""NVFP4 in torch."""
+
+import torch
+from torch import Tensor
+
+from stages.policies.arithmetic_torch import Arithmetic, Options, Static, Stored, constant, groups_of
+from stages.policies.nvfp4.spec import LARGEST_SCALE, MAGNITUDES, NVFP4, SMALLEST_SCALE
+
+
+class Nvfp4Blocks(Arithmetic):
+    """E2M1 codes in blocks of channels. The E4M3 block scale is in units of the layer scale; a block's maximum becomes 6."""
+
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
+        assert static is not None, "NVFP4 has a scale of the layer"
+        layer_scale, blocks = static.scale, groups_of(x, options.groups)
+        scale = (blocks.abs().amax(-1) / (6.0 * layer_scale)).clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn)
+        codes = _encode(blocks / (scale.float() * layer_scale).unsqueeze(-1), towards_zero=options.towards_zero)
+        low, high = codes.flatten(-2).chunk(2, dim=-1)
+        return Stored((low + 16 * high).to(torch.uint8).view(torch.int8), scale, None)
+
+    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (of Arithmetic)
+        assert static is not None, "NVFP4 has a scale of the layer"
+        assert stored.scale is not None, "and one of each block"
+        scale, byte = stored.scale.float() * static.scale, stored.codes.view(torch.uint8)
+        codes = _decode(torch.cat([byte & 15, byte >> 4], dim=-1))
+        return (groups_of(codes, scale.shape[-1]) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def _encode(steps: Tensor, *, towards_zero: bool) -> Tensor:
+    """Return the nearest codes 0 to 15 of scaled numbers, ties to even codes, saturating."""
+    magnitude = steps.abs().clamp(max=6.0)
+    unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    whole = magnitude / unit
+    # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
+    return (whole.trunc() if towards_zero else whole.round()) + 2 * (unit.log2().round() + 1) + 8 * (steps < 0)
+
+
+def _decode(codes: Tensor) -> Tensor:
+    # A NaN index would crash the process on a GPU.
+    magnitude = constant(MAGNITUDES, codes.device)[(codes % 8).nan_to_num().long()]
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+ARITHMETIC = Nvfp4Blocks(NVFP4)

@@ -1,0 +1,234 @@
+"""The record of how an engine compares with the reference engine under the same policy, weights and scales.
+
+The unit is a *rounding*. To measure it, the reference engine runs the same tokens with the output of every layer shifted by a
+few units in the last place of the engine's type; a rounding is the resulting change of its figures. An engine that computes its
+policy is about one rounding from its reference engine; real faults are thousands of roundings away.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from stages.verdict.record import Number, Record, or_infinite
+
+ALLOWED = 64.0
+"""Maximum distance of a request's logits, in roundings. 64 roundings have 4,096 times the KL of one. Sound engines show 0.1
+to 7. INT4 in the graphs' functions shows above 20, because its sums are sixteen times larger than their terms."""
+
+MEASURED_ALLOWED = 4.0
+"""Maximum distance in roundings if the rounding is measured: the 16-bit engine's distance from its own reference engine.
+A candidate may be off by four measured roundings, 16 times the KL. The 16-bit engine itself may be off by four assumed ones."""
+
+LAYER_ALLOWED = 2.0
+"""Allowed multiple of the 16-bit engine's error in a layer's stored vectors, if the rounding is measured."""
+
+STORED_ALLOWED = 4.0
+"""Allowed multiple of the error that a rounding causes in stored vectors."""
+
+SCALE_STEP = 2.0**-10
+"""Maximum change of a stored vector, relative to its length, if its float16 scale changes in the last place.
+This much is always allowed, because a scale may round either way."""
+
+E4M3_SCALE_STEP = 2.0**-6
+"""This maximum for E4M3 scales. Neighbouring E4M3 scales differ by an eighth; the limit covers a 4-bit block that moves so
+and makes up most of a vector."""
+
+MEAN_STEP = 2.0**-13
+"""Allowed mean change over all stored vectors. It is smaller because few scales lie halfway between two numbers."""
+
+LEAST_KL = 1e-13
+"""KL in nats below which two float32 distributions count as equal."""
+
+
+class Distance(Record):
+    """The distance of one request from the reference engine. Numbers that are not finite are null."""
+
+    kl_mean: Number
+    """KL(reference engine || engine) over the request's decoded tokens, nats."""
+    kl_max: Number
+    stored_error: Number
+    """Error of the worst stored vector, minus the error of the codes nearest to the computed vector, relative to its length. 0
+    if the engine does not expose its cache."""
+    stored_mean: Number = 0.0
+    """Mean of this error over all stored vectors."""
+    stored_by_layer: tuple[float, ...] = ()
+    """Mean of this error by layer, if the rounding is measured. The field `engine` has the candidate's error and `rounding` the
+    16-bit engine's. A sound quantizer of the same computed keys adds no more error than the 16-bit engine has."""
+
+
+class ComparedRequest(Record):
+    """One request, compared between an engine and its reference engine on the same forced tokens."""
+
+    sample: str
+    prompt_tokens: int
+    decoded_tokens: int
+    engine: Distance
+    rounding: Distance
+    """Distance of the reference engine from itself with every layer a rounding off."""
+    problem: str = ""
+    """Property of the engine's cache that contradicts the policy, such as a wrong width or length; empty without one."""
+    scale_step: float = SCALE_STEP
+    """Maximum relative change of a stored vector if a scale of this policy changes in the last place."""
+
+    @property
+    def roundings(self) -> float:
+        """Distance of the logits in roundings, the larger by mean and by maximum KL; infinite if a KL is not finite."""
+        pairs = ((self.engine.kl_mean, self.rounding.kl_mean), (self.engine.kl_max, self.rounding.kl_max))
+        return max(math.inf if kl is None or unit is None else math.sqrt(kl / (unit + LEAST_KL)) for kl, unit in pairs)
+
+    def times_allowed(self, limit: float) -> float:
+        """Return the request's worst figure as a multiple of its allowed maximum; `limit` is the maximum in roundings."""
+        stored = (
+            _times(self.engine.stored_error, self.rounding.stored_error, self.scale_step),
+            _times(self.engine.stored_mean, self.rounding.stored_mean, MEAN_STEP),
+        )
+        return math.inf if self.problem else max(self.roundings / limit, *stored, *self.layers_times_allowed)
+
+    @property
+    def layers_times_allowed(self) -> list[float]:
+        """Error of the stored vectors by layer, as a multiple of the allowed error; empty if no rounding is measured."""
+        pairs = zip(self.engine.stored_by_layer, self.rounding.stored_by_layer, strict=False)
+        return [error / allowed_in_layer(rounding) for error, rounding in pairs]
+
+
+def allowed_in_layer(rounding: float) -> float:
+    """Return the error allowed in a layer's stored vectors, given the error `rounding` of the 16-bit engine's vectors."""
+    return LAYER_ALLOWED * rounding + MEAN_STEP
+
+
+def _times(error: Number, rounding: Number, step: float) -> float:
+    return math.inf if error is None or rounding is None else error / (STORED_ALLOWED * max(rounding, 0.0) + step)
+
+
+class Deviation(Record):
+    """The first deviation of an engine from its reference engine."""
+
+    sample: str
+    position: int
+    """Position in the sequence, from 0."""
+    page_offset: int
+    """Position within the page."""
+    batch_row: int | None
+    """Row of the decode step that computed this token; null for a token of the prompt."""
+    batch_size: int | None
+    """Number of sequences in that step."""
+    act: Literal["stored", "read", "computed"]
+    """stored: the policy would store another vector. read: the decode step of this token misread the cache.
+    computed: the logits differ, and the engine does not expose its cache."""
+    layer: int | None
+    """Layer of the deviation. For "read", the last layer that may have misread its cache: the token's first wrong codes are in
+    the next layer."""
+    side: str | None
+    head: int | None
+
+    def __str__(self) -> str:
+        return self.told(f" of sample {self.sample}")
+
+    def told(self, of_whom: str = "") -> str:
+        """Return a description of the place. `of_whom` is inserted after the position."""
+        where = f"position {self.position} (page offset {self.page_offset}"
+        if self.batch_row is not None:
+            where += f", row {self.batch_row} of a batch of {self.batch_size}"
+        where += f"){of_whom}"
+        if self.layer is not None:
+            head = "" if self.head is None else f" head {self.head}"
+            upto = "up to " if self.act == "read" and self.layer else ""
+            where += f", {upto}layer {self.layer}{head}{'' if self.side is None else f' {self.side}s'}"
+        return f"first {self.act} wrong at {where}"
+
+
+class Explanation(Record):
+    """A variant of the policy that explains a deviation: the reference engine under this variant is much closer to
+    the engine than the reference engine is."""
+
+    what: str
+    """Behaviour of the variant, as a clause."""
+    kl: float
+    """Mean KL(variant || engine) of the request, nats."""
+
+    def __str__(self) -> str:
+        return f"{self.what} (KL {self.kl:.1e} from an reference engine that does so)"
+
+
+class EngineConformance(Record):
+    """The comparison of an engine with its reference engine."""
+
+    policy: str
+    requests: list[ComparedRequest]
+    deviation: Deviation | None = None
+    """First deviation of the worst request; null if no request is off by more than rounding allows."""
+    kl: Number = None
+    """Mean KL(reference engine || engine) of that request, each over its own cache; null if no request deviates."""
+    twin_kl: Number = None
+    """Mean KL(FP16 baseline || reference engine) of that request: the cost of the policy itself; null for the baseline."""
+    explanation: Explanation | None = None
+    """Variant of the policy that the engine seems to compute; null if no variant that was tried fits."""
+    limit: Number = None
+    """Allowed distance in roundings if the rounding is measured; null if it is assumed (`allowed` then applies)."""
+
+    def ranked(self, limit: float) -> list[float]:
+        """Return each request's worst figure as a multiple of its allowed maximum, the worst request first."""
+        return sorted((request.times_allowed(limit) for request in self.requests), reverse=True)
+
+
+class Conformance(Record):
+    """The comparisons of candidate and baseline with their reference engines."""
+
+    compute_dtype: str | None
+    """Type of the engines' activations, which defines a rounding. Null for engines whose arithmetic differs from the reference
+    engine's by design; they are described but not judged."""
+    baseline: EngineConformance
+    candidate: EngineConformance
+
+
+def allowed(baseline: Sequence[ComparedRequest]) -> float:
+    """Return the maximum distance of a candidate in roundings.
+
+    It grows with the distance of the FP16 baseline, since an error that the baseline shares is no fault of the policy. A
+    baseline that is off by more than ALLOWED fails itself.
+    """
+    worst = max((request.roundings for request in baseline), default=1.0)
+    return ALLOWED * min(max(1.0, worst), ALLOWED)
+
+
+def limits(record: Conformance) -> dict[str, float]:
+    """Return the maximum distance in roundings by engine."""
+    usual = {"baseline": ALLOWED, "candidate": allowed(record.baseline.requests)}
+    engines = {"baseline": record.baseline, "candidate": record.candidate}
+    return {name: usual[name] if engine.limit is None else engine.limit for name, engine in engines.items()}
+
+
+def bounded(count: int, fault: str) -> str:
+    """Return a clause with the largest share of requests that may still have a fault after `count` requests without it.
+
+    This is the exact form of the rule of three, at 95 %.
+    """
+    return f"so that at most {100 * (1 - 0.05 ** (1 / count)):.2g} % of requests {fault} (95 %)"
+
+
+def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
+    """Return a line that says whether an engine computes its policy, and the place of the first deviation if it does not."""
+    ranked = engine.ranked(limit)
+    if not ranked:
+        return "no request was compared with the reference engine (workloads.conformance_samples=0), so that nothing passes"
+    count = len(ranked)
+    largest = max(or_infinite(request.engine.kl_max) for request in engine.requests)
+    if not judged:
+        mean = sum(or_infinite(request.engine.kl_mean) for request in engine.requests) / count
+        return f"{engine.policy} in an arithmetic of its own: KL {mean:.1e} from the reference engine's, at most {largest:.1e}"
+    deviating = sum(times > 1 for times in ranked)
+    if not deviating:
+        return (
+            f"computes {engine.policy} as the reference engine does: none of {count} requests differs by more than rounding "
+            f"(KL at most {largest:.1e}, {ranked[0]:.2g} of what is allowed), {bounded(count, 'deviate')}"
+        )
+    cost = "" if engine.twin_kl is None else f", which is {engine.twin_kl:.1e} from FP16"
+    kl = "not finite" if engine.kl is None else f"{engine.kl:.1e}"
+    place = "" if engine.deviation is None else f", {engine.deviation}"
+    problem = next((f", {request.problem}" for request in engine.requests if request.problem), "")
+    second = "" if count < 2 else f", the next {ranked[1]:.2g}"
+    fits = "" if engine.explanation is None else f": it is as if {engine.explanation}"
+    return (
+        f"does not compute {engine.policy} (KL {kl} from the reference engine{cost}){fits}{place}{problem}; {deviating} of "
+        f"{count} requests differ by more than rounding, the worst by {ranked[0]:.2g} times what is allowed{second}"
+    )

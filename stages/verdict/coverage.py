@@ -1,0 +1,340 @@
+"""Records of the coverage of an evaluation: the samples, the stress test, allocated bytes, and free answers.
+
+A verdict covers only the lengths and batches that were exercised. `Exercised` counts the decode steps of the samples. `Probe`
+is the stress test: random tokens on the engine and on its reference engine, the reference engine under the same policy.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+from stages.policies.policy import PAGE_TOKENS, whole_pages
+from stages.verdict.record import Record
+
+
+@dataclass(config=ConfigDict(extra="forbid"))
+class Exercised:
+    """Extremes of the sequences on the decode path, updated at every step."""
+
+    longest_context: int = 0
+    """Maximum tokens of a sequence at a decode step, including the step's own token."""
+    longest_decode: int = 0
+    """Maximum decoded tokens of a sequence."""
+    batch: int = 0
+    """Maximum sequences in a decode step."""
+    room: int = 0
+    """Maximum tokens of a sample plus its longest allowed answer. An engine must be built for this length to run the sample."""
+    forks: int = 0
+    """Sequences that were forked at the first token that differed from the reference."""
+    shared_prefixes: int = 0
+    """Number of samples that continued a fork of a document which was prefilled once."""
+
+    def step(self, prompt: int, position: int, batch: int) -> None:
+        """Count a decode step. Its input is the token before `position` of the answer, for position 0 the prompt's last."""
+        self.longest_context = max(self.longest_context, prompt + position)
+        self.longest_decode = max(self.longest_decode, position + 1)
+        self.batch = max(self.batch, batch)
+
+    @staticmethod
+    def merged(parts: "Sequence[Exercised]") -> "Exercised":
+        """Return the maxima and sums over all parts."""
+        most = ("longest_context", "longest_decode", "batch", "room")
+        return Exercised(
+            **{name: max((getattr(part, name) for part in parts), default=0) for name in most},
+            **{name: sum(getattr(part, name) for part in parts) for name in ("forks", "shared_prefixes")},
+        )
+
+
+class Allocation(Record):
+    """Allocated bytes of the cache while the stress test held sequences, and the bytes that the policy claims for it."""
+
+    pages: int
+    pool_bytes: int
+    claimed_pool_bytes: int
+    exact_bytes: int
+    exact_unit_bytes: int
+    """Bytes that the policy claims for the exact tokens of one sequence; `exact_bytes` must be a multiple."""
+    window_bytes: int
+    window_pages: int
+    window_unit_bytes: int
+    """Bytes that the policy claims for the second copy of one page."""
+    process: "ProcessMemory | None" = None
+    """None if the cache belongs to another process, or if the process's memory cannot be read."""
+
+    @property
+    def problem(self) -> str | None:
+        """Description of the first difference; None if the bytes match the policy."""
+        if self.pool_bytes != self.claimed_pool_bytes:
+            per_token = [size / max(1, self.pages * PAGE_TOKENS) for size in (self.pool_bytes, self.claimed_pool_bytes)]
+            return f"{per_token[0]:.5g} bytes a token are allocated, the policy claims {per_token[1]:.5g}"
+        size, unit = self.exact_bytes, self.exact_unit_bytes
+        if size % unit if unit else size:
+            return f"{size} bytes are allocated for the exact tokens, the policy claims {unit} each"
+        if self.window_bytes != (claimed := self.window_pages * self.window_unit_bytes):
+            return f"{self.window_bytes} bytes are allocated for the window, the policy claims {claimed}"
+        if self.process is not None and self.process.excess_mib and not self.process.unsure:
+            return f"the process grows by {self.process.excess_mib:.1f} MiB more than the policy claims for {self.process}"
+        return None
+
+    @property
+    def unsure(self) -> str | None:
+        """Reason why the process's memory is inconclusive; None if it can be judged."""
+        return self.process.unsure if self.process is not None else None
+
+
+class ProcessMemory(Record):
+    """Growth of the process while it held sequences. Only this growth reveals a copy of the cache that the engine does not
+    report."""
+
+    tokens: int
+    """Total tokens of the held sequences."""
+    grown_bytes: int
+    grown_again_bytes: int
+    """Growth beyond the engine's own report when the same sequences were held a second time."""
+    claimed_bytes: int
+    """Bytes that the policy claims for these sequences, or the growth of the pool that the engine reports, if larger."""
+    copy_bytes: int
+    """Bytes of a float16 copy of the held sequences."""
+    noise_bytes: int
+    """Change of the process's memory over the start and release of one sequence."""
+
+    @property
+    def excess_mib(self) -> float:
+        """Growth in MiB that the policy does not explain; 0 if it is less than half a float16 copy."""
+        excess = max(self.grown_bytes - self.claimed_bytes, self.grown_again_bytes)
+        return excess / (1 << 20) if 2 * excess > self.copy_bytes else 0.0
+
+    @property
+    def unsure(self) -> str | None:
+        """Reason why this measurement is inconclusive; None if it can be judged."""
+        if 4 * self.noise_bytes <= self.copy_bytes:
+            return None
+        noise, copy = (size / (1 << 20) for size in (self.noise_bytes, self.copy_bytes))
+        return f"the process's memory moves by {noise:.1f} MiB by itself, too much to see a float16 copy of {copy:.1f} MiB"
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, of which a float16 copy takes {self.copy_bytes / (1 << 20):.1f} MiB"
+
+
+class Probe(Record):
+    """The stress test: an engine compared with its reference engine on random tokens.
+
+    `failures` name the sequences that deviate, and the places.
+    """
+
+    tokens: int
+    """Tokens of the longest sequence."""
+    decoded: int
+    """Maximum decoded tokens of a sequence."""
+    batch: int
+    """Maximum sequences in a decode step."""
+    page_offsets: int
+    """Number of offsets within a page for which a token was compared."""
+    forks: int
+    requests: int
+    """Number of sequences that were started and released."""
+    rows: int
+    """Number of decoded tokens and prompts that were compared with the reference engine."""
+    failures: list[str]
+    allocation: Allocation
+    together: int
+    """Length in tokens that two sequences of one batch, or more, reached at once."""
+    prompts: int
+    """Number of prompts and of their later chunks whose logits were compared."""
+    turns: int
+    """Number of prompt chunks that were added to sequences after decoding."""
+    prefixes: int
+    """Number of prompts that began like an earlier prompt, on an engine with prefix caching."""
+    steps: int = 0
+    """Decode steps of the engine."""
+    preempted: int = 0
+    """Number of times that a full pool preempted a request, which was then recomputed."""
+    seed: int = 0
+    """Random seed of the tokens, lengths and order."""
+
+    def __str__(self) -> str:
+        counts = (
+            *(("forks", self.forks), ("turns", self.turns), ("reused prefixes", self.prefixes)),
+            ("preemptions in a full pool", self.preempted),
+        )
+        also = "".join(f", {count} {name}" for name, count in counts if count)
+        prompts = f", {self.prompts} of prompts" if self.prompts else ""
+        return (
+            f"{self.rows} tokens{prompts} as the reference engine computes them, up to {self.tokens:,} tokens, "
+            f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{also}, "
+            f"{self.requests:,} requests, {self.steps:,} decode steps"
+        )
+
+
+class FreeAnswers(Record):
+    """Answers of `generate` to some samples, compared with forced decode of the same tokens."""
+
+    samples: int
+    tokens: int
+    contradictions: list[str]
+    """First contradiction of every sample that has one."""
+
+
+class ReusedPrefixes(Record):
+    """Answers over prefixes that earlier requests left in the cache, compared with answers without reuse."""
+
+    samples: int
+    tokens: int
+    kl_max: float | None
+    """Maximum KL of a token's distribution, nats; null if it is not finite."""
+    contradictions: list[str]
+    """Samples whose answers differ, except by ties between equally likely tokens."""
+
+
+class Speculated(Record):
+    """Second answers to the repeated samples, by an engine with its own speculative decoding."""
+
+    requests: int
+    same: int
+    """Number of answers that speculation did not change."""
+    tokens: int
+    passes: int
+    """Forward passes of the engine, including the prompts."""
+    counted_passes: int
+    """Forward passes that kvgate counts for the same answers."""
+    drafts: int
+    """Number of proposals. This and the next two fields (proposed tokens, accepted tokens) are the engine's own counters."""
+    drafted: int
+    accepted: int
+
+
+class PoolDeviation(Record):
+    """A request whose logits changed in a full pool, with the counters that the engine exposes."""
+
+    request: str
+    play: int
+    kl: float | None
+    """Mean KL over the request's tokens, nats; null if a logit is not finite."""
+    position: int
+    """Position of the token that changed most."""
+    changed: int
+    """Number of positions where another token became the most likely one."""
+    preempted: int
+    reused: int
+    """Prompt tokens that were taken from the prefix cache."""
+    pages: list[int]
+
+    def __str__(self) -> str:
+        off = "logits that are not finite" if self.kl is None else f"KL {self.kl:.1e} from itself with room"
+        held = ", ".join(map(str, self.pages)) if self.pages else "unknown"
+        return (
+            f"{self.request} (play {self.play}): {off}, most at position {self.position}, {self.changed} of its tokens "
+            f"changed; it gave way {self.preempted} times, reused {self.reused} tokens, held pages {held}"
+        )
+
+
+class Pressure(Record):
+    """Requests in a pool with room for a third of all requests, compared with the same requests in a large pool."""
+
+    asked: int
+    """Number of requests per play."""
+    requests: int = 0
+    """Number of compared requests over all plays; 0 for an engine whose pool cannot be made small."""
+    pages: int = 0
+    """Pages of the pool."""
+    wanted_pages: int = 0
+    """Pages that all requests of a play need without sharing."""
+    preempted: int = 0
+    """Number of times that a request was preempted and then recomputed."""
+    reused: int = 0
+    """Prompt tokens that were taken from the prefix cache."""
+    limit_kl: float | None = None
+    """Maximum mean KL in nats, between a request in the small pool and in the large pool, that counts as noise."""
+    deviations: tuple[PoolDeviation, ...] = ()
+    """Requests that differ by more than noise, the worst first."""
+
+
+class EngineProbes(Record):
+    """Results of the stress test, free answers and related checks for both engines."""
+
+    candidate: Probe | None
+    """None if no reference engine could be opened."""
+    baseline: Probe | None
+    free_candidate: FreeAnswers
+    free_baseline: FreeAnswers
+    reused_candidate: ReusedPrefixes | None = None
+    """None for an engine that reuses no prefixes."""
+    reused_baseline: ReusedPrefixes | None = None
+    speculated_candidate: Speculated | None = None
+    """None for an engine that does not speculate, or without `workloads.speculation.lookup_tokens`."""
+    speculated_baseline: Speculated | None = None
+    pressure: Pressure | None = None
+    """Result of the candidate in a full pool; None if it was not requested."""
+
+
+class Limits(Record):
+    """Limits that a verdict covers, or that a bundle imposes on its engine; null is no limit."""
+
+    tokens: int | None = None
+    room: int | None = None
+    """Tokens that an engine may allow even if `tokens` is smaller: it had to be built for this length to run the samples."""
+    batch: int | None = None
+    decoded: int | None = None
+    """Maximum decoded tokens of a sequence; null without a stress test."""
+    acts: tuple[str, ...] = ()
+    """Other features that were exercised: turns, forks, reused prefixes, a full pool."""
+
+    @classmethod
+    def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
+        """Return the limits that an engine was built for, from its bundle.json.
+
+        Only plans and bundles of engines in other interpreters record them.
+        """
+        return cls(tokens=record.get("max_tokens"), batch=record.get("max_batch"))
+
+    def __str__(self) -> str:
+        decoded = f", {self.decoded:,} decoded" if self.decoded is not None else ""
+        acts = " and ".join(filter(None, (", ".join(self.acts[:-1]), *self.acts[-1:])))
+        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {acts}' if acts else ''}"
+
+    def exceeded_by(self, bundle: "Limits") -> str | None:
+        """Return a message about the first limit of a bundle that exceeds this one; None if none does. Lengths are in whole
+        pages."""
+        if bundle.tokens is not None and self.tokens is not None:
+            covered = whole_pages(max(self.tokens, self.room or 0))
+            if bundle.tokens > covered:
+                return (
+                    f"it was judged {self}, and its bundle allows {bundle.tokens:,} tokens: build it for {covered}, or ask "
+                    "samples that long"
+                )
+        if bundle.batch is not None and self.batch is not None and bundle.batch > self.batch:
+            return (
+                f"it was judged {self}, and its bundle allows batches of {bundle.batch}: build it for {self.batch}, or raise "
+                "workloads.probe.max_batch"
+            )
+        return None
+
+
+def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
+    """Return the limits that a verdict covers; None if no sample's steps were recorded.
+
+    Only samples count for the number of tokens, because only samples of a length show the quality at that length. The batch
+    size does not affect quality, so the batch of the stress test also counts if several of its sequences reached that length.
+    """
+    if samples is None:
+        return None
+    probe = probes.candidate
+    tokens, batch = samples.longest_context, samples.batch
+    if probe is None:
+        return Limits(tokens=tokens, room=samples.room, batch=batch)
+    as_long = whole_pages(probe.together) >= whole_pages(tokens)
+    acts = (
+        ("turns", probe.turns),
+        ("forks", probe.forks + samples.forks),
+        ("reused prefixes", probe.prefixes),
+        ("a full pool", probe.preempted + (probes.pressure.preempted if probes.pressure is not None else 0)),
+    )
+    return Limits(
+        tokens=tokens,
+        room=samples.room,
+        batch=max(batch, probe.batch) if as_long else batch,
+        decoded=max(samples.longest_decode, probe.decoded),
+        acts=tuple(name for name, count in acts if count),
+    )

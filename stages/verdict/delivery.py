@@ -1,0 +1,105 @@
+"""Audit of the scales that an engine of another library loads from a checkpoint.
+
+Another library loads scales by itself. It may miss them, use 1.0 instead, or merge several scales into one. An evaluation would
+then judge a cache that is not the requested one.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from stages.policies.policy import Side
+from stages.policies.scales import LayerDelivery
+from stages.verdict.record import Record
+from stages.verdict.thresholds import ScaleChangeKind
+
+SAME = 2.0**-9
+"""Relative difference up to which scales are equal: vLLM rounds scales in ModelOpt's form to the model's 16-bit type."""
+
+RANGE = 1e-6, 1e3
+"""Minimum and maximum of plausible calibrated scales. FP8 represents values up to 448 times its scale."""
+
+WORDS: dict[ScaleChangeKind, str] = {
+    "missing": "the checkpoint has none, and {used} is used",
+    "defaulted": "{carried} became the default, 1.0",
+    "merged": "{carried} was merged with others to the largest, {used}",
+    "swapped": "{carried} is used for the other side, {used} here",
+    "changed": "{carried} became {used}",
+}
+
+
+class ScaleChange(Record):
+    """A scale for which the engine uses another value than the checkpoint carries."""
+
+    layer: int
+    side: Side
+    kind: ScaleChangeKind
+    carried: tuple[float, ...]
+    used: tuple[float, ...]
+
+    def __str__(self) -> str:
+        words = WORDS[self.kind].format(carried=_numbers(self.carried), used=_numbers(self.used))
+        return f"layer {self.layer} {self.side}s: {words}"
+
+
+def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Collection[Side]]) -> list[ScaleChange]:
+    """Return the changed scales, by layer and side.
+
+    Args:
+        delivered: The scales of every layer.
+        static: For each layer, the sides that have static scales under the policy.
+    """
+    return [
+        ScaleChange(layer=layer, side=side, kind=kind, carried=scales.carried.get(side, ()), used=scales.used[side])
+        for layer, scales in enumerate(delivered)
+        for side in sorted(static.get(layer, ()))
+        if (kind := _kind(scales, side)) is not None
+    ]
+
+
+def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
+    """Yield one line for each scale that is not used as carried, or that no calibration would produce."""
+    whole = {
+        number: [side for side in (Side.KEY, Side.VALUE) if all(map(math.isfinite, layer.carried.get(side, ())))]
+        for number, layer in enumerate(layers)
+    }
+    for change in scale_changes(layers, whole):
+        yield f"{change.kind}: {change}"
+    for number, layer in enumerate(layers):
+        for side, scales in layer.carried.items():
+            wrong = next((scale for scale in scales if not (math.isfinite(scale) and RANGE[0] <= scale <= RANGE[1])), None)
+            if wrong is not None:
+                yield f"out of range: layer {number} {side}s: {wrong:.4g}, not between {RANGE[0]:g} and {RANGE[1]:g}"
+            elif set(scales) == {1.0}:
+                yield f"defaulted: layer {number} {side}s: the checkpoint carries 1.0 itself, which no calibration gives"
+
+
+def describe_changes(changes: Sequence[ScaleChange]) -> str:
+    """Return a line with the number of changes by kind, and the first change of every kind."""
+    by_kind: dict[ScaleChangeKind, list[ScaleChange]] = {}
+    for change in changes:
+        by_kind.setdefault(change.kind, []).append(change)
+    return "; ".join(f"{len(some)} {kind} ({some[0]})" for kind, some in by_kind.items())
+
+
+def _kind(scales: LayerDelivery, side: Side) -> ScaleChangeKind | None:
+    other = Side.VALUE if side is Side.KEY else Side.KEY
+    carried, used = scales.carried.get(side), scales.used[side]
+    if carried is None:
+        return "missing"
+    if _same(carried, used):
+        return None
+    given = scales.carried.get(other, ())
+    if _same(used, given) and _same(scales.used[other], carried):
+        return "swapped"
+    if _same(used, (max(carried),)) or _same(used, (max(*carried, *given, 0.0),)):
+        return "merged"
+    return "defaulted" if set(used) == {1.0} else "changed"
+
+
+def _same(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(abs(a - b) <= SAME * abs(a) for a, b in zip(one, other, strict=True))
+
+
+def _numbers(scales: Sequence[float]) -> str:
+    shown = ", ".join(f"{scale:.4g}" for scale in scales[:4])
+    return f"[{shown}{', ...' if len(scales) > 4 else ''}]" if len(scales) != 1 else shown

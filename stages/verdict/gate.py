@@ -1,0 +1,119 @@
+"""Building blocks of gates: the evidence that they read, the figures that a bet decides, and the lines that they write."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from stages.verdict.record import finite
+from stages.verdict.report import EvaluationReport, SampleRow
+from stages.verdict.thresholds import Check, Gates
+
+if TYPE_CHECKING:
+    from stages.verdict.statistics.bets import Mean, Result
+
+
+@dataclass(frozen=True)
+class GateInput:
+    """The input of a gate: a whole evaluation, or its samples up to some round."""
+
+    report: EvaluationReport
+    rows: Sequence[SampleRow]
+    """The samples, without those from later rounds."""
+
+    @property
+    def judged(self) -> list[SampleRow]:
+        """The samples that have answers."""
+        return [row for row in self.rows if row.judged]
+
+
+def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
+    """Return the samples by workload, sorted by the workload's name."""
+    found: dict[str, list[SampleRow]] = {}
+    for row in rows:
+        found.setdefault(row.workload, []).append(row)
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over documents that a bet decides."""
+
+    gate: str
+    where: str
+    mean: "Mean"
+    threshold: float
+    """Threshold as configured."""
+    label: str = ""
+    shown: Callable[[float], float] = float
+    """Converts a mean to the unit of the threshold, for messages."""
+    must_pass: bool = True
+    """False for a figure that can only fail. It has no line otherwise, because showing a PASS takes more documents than an
+    evaluation has."""
+
+    def test(self, fail_level: float, gates: Gates, *, last: bool) -> "Result":  # noqa: ARG002  # of `Recovery`
+        """Test the figure.
+
+        Args:
+            fail_level: The error of a wrong FAIL.
+            gates: The thresholds, with the error of a wrong PASS.
+            last: Whether this is the last planned look.
+        """
+        return self.mean.test(fail_level, gates.pass_alpha)
+
+    def check(self, result: "Result", gates: Gates) -> Check:  # noqa: ARG002  # of `Recovery`
+        """Return the verdict line for a test's result."""
+        value, bound = self.shown(result.value), self.shown(result.bound)
+        judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]
+        side = "at least" if self.gate.startswith("min_") else "at most"
+        reason = (
+            f"{self.where}: {self.label} {value:.4g}{self._uncut(result)}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, "
+            f"{judgement} {self.gate} ({side} {self.threshold:g})"
+        )
+        return self.line(result, value, bound, reason)
+
+    def line(self, result: "Result", value: float, bound: float, reason: str) -> Check:
+        """Return a verdict line; its status is INCONCLUSIVE if the test reached no decision."""
+        return Check(
+            gate=self.gate,
+            where=self.where,
+            value=finite(value),
+            bound=finite(bound),
+            threshold=self.threshold,
+            status=result.decision or "INCONCLUSIVE",
+            reason=reason,
+        )
+
+    def _uncut(self, result: "Result") -> str:
+        """Return a clause with the mean without the cap on outliers, which tables and charts show; "" if no value is capped."""
+        values, cap = self.mean.values, self.mean.cap
+        if result.decision == "FAIL" or not (values > cap).any():
+            return ""
+        whole = self.shown(float(values.mean()))
+        return f" where a document counts as {self.shown(cap):.3g} at most ({whole:.4g} whole)"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of verdict line. If the line has a threshold under `gates.`, both have the same key."""
+
+    title: str
+    says: str
+    """Meaning of the line's value."""
+    per: Literal["workload", "all", "engine"]
+    """Scope of one line: a workload, all samples, or an engine."""
+    equal: float = 0.0
+    """Value of an engine that equals the baseline."""
+    samples_decide: bool = True
+    """Whether more samples can decide an INCONCLUSIVE line."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate, which yields figures, checks, or both."""
+
+    lines: Mapping[str, Line]
+    """Kinds of lines by key."""
+    figures: Callable[[GateInput, Gates], Iterable[Figure]] | None = None
+    """Yields the figures that are tested after every round."""
+    check: Callable[[GateInput, Gates], Iterable[Check]] | None = None
+    """Yields the checks of the complete report, once after all rounds that ran."""

@@ -1,0 +1,101 @@
+"""The gates on the evaluation itself: complete samples, enough documents, sufficient lengths, and a low noise floor."""
+
+import math
+from collections.abc import Iterator
+
+from stages.verdict.gate import GateInput, by_workload
+from stages.verdict.report import SampleRow
+from stages.verdict.thresholds import Check, Gates
+
+MIN_SAMPLES = "min_samples"
+REQUIRED_NUMBERS = (
+    "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",
+)  # fmt: skip
+"""Fields of a row that must be finite."""
+UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the window"}
+"""Group of policy keys -> clause for a message that the group had no effect."""
+
+
+def complete(evidence: GateInput, _: Gates) -> Iterator[Check]:
+    """Yield a FAIL for samples that are missing or duplicated, have a number that is not finite, or an unplanned round."""
+    report, rows = evidence.report, evidence.rows
+    problems: list[tuple[str, str]] = []
+    if not rows:
+        problems.append(("all", "no samples were evaluated"))
+    if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
+        problems.append(("all", f"the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
+    unplanned = sorted({row.round for row in rows} - set(range(1, len(report.planned_rounds) + 1)))
+    if unplanned:
+        problems.append(("all", f"samples are of round {unplanned[0]}, {len(report.planned_rounds)} were planned"))
+    for workload, some in by_workload(rows).items():
+        broken = [row.id for row in some if not _is_complete(row)]
+        if broken:
+            text = f"{len(broken)} of {len(some)} samples have no finite numbers or answer ({broken[0]})"
+            problems.append((workload, text))
+    for where, text in problems:
+        yield Check(gate="complete", where=where, value=None, status="FAIL", reason=f"{where}: {text}")
+
+
+def _is_complete(row: SampleRow) -> bool:
+    values = [getattr(row, name) for name in REQUIRED_NUMBERS]
+    measured = all(value is not None and math.isfinite(value) for value in values)
+    answered = not row.judged or (row.baseline_correct is not None and row.candidate_correct is not None)
+    return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
+
+
+def documents(evidence: GateInput, gates: Gates) -> Iterator[Check]:
+    """Yield INCONCLUSIVE for planned workloads that did not run yet.
+
+    If no sample has an answer, also check the number of documents over all workloads together. If some samples have answers,
+    few texts are fine.
+    """
+    asked, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
+    for name, answered in sorted(evidence.report.planned_workloads.items()):
+        if name not in (judged if answered else asked):
+            reason = f"{name}: no sample of it was run yet; a later round has them"
+            yield Check(gate=MIN_SAMPLES, where=name, value=0, status="INCONCLUSIVE", reason=reason)
+    if not judged:
+        count, least = len({row.document for row in evidence.rows}), gates.min_samples
+        yield Check(
+            gate=MIN_SAMPLES,
+            where="all",
+            value=count,
+            threshold=least,
+            status="PASS" if count >= least else "INCONCLUSIVE",
+            reason=f"all: no sample has an answer to judge, {count} documents have distances; gates.min_samples is {least}",
+        )
+
+
+def takes_effect(evidence: GateInput, _: Gates) -> Iterator[Check]:
+    """Yield INCONCLUSIVE if the policy evicts, ages or rounds tokens only in sequences longer than every sample."""
+    longest = max((row.context_tokens + row.scored_tokens - 1 for row in evidence.rows), default=0)
+    tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
+    if longest < tokens:
+        unseen = UNSEEN.get(key.rpartition(".")[0], "every token was kept exact")
+        reason = (
+            f"all: {unseen}: the longest sample has {longest:,} tokens, {key} takes effect from {tokens:,} tokens on; ask "
+            f"samples that long, or lower {key}"
+        )
+        yield Check(gate="takes_effect", where="all", value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
+
+
+def noise_floor(evidence: GateInput, gates: Gates) -> Iterator[Check]:
+    """Yield INCONCLUSIVE if a KL threshold is not above an engine's KL to itself, or if that KL is unknown."""
+    report = evidence.report
+    if report.noise is None:
+        reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"
+        yield Check(gate="noise_floor", where="A/A noise", value=None, status="INCONCLUSIVE", reason=reason)
+    for engine, noise in (("baseline", report.noise), ("candidate", report.candidate_noise)):
+        if noise is None:
+            continue
+        for key, label, value, limit in (
+            ("max_mean_kl", "mean KL", noise.kl_mean, gates.max_mean_kl),
+            ("max_p999_kl", "99.9th percentile of KL", noise.kl_p999, gates.max_p999_kl),
+        ):
+            if value is None or value >= limit:
+                reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {_rounded(value)})"
+                yield Check(gate=key, where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason)
+
+
+def _rounded(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.3g}"

@@ -1,0 +1,115 @@
+"""The gate on recovery: the share of the probability of right answers that the candidate keeps, in total and by workload.
+
+Forced decode gives the probability of a question's right answer under both engines. Recovery is the sum of the candidate's
+probabilities divided by the sum of the baseline's. A PASS needs recovery, because a probability says more about a question than
+whether its greedy answer flipped (Miller 2024, arXiv 2411.00640). No document's loss is capped. The bet assumes that no
+document loses more than WORST times the limit; a document that does ends the larger stake. MANY documents can also pass by
+Student's t, but only at the last look.
+
+`python -m benchmarks.gates` shows how often the bet and the t test together pass wrongly, on measured rows.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stages.verdict import statistics
+from stages.verdict.gate import Figure, GateInput, by_workload
+from stages.verdict.report import SampleRow
+from stages.verdict.thresholds import MOST_SAMPLES, Check, Gates
+
+if TYPE_CHECKING:
+    from stages.verdict.statistics.bets import Result
+
+RECOVERY = "min_recovery"
+ALL = "all"
+WORST = 2.0
+"""Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""
+BET, STUDENT = 0.2, 0.1
+"""Shares of a PASS's level for the bet and for Student's t. The rest is for documents that are worse than the bet assumes: if
+a few questions are broken and the others are perfect, candidates at the limit pass about five times more often than the bet's
+level (`python -m benchmarks.gates`)."""
+
+
+def kept(value: float, bound: float, status: str) -> str:
+    """Return a clause with a recovery and its bound, both given as shares."""
+    judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "no more is shown than")
+    return f"keeps {100 * value:.1f} % of the probability of right answers ({judgement} {100 * bound:.1f} %)"
+
+
+@dataclass(frozen=True)
+class Recovery(Figure):
+    """The recovery of one workload or of all questions. The mean is the lost probability."""
+
+    samples: int = 0
+    baseline: float = 0.0
+    """Mean probability of the right answers."""
+
+    @classmethod
+    def of(cls, place: str, rows: Sequence[SampleRow], gates: Gates) -> "Recovery":
+        threshold = gates.min_recovery if place == ALL else gates.min_workload_recovery
+        documents = [row.document for row in rows]
+        before = statistics.bets.document_totals([row.baseline_probability for row in rows], documents)
+        after = statistics.bets.document_totals([row.candidate_probability for row in rows], documents)
+        baseline = float(before.mean())
+        # The allowed loss of a document is proportional to its baseline probability: a candidate that keeps the share
+        # `threshold` of every document is exactly at the limit.
+        loss, limit = (1 - threshold) * baseline - (after - threshold * before), (1 - threshold) * baseline
+        mean = statistics.bets.Mean(loss, limit, -statistics.bets.OUTLIER * limit, WORST * limit, whole=True)
+        return cls(RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline)
+
+    def is_weak(self, gates: Gates) -> bool:
+        """Return whether the baseline's right answers are too improbable to show a loss."""
+        return not (self.baseline > 0 and self.baseline >= gates.min_baseline_probability)
+
+    def test(self, fail_level: float, gates: Gates, *, last: bool) -> "Result":
+        if self.baseline <= 0:
+            return statistics.bets.Result(None, math.nan, math.nan, gates.pass_alpha)
+        return self.mean.test(fail_level, BET * gates.pass_alpha, STUDENT * gates.pass_alpha if last else 0.0)
+
+    def check(self, result: "Result", gates: Gates) -> Check:
+        value, bound = (1 - loss / self.baseline if self.baseline > 0 else math.nan for loss in (result.value, result.bound))
+        documents, advice = len(self.mean.values), ""
+        if result.decision != "FAIL" and self.is_weak(gates):
+            advice = (
+                f"; their mean probability under the baseline, {self.baseline:.2g}, is below gates.min_baseline_probability "
+                f"({gates.min_baseline_probability:g}): ask what the model can do"
+            )
+            advice += f", or leave {self.where} out" if self.where != ALL else ""
+        elif result.decision == "PASS" and documents < gates.min_samples:
+            advice = f"; {documents} documents, gates.min_samples is {gates.min_samples}"
+        status = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
+        key = RECOVERY if self.where == ALL else "min_workload_recovery"
+        reason = (
+            f"{self.where}: {kept(value, bound, status)} with {100 * (1 - result.level):.4g} % certainty, "
+            f"{key} is {100 * self.threshold:g} %{advice}"
+        )
+        return self.line(result, value, bound, reason).model_copy(update={"status": status})
+
+
+def recovery(evidence: GateInput, gates: Gates) -> Iterator[Recovery]:
+    """Yield a figure for all questions together, then one for every workload."""
+    judged = evidence.judged
+    for place, rows in [(ALL, judged), *by_workload(judged).items()] if judged else ():
+        yield Recovery.of(place, rows, gates)
+
+
+def needed(evidence: GateInput, gates: Gates, still_open: Collection[str]) -> dict[str, int]:
+    """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
+
+    Workloads that passed are included if the next attempt needs more, because it has a smaller share of alpha. A workload that
+    the baseline rarely gets right is left out: more samples would not help.
+    """
+    kinds = list(recovery(evidence, gates)) if still_open else []
+    if not kinds or kinds[0].is_weak(gates):
+        return {}
+    level, times = gates.next_attempt.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
+    for kind in kinds:
+        if not kind.is_weak(gates):
+            seen = len(kind.mean.values)
+            more = kind.mean.needed(BET * level, MOST_SAMPLES, STUDENT * level)
+            times[kind.where] = max(gates.min_samples, seen + (kind.where in still_open), more) / seen
+    counts = {kind.where: kind.samples for kind in kinds if kind.where != ALL}
+    asked = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
+    return {name: min(count, MOST_SAMPLES) for name, count in asked.items() if count > counts[name]}

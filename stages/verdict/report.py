@@ -1,0 +1,328 @@
+"""The typed report of one evaluation. `stages.evaluate` writes it; the gates and tracking read it.
+
+Units: KL and NLL in nats per token, times in milliseconds, memory in KiB or bytes. A float that was not finite is null,
+because JSON has no NaN; the gates treat null as a failure.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from stages.verdict.conformance import Conformance
+from stages.verdict.coverage import EngineProbes, Exercised, Limits, covered
+from stages.verdict.delivery import ScaleChange
+from stages.verdict.record import Number, Record
+
+SCHEMA_VERSION = 1
+REPORT_FILE = "report.json"
+SAMPLES_FILE = "samples.jsonl"
+
+STEP_FLAG_KL = 0.15
+"""KL to the baseline in nats above which a decode step counts as flagged."""
+
+LEAST_STEP = 0.01
+"""Minimum share of the planned samples per round."""
+
+Count = Annotated[int, Field(ge=1, lt=1 << 53)]
+"""A count. Means and bounds use float64, which cannot represent every integer from 2^53 on."""
+
+
+Probability = Annotated[float, Field(ge=0, le=1.001)] | None
+"""A product of float32 probabilities, which rounding may push slightly above 1."""
+
+
+class Acceptance(Record):
+    """Token and pass counts of answers under speculative decoding with one drafter."""
+
+    baseline_tokens: Count
+    baseline_passes: Count
+    candidate_tokens: Count
+    candidate_passes: Count
+
+    @property
+    def lengths(self) -> tuple[float, float]:
+        """Mean acceptance lengths, in tokens per pass, of the baseline and of the candidate."""
+        return self.baseline_tokens / self.baseline_passes, self.candidate_tokens / self.candidate_passes
+
+
+class SampleRow(Record):
+    """The results of baseline and candidate on one sample. Means are over the sample's scored tokens."""
+
+    id: str
+    workload: str
+    document: str
+    """Id of the document. Rows of one document are resampled together."""
+    context_tokens: Count
+    depth: float | None
+    scored_tokens: Count
+    judged: bool
+    """Whether the sample has an answer that is right or wrong. If not, the seven fields below are null."""
+    baseline_correct: bool | None
+    candidate_correct: bool | None
+    baseline_valid: bool | None
+    """Whether the answer is strict JSON, or a valid call of a declared tool; null for workloads without a required format."""
+    candidate_valid: bool | None
+    reference: str | None
+    baseline_generation: str | None
+    candidate_generation: str | None
+    mean_kl: Number
+    max_kl: Number
+    kl_tail: list[float]
+    """KL of the steps above the pooled 99th percentile. They suffice to compute any higher percentile of the pool."""
+    baseline_nll: Number
+    candidate_nll: Number
+    top1_agreement: Number
+    top10_overlap: Number
+    mean_squared_delta_p: Number
+    non_finite_steps: int
+    difficulty: str = ""
+    """Difficulty in graded workloads: "easy", "medium" or "hard"; empty in others."""
+    round: Count = 1
+    """Round that ran the sample, from 1. A sequential evaluation stops once its gates have decided."""
+    acceptance: dict[str, Acceptance] = Field(default={})
+    """Acceptance counts of the two answers, by drafter."""
+    baseline_probability: Probability = None
+    """Probability of the right answer under the baseline: the product over the scored tokens. Null if the sample has no right
+    answer, or if a token's probability is not finite."""
+    candidate_probability: Probability = None
+    """Probability of the right answer under the candidate."""
+    right_answer: Literal["reference", "baseline"] = "reference"
+    """Wording of the right answer that was scored: the reference's, or the baseline's own."""
+    own_tokens: list[Annotated[int, Field(ge=0)]] = Field(default=[])
+    """Tokens of the baseline's own wording, if that was scored."""
+
+
+class Fidelity(Record):
+    """Distances between the next-token distributions of candidate and baseline."""
+
+    tokens: int
+    baseline_nll: Number
+    candidate_nll: Number
+    baseline_ppl: Number
+    candidate_ppl: Number
+    ppl_ratio: Number
+    kl_mean: Number
+    kl_median: Number
+    kl_p95: Number
+    kl_p99: Number
+    kl_p999: Number
+    kl_max: Number
+    flagged_steps: Number
+    """Share of steps with KL above STEP_FLAG_KL."""
+    top1_agreement: Number
+    top10_overlap: Number
+    rms_delta_p: Number
+    """Root mean square of the change in the reference token's probability."""
+    non_finite_steps: int
+
+
+class Accuracy(Record):
+    """The accuracy of answers, paired by sample."""
+
+    judged: int
+    baseline: float
+    candidate: float
+    lost: int
+    """Answers that are right under the baseline and wrong under the candidate."""
+    gained: int
+    baseline_valid: float | None
+    candidate_valid: float | None
+    baseline_probability: Number = None
+    """Mean probability of the right answer under the baseline; null if it is null for any sample."""
+    candidate_probability: Number = None
+    """Mean probability of the right answer under the candidate."""
+
+    @classmethod
+    def of(cls, judged: Sequence[SampleRow]) -> "Accuracy":
+        """Count the answers to judged samples, which must not be empty."""
+
+        def mean(values: list[Number]) -> Number:
+            known = [value for value in values if value is not None]
+            return sum(known) / len(values) if len(known) == len(values) else None
+
+        def share(values: list[bool | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return sum(known) / len(known) if known else None
+
+        return cls(
+            judged=len(judged),
+            baseline=sum(bool(row.baseline_correct) for row in judged) / len(judged),
+            candidate=sum(bool(row.candidate_correct) for row in judged) / len(judged),
+            lost=sum(bool(row.baseline_correct) and not row.candidate_correct for row in judged),
+            gained=sum(bool(row.candidate_correct) and not row.baseline_correct for row in judged),
+            baseline_valid=share([row.baseline_valid for row in judged]),
+            candidate_valid=share([row.candidate_valid for row in judged]),
+            baseline_probability=mean([row.baseline_probability for row in judged]),
+            candidate_probability=mean([row.candidate_probability for row in judged]),
+        )
+
+    @property
+    def difference(self) -> float:
+        """The candidate's accuracy minus the baseline's."""
+        return (self.gained - self.lost) / self.judged
+
+    @property
+    def recovery(self) -> float | None:
+        """Share of the probability of right answers that the candidate keeps; None if unknown, or if the baseline's is 0."""
+        if self.candidate_probability is None or not self.baseline_probability:
+            return None
+        return self.candidate_probability / self.baseline_probability
+
+
+class Slice(Record):
+    """Metrics of a subset of the samples.
+
+    A subset is a workload (null: all), a context bin [low, high) in tokens, a third of the depth, or a difficulty.
+    """
+
+    workload: str | None
+    context: tuple[int, int | None] | None
+    depth: str | None
+    samples: int
+    documents: int
+    accuracy: Accuracy | None
+    fidelity: Fidelity
+    difficulty: str | None = None
+    acceptance: dict[str, Acceptance] = Field(default={})
+    """Acceptance counts by drafter."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the slice has all samples of its workload, or all samples."""
+        return (self.context, self.depth, self.difficulty) == (None, None, None)
+
+    @property
+    def place(self) -> str:
+        """Name of the workload's context bin in a verdict line: `copy [0, 256)`."""
+        low, high = self.context or (0, None)
+        return f"{self.workload} [{low}, {'' if high is None else high})"
+
+    @property
+    def acceptance_lengths(self) -> dict[str, float]:
+        """Tokens per pass by drafter and engine; a key is `acceptance_lookup_baseline`."""
+        return {
+            f"acceptance_{drafter}_{engine}": length
+            for drafter, counts in self.acceptance.items()
+            for engine, length in zip(("baseline", "candidate"), counts.lengths, strict=True)
+        }
+
+
+class Canary(Record):
+    """The must-fail control: the candidate on a few samples, with every key scale multiplied by `factor` after the prefill."""
+
+    factor: float
+    rows: list[SampleRow]
+
+
+MEMORY = "memory"
+"""Annotation of fields about the cache's memory; also their prefix in the tracked metrics."""
+
+
+class SystemMetrics(Record):
+    """Times of the fixed load, and the cache's memory (fields annotated with MEMORY)."""
+
+    batch: int
+    context_tokens: int
+    new_tokens: int
+    time_to_first_token_ms: float
+    decode_tokens_per_s: Number
+    decode_tokens_per_s_slow: Number = None
+    """Rate of a slow decode step: 5 % of the steps are slower."""
+    decode_tokens_per_s_fast: Number = None
+    """Rate of a fast decode step: 5 % of the steps are faster."""
+    inter_token_p50_ms: Number
+    inter_token_p95_ms: Number
+    inter_token_p99_ms: Number
+    kib_per_token: Annotated[Number, MEMORY]
+    """KiB per token by the policy: codes and per-token scales of all layers."""
+    kib_per_token_allocated: Annotated[Number, MEMORY]
+    """KiB per token as measured: size of the engine's pool divided by the tokens that its pages hold."""
+    pool_bytes: Annotated[int, MEMORY]
+    budget_gib: Annotated[float, MEMORY]
+    sequence_tokens: Annotated[int, MEMORY]
+    max_live_tokens: Annotated[int, MEMORY]
+    threads: int | None = None
+    """CPU threads of the engine; null for an engine without this setting."""
+    attention: str | None = None
+    """Implementation of the attention in decode steps, if the engine has several: "graph", or "native in 30 of 30 layers"."""
+
+
+class EvaluationReport(Record):
+    """All measurements of one engine against one baseline."""
+
+    schema_version: int
+    policy: str
+    takes_effect: dict[str, int] = Field(default={})
+    """Keys of the policy that have no effect in short sequences -> tokens of the shortest sequence that they affect."""
+    engine_digest: str
+    baseline_digest: str
+    workloads_digest: str
+    """sha256 over all encoded samples: prompts, references, checks and documents."""
+    samples: int
+    planned_rounds: list[float]
+    """Cumulative share of the planned samples by planned round, including rounds that did not run."""
+    planned_workloads: dict[str, bool]
+    """Planned workload, even if it did not run yet -> whether its samples have answers."""
+    slices: list[Slice]
+    noise: Fidelity | None
+    """Distance of the baseline from itself in another batch composition; null if no sample is repeated."""
+    canary: Canary
+    system: SystemMetrics
+    baseline_system: SystemMetrics
+    """Times of the same load on the baseline, taken when the baseline was measured."""
+    conformance: Conformance | None = None
+    """Comparison of the engines with their reference engines; null without reference engines."""
+    candidate_noise: Fidelity | None = None
+    """Distance of the candidate from itself in another batch composition."""
+    coverage: Exercised | None = None
+    """Lengths and batches of the samples on the decode path."""
+    probes: EngineProbes
+    scale_changes: list[ScaleChange] | None = None
+    """Scales that differ between the candidate and its checkpoint; null for engines that do not load scales by themselves."""
+    drafters: list[str]
+    """Drafters that were used: `lookup`, `draft`. Empty if `workloads.speculation` is null."""
+
+    @field_validator("planned_rounds")
+    @classmethod
+    def _ascends_to_one(cls, shares: list[float]) -> list[float]:
+        steps = [high - low for low, high in pairwise([0.0, *shares])]
+        if not shares or shares[-1] != 1 or min(steps) < LEAST_STEP * (1 - 1e-9):
+            raise ValueError(f"planned_rounds must ascend to 1 in steps of {LEAST_STEP} or more, got {shares}")
+        return shares
+
+    def slice(self, workload: str | None = None) -> Slice | None:
+        """Return the slice of a whole workload, or of all samples; None if it has no samples."""
+        return next((s for s in self.slices if s.whole and s.workload == workload), None)
+
+    @property
+    def overall(self) -> Slice:
+        """The slice of all samples."""
+        whole = self.slice()
+        assert whole is not None, "a report always has the slice of everything"
+        return whole
+
+    @property
+    def limits(self) -> Limits | None:
+        """Limits that a verdict on this report covers; None if no sample's steps were recorded."""
+        return covered(self.coverage, self.probes)
+
+
+def jsonl_lines(path: Path) -> list[str]:
+    """Return the lines of a JSONL file, one JSON value each.
+
+    `str.splitlines` would also split at U+0085, U+2028 and U+2029, which JSON strings may contain unescaped.
+    """
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def load_report(directory: Path) -> EvaluationReport:
+    """Return the report of an evaluation's directory. Raises ValueError if the file is not a valid report."""
+    return EvaluationReport.model_validate_json((directory / REPORT_FILE).read_text(encoding="utf-8"))
+
+
+def load_rows(directory: Path) -> list[SampleRow]:
+    """Return the samples of an evaluation's directory. Raises ValueError if a line is not a valid sample."""
+    return [SampleRow.model_validate_json(line) for line in jsonl_lines(directory / SAMPLES_FILE)]

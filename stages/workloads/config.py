@@ -1,0 +1,160 @@
+"""Configuration of an evaluation's samples, their batches, and the fixed load for timing."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stages.core.strict import PathText, StrictModel
+
+Workload = Literal[
+    "prose", "retrieval", "tool_call", "copy", "multi_turn", "documentation", "lookup", "extraction", "quotation", "recall"
+]
+"""The built-in workloads of `stages.workloads.WORKLOADS`: first the tiny model's training tasks, then tasks for any chat
+model."""
+
+TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
+PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
+
+LEAST_PRESSED = 8
+"""Minimum number of requests that are sent into a pool of a third of their pages."""
+
+WARMUP_STEPS = 2
+"""Untimed decode steps at the start of a load."""
+LIVE_GIB, LIVE_SEQUENCE_TOKENS = 1.0, 1024
+"""Cache memory in GiB and sequence length in tokens for which the number of live tokens is computed."""
+CANARY_FACTOR = 0.1
+"""Factor of the must-fail control for every key scale."""
+
+Count = Annotated[int, Field(ge=0, le=100_000)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class LoadConfig(StrictModel):
+    """The load for system metrics: `batch` sequences of `context_tokens` tokens and `new_tokens` timed decode steps."""
+
+    batch: Annotated[int, Field(ge=1, le=4096)]
+    """Sequences that are decoded together."""
+    context_tokens: Positive
+    """Tokens per sequence before the first decode step."""
+    new_tokens: Annotated[int, Field(ge=2, le=100_000)]
+    """Number of timed decode steps."""
+
+    @property
+    def tokens(self) -> int:
+        """Final length of a sequence in tokens."""
+        return self.context_tokens + WARMUP_STEPS + self.new_tokens
+
+
+GSM8K_PROBLEMS = 1319
+"""Number of problems in the test set."""
+
+
+class ProbeConfig(StrictModel):
+    """Limits of the stress test, which compares an engine with the reference engine; the engine's own limits also apply."""
+
+    max_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 2048
+    """Maximum tokens per sequence."""
+    decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 400
+    """Decode steps after short prompts, with forced tokens and with the engine's own."""
+    offset_steps: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Decode steps of the longest sequence; 64 steps visit every offset of a page."""
+    max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
+    """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
+    requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
+    """Requests per run of the crowd scenario; a fifth are long, and the second run changes the tokens of a third. The wear
+    scenario repeats an equal number of short requests, and the engine is idle once for 0.02 s per request."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
+
+
+class SpeculationConfig(StrictModel):
+    """Drafters of speculative decoding whose acceptance rate is measured on both engines' answers."""
+
+    lookup_tokens: Annotated[int, Field(ge=0, le=1024)] = 10
+    """Maximum tokens that prompt lookup proposes per pass of the target model; 0 disables prompt lookup."""
+    ngram: Annotated[int, Field(ge=1, le=64)] = 3
+    """Maximum length in tokens of the suffix that prompt lookup searches for in the earlier text."""
+    draft: PathText | None = None
+    """Directory of a small draft checkpoint with the same tokenizer; null for none."""
+    draft_tokens: Annotated[int, Field(ge=1, le=1024)] = 5
+    """Maximum tokens that the draft checkpoint proposes per pass of the target model."""
+
+    @property
+    def drafters(self) -> list[str]:
+        """Names of the enabled drafters."""
+        return [name for name, on in (("lookup", self.lookup_tokens > 0), ("draft", self.draft is not None)) if on]
+
+    @model_validator(mode="after")
+    def _drafts_something(self) -> Self:
+        if not self.drafters:
+            raise ValueError(
+                "lookup_tokens=0 without a draft measures nothing; raise it, name a draft, or set speculation=null"
+            )
+        return self
+
+
+class WorkloadsConfig(StrictModel):
+    """The samples of an evaluation and its measurements."""
+
+    samples: dict[Workload, Count]
+    """Number of samples per built-in workload; 0 or an absent key disables the workload."""
+    jsonl: PathText | None
+    """File of additional samples, one JSON object per line with the keys of docs/start.md#my-questions; null for none."""
+    gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
+    """Number of additional GSM8K problems, drawn with the seed."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    """Seed of the generated samples."""
+    batch_size: Annotated[int, Field(ge=1, le=1024)]
+    """Sequences that are decoded together; a finished sequence makes room for the next."""
+    extra_new_tokens: Annotated[int, Field(ge=1, le=100_000)]
+    """Maximum tokens of an answer beyond the length of its reference."""
+    max_scored_tokens: Positive
+    """Maximum tokens of a reference that is not checked as an answer (prose)."""
+    context_bins: list[int]
+    """Edges of the prompt-length bins in tokens, ascending; empty bins are omitted."""
+    noise_samples: Count
+    """Judged samples per workload that both engines repeat in smaller batches, for the A/A noise floor; the longest sample is
+    added."""
+    canary_samples: Annotated[int, Field(ge=1, le=1000)]
+    """Samples per workload of the must-fail control, at least eight in total: the shortest prompts of at least two pages."""
+    conformance_samples: Count = 0
+    """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 also
+    disables the stress test, so that no candidate passes."""
+    rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
+        default_factory=lambda: [1.0]
+    )
+    """Fractions of the samples at the ends of the rounds, ascending to 1. A candidate runs rounds until its gates decide."""
+    probe: ProbeConfig = Field(default_factory=ProbeConfig)
+    pressure: Annotated[int, Field(ge=0, le=100_000)] | None = None
+    """Requests that are sent at once, in two rounds, into a pool that holds a third of their pages, and compared with the same
+    requests in a large pool; 0 disables this, null uses the backend's default."""
+    speculation: SpeculationConfig | None = None
+    """Drafters of speculative decoding whose acceptance rate is measured; null for none."""
+    load: LoadConfig
+
+    @property
+    def answers_are_lines(self) -> bool:
+        """Whether every answer is one line, as in the workloads about pages; then a line end ends answers to few-shot text."""
+        asked = {name for name, count in self.samples.items() if count}
+        return asked <= PAGES and self.jsonl is None and not self.gsm8k
+
+    @property
+    def file(self) -> Path | None:
+        return Path(self.jsonl).expanduser() if self.jsonl is not None else None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k:
+            raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
+        edges = self.context_bins
+        if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):
+            raise ValueError(f"context_bins must be at least two ascending token counts from 0, got {edges}")
+        if any(low >= high for low, high in pairwise(self.rounds)) or self.rounds[-1] != 1:
+            raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")
+        if self.pressure is not None and 0 < self.pressure < LEAST_PRESSED:
+            raise ValueError(
+                f"pressure={self.pressure}: a third of so few holds no two requests; give at least {LEAST_PRESSED}, or 0"
+            )
+        return self

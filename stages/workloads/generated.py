@@ -1,0 +1,49 @@
+"""Generates seeded text for evaluation and calibration, using only the standard library.
+
+Other stages call `generate`. The name of the split is part of every sample's seed, so that an evaluation never repeats
+samples of the calibration or of the tiny model's training, for any integer seed.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from stages.core.records import Sample
+from stages.workloads.conversation import Slot, Split
+from stages.workloads.documentation import excerpt
+from stages.workloads.pages import QUESTIONS
+from stages.workloads.trained import facts_dialogue, opening_and_continuation, retrieval, text_to_copy, tool_call
+
+WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
+    "prose": opening_and_continuation,
+    "retrieval": retrieval,
+    "tool_call": tool_call,
+    "copy": text_to_copy,
+    "multi_turn": facts_dialogue,
+    "documentation": excerpt,
+    **QUESTIONS,
+}
+
+
+def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> list[Sample]:
+    """Generate `count` samples of a workload. A larger `count` extends the same sequence.
+
+    Returns:
+        The samples, with ids from `retrieval-0000` on.
+
+    Raises:
+        ValueError: The workload does not exist.
+        UserError: The documentation has fewer than `count` pages.
+
+    Example:
+        >>> [sample.id for sample in generate("copy", 2, seed=0)]
+        ['copy-0000', 'copy-0001']
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}; or give a JSONL file's path")
+    return [_sample(Slot(split, name, seed, i)) for i in range(count)]
+
+
+@lru_cache(maxsize=4096)
+def _sample(slot: Slot) -> Sample:
+    """Return a sample. Cached, because a command needs the same sample to encode, replay and show it."""
+    return WORKLOADS[slot.workload](slot)

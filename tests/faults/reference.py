@@ -1,0 +1,79 @@
+"""Faults of backend=torch on a CPU: in the reference cache, only in its pages, or in the one-pass scoring."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from faults.fault import Fault
+from faults.hooks import Plant, method
+from stages.engines.reference.cache import Storage
+from stages.policies.arithmetic_torch import Stored
+from stages.policies.policy import PAGE_TOKENS
+
+
+def on_pages(edit: Callable[[Any, Any, Tensor], Tensor]) -> Plant:
+    """Change the data x (H, S, D) appended to every sequence's pages. One-pass scoring uses no pages."""
+
+    def faulty(start: Any, engine: Any) -> int:
+        handle: int = start()
+        for cache in engine.sequences[handle]:
+            for pages in cache.pages.values():
+                append = pages.append
+                pages.append = lambda x, pages=pages, append=append: append(edit(engine, pages, x))
+        return handle
+
+    return method("_start", faulty)
+
+
+def page_end(_: Any, pages: Any, x: Tensor) -> Tensor:
+    positions = pages.length + torch.arange(x.shape[1])
+    return torch.where((positions % PAGE_TOKENS == PAGE_TOKENS - 1)[:, None], 0.0, x)
+
+
+def rows_swapped(hidden: Any, _: Any, ids: Any, positions: Tensor, views: list[Any], *given: Any) -> Any:
+    """Let two rows of a batch read each other's cache."""
+    if len(views) > 1 and views[0].caches[0].length == views[1].caches[0].length:
+        views[0].caches, views[1].caches = views[1].caches, views[0].caches
+    return hidden(ids, positions, views, *given)
+
+
+def unquantized(compute: Any, engine: Any, *given: Any, **options: Any) -> Any:
+    """Let one method read exact keys and values, while the other methods read the codes."""
+    with exact_storages(engine):
+        return compute(*given, **options)
+
+
+@contextmanager
+def exact_storages(engine: Any) -> Any:
+    kept = engine.storages
+    engine.storages = [{side: Exact(s.form, s.static) for side, s in layer.items()} for layer in kept]
+    yield
+    engine.storages = kept
+
+
+@dataclass(frozen=True)
+class Exact(Storage):
+    """A storage that does not quantize."""
+
+    def write(self, x: Tensor) -> Stored:
+        return Stored(x, None, None)
+
+    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
+        return stored.codes if gain is None else stored.codes * gain
+
+
+of = partial(Fault, "reference", engine="torch")
+
+FAULTS = [
+    of("torch_page_end_unwritten", "int8", "pages lose their last token; one pass has no pages", on_pages(page_end)),
+    of("torch_rows_swapped", "int8", "two rows of a batch read each other's cache", method("_hidden", rows_swapped)),
+    of("torch_scored_unquantized", "int4_tensor", "the pass that is scored does not quantize; int4_tensor would rank first",
+       method("_one_pass", unquantized), "conformance", harm="claim"),
+    of("torch_generate_unquantized", "int4_tensor", "generate does not quantize; int4_tensor would answer best",
+       method("generate", unquantized), "free_answers"),
+]  # fmt: skip
