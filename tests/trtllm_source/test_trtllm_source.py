@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +15,47 @@ import pytest
 import yaml
 from fake_interpreter import script
 from family_models import MODELS, family_model
-from interpreter_bundles import config_of, open_engine
+from interpreter_bundles import config_of, make_bundle, open_engine
+from quantize_fixtures import MAX_LENGTH, TEXTS, rotations
+from refusals import refused
 from safetensors.torch import load_file
 from shipped import SHIPPED
 
 from stages.checkpoints.rope import rope_at_top_level
-from stages.core.errors import UserError
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.records import no_progress
 from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.library import PROGRAM, TARGETS, TargetName, read_llm_args, refuse_integers
+from stages.engines.trtllm.library import (
+    ENGINE_RELEASES,
+    ENGINES,
+    PROGRAM,
+    TARGETS,
+    TargetName,
+    read_llm_args,
+    refuse_integers,
+)
+from stages.policies.formats import WeightsFormat
+from stages.policies.scales import SCALES_FILE
+from stages.quantize.export import export
+from stages.quantize.run import measure_cache, quantize_weights, scale_cache
 from stages.quantize.validate import ALGORITHMS
 
-SMS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
-Bundles = dict[tuple[str, str, str], Path]
-Inside = Callable[[list[tuple[str, dict[str, Any]]]], list[dict[str, Any]]]
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = os.environ.get("KVGATE_TRTLLM_SOURCE_PYTHON", str(ROOT / ".venv-trtllm" / "bin" / "python"))
+SMS = ((8, 0), (8, 9), (10, 0), (12, 0))
+"""Compute capabilities in addition to 9.0, for which every engine is built."""
+ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).parent
+PYTHON = str(ROOT / ".venv-trtllm" / "bin" / "python")
 CACHES: dict[TargetName, tuple[str, ...]] = {
     "engine": ("fp16", "fp8", "fp8_uncalibrated", "int8_tensor"),
     "pytorch": ("fp16", "fp8", "fp8_uncalibrated"),
 }
-SIZES = ("backend.max_seq_len=512", "backend.max_input_len=500", "calibration.samples=8", "tracking=none")
+Cell = tuple[WeightsFormat, str]
+"""Weights and policy."""
+Bundles = dict[Cell, Path]
+Inside = Callable[[list[tuple[str, dict[str, Any]]]], list[dict[str, Any]]]
+Python = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
@@ -44,35 +64,61 @@ def source() -> Path:
     given = os.environ.get("TRTLLM_SRC")
     if not given:
         pytest.skip("TRTLLM_SRC: the folder that has tensorrt_llm/ is not given (make test-trtllm-source TRTLLM_SRC=DIR)")
-    if not Path(given, "tensorrt_llm", "version.py").is_file():
-        pytest.exit(f"TRTLLM_SRC={given}: has no tensorrt_llm/version.py; give the folder that has tensorrt_llm/", 4)
+    try:
+        read_release(Path(given))
+    except MissingRequirement as error:
+        pytest.exit(str(error), 4)
     return Path(given)
 
 
+def read_release(tree: Path) -> str:
+    """Return the release of a source tree. Raises MissingRequirement if it has none, or one that builds no engines."""
+    file = tree / "tensorrt_llm" / "version.py"
+    if not file.is_file():
+        raise MissingRequirement(f"TRTLLM_SRC={tree}: has no tensorrt_llm/version.py; give the folder that has tensorrt_llm/")
+    release: str = [*re.findall(r'__version__ = "(.+)"', file.read_text(encoding="utf-8")), "unknown"][0]
+    if ENGINE_RELEASES.fullmatch(release) is None:
+        raise MissingRequirement(f"TRTLLM_SRC={tree}: has TensorRT-LLM {release}; give a source tree of {ENGINES}")
+    return release
+
+
 @pytest.fixture(scope="session")
-def interpreter(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def interpreter(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
     """A function that creates a `python` which runs the source tree with the stand-ins, and returns its path."""
+    folder = tmp_path_factory.mktemp("interpreter")
+    command, socket = [PYTHON, str(HERE / "forkserver.py")], str(folder / "socket")
+    given = {**os.environ, "TRTLLM_SRC": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    with (folder / "log").open("wb") as errors:
+        server = subprocess.Popen([*command, socket], env=given, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert server.stdout is not None
+    if reason := server.stdout.readline().strip():
+        log = f"{folder / 'log'} has the traceback"
+        pytest.exit(f"TRTLLM_SRC={source}: TensorRT-LLM {read_release(source)} cannot be imported: {reason}; {log}", 4)
 
     def make(**environment: str) -> str:
-        folder = tmp_path_factory.mktemp("interpreter")
-        (folder / "sitecustomize.py").write_text("import standins\n", encoding="utf-8")
-        given = {"TRTLLM_SRC": str(source), "PYTHONDONTWRITEBYTECODE": "1", **environment}
-        lines = [f"export {name}='{value}'" for name, value in given.items()]
-        lines += [f'export PYTHONPATH="{folder}:{Path(__file__).parent}:$PYTHONPATH"', f'exec "{PYTHON}" "$@"']
-        return script(folder / "python", "\n".join(lines))
+        path = tmp_path_factory.mktemp("bin") / "python"
+        variables = [f"export {name}='{value}'" for name, value in environment.items()]
+        return script(path, "\n".join([*variables, f'exec {" ".join(command)} {socket} "$0" "$@"']))
 
-    return make
+    yield make
+    server.kill()
+    server.wait()
 
 
 @pytest.fixture(scope="session")
-def inside(interpreter: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+def python(interpreter: Python) -> str:
+    return interpreter()
+
+
+@pytest.fixture(scope="session")
+def inside(python: str, tmp_path_factory: pytest.TempPathFactory) -> Inside:
     """A function that runs operations of inside.py in one process and returns their answers."""
-    python = interpreter()
 
     def run(requests: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
         out = tmp_path_factory.mktemp("inside") / "answers.json"
-        command = [python, str(Path(__file__).with_name("inside.py")), str(out)]
-        subprocess.run(command, check=True, input=json.dumps(requests), text=True, capture_output=True)
+        subprocess.run(
+            [python, str(HERE / "inside.py"), str(out)], check=True, input=json.dumps(requests), text=True, capture_output=True
+        )
         answers: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
         return answers
 
@@ -80,66 +126,105 @@ def inside(interpreter: Callable[..., str], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def work(interpreter: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A work directory with a bundle of the tiny model for every weight format, cache and target."""
-    work = tmp_path_factory.mktemp("source") / "work"
-    python = interpreter()
-    for target, caches in CACHES.items():
-        grid = [f"weights={','.join(TARGETS[target].weights)}", f"kv={','.join(caches)}"]
-        backend = ["backend=trtllm", f"backend.target={target}", f"backend.python={python}"]
-        command = [sys.executable, "-m", "pipeline", "-m", "stage=build", f"workdir={work}", *grid, *backend, *SIZES]
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, cwd=work.parent, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
-        assert done.returncode == 0, done.stderr
-    return work
+def exports(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    """ModelOpt's exports of the tiny model for every weight format and every cache."""
+    made: Bundles = {}
+    given: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "progress": no_progress}
+    for weights in TARGETS["engine"].weights:
+        quantized, measured = tmp_path_factory.mktemp(weights), tmp_path_factory.mktemp("extremes")
+        quantize_weights(tiny_checkpoint, quantized, weights=weights, seed=0, **given)
+        measure_cache(tiny_checkpoint, quantized, measured, rotation="none", **given)
+        for kv in CACHES["engine"]:
+            policy, scaled, out = SHIPPED[kv], tmp_path_factory.mktemp("scales"), tmp_path_factory.mktemp("exports")
+            extremes = dict.fromkeys(rotations(policy), measured)
+            scale_cache(tiny_checkpoint, scaled, policy=policy, extremes=extremes)
+            export(tiny_checkpoint, quantized, scaled / SCALES_FILE, out, weights=weights, policy=policy, seed=0, **given)
+            made[weights, kv] = out
+    return made
+
+
+def build(exports: Bundles, target: TargetName, python: str, folder: Path) -> Bundles:
+    """Build a bundle for every weight format and every cache that a target has."""
+    cells = [(weights, kv) for weights in TARGETS[target].weights for kv in CACHES[target]]
+    return {
+        (weights, kv): make_bundle("trtllm", exports[weights, kv], folder / f"{weights}-{kv}", kv, python, target=target)
+        for weights, kv in cells
+    }
 
 
 @pytest.fixture(scope="session")
-def bundles(work: Path) -> dict[tuple[str, str, str], Path]:
-    """Bundles by target, weight algorithm and policy."""
-    found = {}
-    for path in work.glob("artifacts/build/*/bundle.json"):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        policy = json.loads((path.parent / "kv_policy.json").read_text(encoding="utf-8"))["name"]
-        found[record["target"], weights_of(path.parent, record["target"]), policy] = path.parent
-    expected = sum(len(TARGETS[target].weights) * len(caches) for target, caches in CACHES.items())
-    assert len(found) == expected, sorted(found)
-    return found
+def engines(exports: Bundles, python: str, tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    return build(exports, "engine", python, tmp_path_factory.mktemp("engines"))
 
 
-def weights_of(bundle: Path, target: str) -> str:
-    """Return the weight algorithm that a bundle's checkpoint declares."""
-    file = bundle / "checkpoint" / ("config.json" if target == "engine" else "hf_quant_config.json")
-    declared = json.loads(file.read_text(encoding="utf-8"))["quantization"] if file.is_file() else {}
-    return str(declared.get("quant_algo"))
+@pytest.fixture(scope="session")
+def served(exports: Bundles, python: str, tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    return build(exports, "pytorch", python, tmp_path_factory.mktemp("served"))
 
 
-def engines(bundles: Bundles) -> dict[tuple[str, str], Path]:
-    return {(weights, kv): path for (target, weights, kv), path in bundles.items() if target == "engine"}
+def record_of(bundle: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
+    return record
 
 
-def served(bundles: Bundles) -> dict[tuple[str, str], Path]:
-    return {(weights, kv): path for (target, weights, kv), path in bundles.items() if target == "pytorch"}
+def pinned_in(bundle: Path) -> dict[str, Any]:
+    pinned: dict[str, Any] = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
+    return pinned
 
 
-def test_every_served_bundle_is_read_as_it_was_built(bundles: Bundles) -> None:
-    for (weights, kv), bundle in served(bundles).items():
-        record = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
-        assert record["rewritten"] == {}, (weights, kv)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "has no tensorrt_llm/version.py; give the folder"),
+        ('__version__ = "1.1.0"', "has TensorRT-LLM 1.1.0; give a source tree of 1.2"),
+        ('__version__ = "1.4.0rc1"', "has TensorRT-LLM 1.4.0rc1; give a source tree of 1.2"),
+        ("", "has TensorRT-LLM unknown; give a source tree of 1.2"),
+    ],
+)
+def test_a_source_tree_that_cannot_be_tested_is_refused_with_its_release(
+    text: str | None, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tensorrt_llm").mkdir()
+    if text is not None:
+        (tmp_path / "tensorrt_llm" / "version.py").write_text(text, encoding="utf-8")
+    with refused(MissingRequirement, f"TRTLLM_SRC={tmp_path}: {expected}"):
+        read_release(tmp_path)
+
+
+def test_the_command_line_builds_both_targets(python: str, tmp_path: Path) -> None:
+    sizes = ["backend.max_seq_len=512", "backend.max_input_len=500", "tracking=none", f"workdir={tmp_path / 'work'}"]
+    command = [
+        "stage=build",
+        "kv=fp8_uncalibrated",
+        "backend=trtllm",
+        "backend.target=pytorch,engine",
+        f"backend.python={python}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "-m", *command, *sizes],
+        check=False, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    built = tmp_path.glob("work/artifacts/build/*/bundle.json")
+    assert sorted(record_of(path.parent)["target"] for path in built) == ["engine", "pytorch"]
+
+
+def test_every_served_bundle_is_read_as_it_was_built(served: Bundles) -> None:
+    for (weights, kv), bundle in served.items():
+        assert record_of(bundle)["rewritten"] == {}, (weights, kv)
         declared = (bundle / "checkpoint" / "hf_quant_config.json").exists()
-        assert declared == (weights != "None"), "a null quant_algo is refused by the release"
+        assert declared == (weights != "none"), "a null quant_algo is refused by the release"
 
 
 def test_the_pytorch_runtime_reads_weights_cache_and_positions_as_they_were_given(
-    bundles: Bundles, inside: Inside, tmp_path: Path
+    served: Bundles, inside: Inside, tmp_path: Path
 ) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
     expected = []
-    for (weights, kv), bundle in served(bundles).items():
-        pinned = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
-        requests.append(("configure", {"checkpoint": str(bundle / "checkpoint"), "dtype": pinned["kv_cache_config"]["dtype"]}))
-        expected.append((weights, "FP8" if SHIPPED[kv].quantized else "None", 1_000_000.0, None))
+    for (weights, kv), bundle in served.items():
+        dtype = pinned_in(bundle)["kv_cache_config"]["dtype"]
+        requests.append(("configure", {"checkpoint": str(bundle / "checkpoint"), "dtype": dtype}))
+        expected.append((str(ALGORITHMS[weights]), "FP8" if SHIPPED[kv].quantized else "None", 1_000_000.0, None))
     for family in ("llama", "qwen2", "qwen3"):  # Llama 3.1 and Qwen: engines do not support their rotary scaling
         family_model(family).save_pretrained(tmp_path / family)
         config = json.loads((tmp_path / family / "config.json").read_text(encoding="utf-8"))
@@ -147,36 +232,35 @@ def test_the_pytorch_runtime_reads_weights_cache_and_positions_as_they_were_give
         requests.append(("configure", {"checkpoint": str(tmp_path / family), "dtype": "fp8"}))
         scaling = (MODELS[family].get("rope_scaling") or {}).get("rope_type")
         expected.append(("None", "FP8", 10_000.0, scaling))
-    for (weights, cache, theta, scaling), answer in zip(expected, inside(requests), strict=True):
+    for (algorithm, cache, theta, scaling), answer in zip(expected, inside(requests), strict=True):
         read = answer["ok"]
-        assert (str(read["weights"]), str(read["cache"]), read["rope_theta"]) == (weights, cache, theta)
+        assert (str(read["weights"]), str(read["cache"]), read["rope_theta"]) == (algorithm, cache, theta)
         assert (read["rope_scaling"] or {}).get("rope_type") == scaling
 
 
-def test_trtllm_serve_starts_every_bundle_with_the_arguments_that_were_judged(bundles: Bundles, inside: Inside) -> None:
-    paths = list(served(bundles).values())
-    for bundle, answer in zip(paths, inside([("serve", {"bundle": str(path)}) for path in paths]), strict=True):
+def test_trtllm_serve_starts_every_bundle_with_the_arguments_that_were_judged(served: Bundles, inside: Inside) -> None:
+    answers = inside([("serve", {"bundle": str(path)}) for path in served.values()])
+    for bundle, answer in zip(served.values(), answers, strict=True):
         assert "error" not in answer, answer
-        pinned = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
+        pinned, judged = pinned_in(bundle), record_of(bundle)["evaluated_with"]
         assert settings.differences(settings.flatten(pinned), answer["ok"]) == []
-        judged = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["evaluated_with"]
         assert {**judged, **pinned} == judged, "what is judged has what is served, and no overlap"
 
 
-def test_trtllm_build_keeps_every_setting_on_every_generation_of_gpus(bundles: Bundles, inside: Inside, tmp_path: Path) -> None:
+def test_trtllm_build_keeps_every_setting_on_every_generation_of_gpus(engines: Bundles, inside: Inside, tmp_path: Path) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
     expected = []
-    options = config_of("trtllm", None)
-    for (weights, kv), bundle in engines(bundles).items():
-        source = bundle / "checkpoint"
-        config = checkpoints.read_config(source)
-        flags = settings.engine_settings(options, config["quantization"])
+    for (weights, kv), bundle in engines.items():
+        checkpoint = bundle / "checkpoint"
+        config = checkpoints.read_config(checkpoint)
+        flags = settings.engine_settings(config_of("trtllm", None), config["quantization"])
         for sm in SMS:
             out = tmp_path / f"{weights}-{kv}-{sm[0]}{sm[1]}"
-            requests.append(("build", {"flags": settings.build_flags(flags, str(source), str(out), 1), "sm": sm}))
-            expected.append((weights, kv, sm, settings.expected_config(flags, config, bundle_release(bundle))))
+            requests.append(("build", {"flags": settings.build_flags(flags, str(checkpoint), str(out), 1), "sm": sm}))
+            release = record_of(bundle)["built_for"]["version"]
+            expected.append((weights, kv, sm, settings.expected_config(flags, config, release)))
     for (weights, kv, sm, config), answer in zip(expected, inside(requests), strict=True):
-        if refused(weights, kv, sm):
+        if refuses(weights, kv, sm):
             assert "not supported on SM>=100" in answer["error"], (weights, kv, sm)
         else:
             assert "error" not in answer, (weights, kv, sm, answer)
@@ -185,47 +269,42 @@ def test_trtllm_build_keeps_every_setting_on_every_generation_of_gpus(bundles: B
             assert rewritten <= (fp8 if sm < (8, 9) else set()), (weights, kv, sm)
 
 
-def bundle_release(bundle: Path) -> str:
-    return str(json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["built_for"]["version"])
-
-
-def refused(weights: str, kv: str, sm: tuple[int, int]) -> bool:
+def refuses(weights: WeightsFormat, kv: str, sm: tuple[int, int]) -> bool:
     """Return whether kvgate refuses an integer cache or integer weights for a GPU."""
     device = Device(name="stand-in", compute_cap=f"{sm[0]}.{sm[1]}")
     here = Interpreter(PROGRAM, "python", Description(release="1.2.1", python="3.12.3", devices=[device]))
-    ours = next(name for name, algorithm in ALGORITHMS.items() if str(algorithm) == weights)
     try:
-        refuse_integers(SHIPPED[kv], ours, here, 1)
+        refuse_integers(SHIPPED[kv], weights, here, 1)
     except UserError:
         return True
     return False
 
 
 def test_checkpoints_load_with_their_scales_the_must_fail_control_with_one_wrong_one_and_two_ranks_with_halves(
-    bundles: Bundles, inside: Inside, tmp_path: Path
+    engines: Bundles, inside: Inside, tmp_path: Path
 ) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
     given = []
-    for (weights, kv), bundle in engines(bundles).items():
-        source, name = bundle / "checkpoint", f"{weights}-{kv}"
-        folders = [(source, 1.0, 1)]
+    for (weights, kv), bundle in engines.items():
+        checkpoint, name = bundle / "checkpoint", f"{weights}-{kv}"
+        folders = [(checkpoint, 1.0, 1)]
         if SHIPPED[kv].quantized:
-            checkpoints.write_faulted(source, tmp_path / f"{name}-faulted", 0.1)
+            checkpoints.write_faulted(checkpoint, tmp_path / f"{name}-faulted", 0.1)
             folders.append((tmp_path / f"{name}-faulted", 0.1, 1))
-        if weights in ("None", "FP8"):
-            checkpoints.write_checkpoint(source, tmp_path / f"{name}-halves", 2)
+        if weights in TARGETS["engine"].sharded_weights:
+            checkpoints.write_checkpoint(checkpoint, tmp_path / f"{name}-halves", 2)
             folders.append((tmp_path / f"{name}-halves", 1.0, 2))
         for folder, factor, ranks in folders:
             for rank in range(ranks):
                 requests.append(("load", {"checkpoint": str(folder), "rank": rank}))
-                given.append((source, factor, ranks))
-    for (source, factor, ranks), answer in zip(given, inside(requests), strict=True):
+                given.append((checkpoint, factor, ranks))
+    for (checkpoint, factor, ranks), answer in zip(given, inside(requests), strict=True):
         assert "error" not in answer, answer
-        scales = checkpoints.kv_scales(source)
+        scales = checkpoints.kv_scales(checkpoint)
         loaded = answer["ok"]
         np.testing.assert_allclose(loaded["kv_cache_scaling_factor"], np.multiply(scales, factor), rtol=1e-6)
         np.testing.assert_allclose(loaded["kv_cache_rcp_scaling_factor"], np.divide(1.0, scales), rtol=1e-6)
-        whole = load_file(source / "rank0.safetensors")
+        whole = load_file(checkpoint / "rank0.safetensors")
         lm_head, embedding = whole["lm_head.weight"].shape, whole["transformer.vocab_embedding.weight"].shape
         assert loaded["shapes"]["lm_head"] == [lm_head[0] // ranks, lm_head[1]]
         assert loaded["shapes"]["embedding"] == [embedding[0] // ranks, embedding[1]]
@@ -233,9 +312,9 @@ def test_checkpoints_load_with_their_scales_the_must_fail_control_with_one_wrong
 
 @pytest.mark.parametrize("fault", [1.0, 0.1])
 def test_forced_tokens_come_through_the_real_hook_with_the_rows_that_were_computed(
-    bundles: Bundles, interpreter: Callable[..., str], fault: float
+    served: Bundles, python: str, fault: float
 ) -> None:
-    engine = open_engine(served(bundles)["None", "fp8"], interpreter())
+    engine = open_engine(served["none", "fp8"], python)
     engine.corrupt_key_scale(fault)
     tokens, first = [7, 300, 12, 44, 1001, 5, 5, 620], 3
     rows = engine.forced(tokens, first)
@@ -246,26 +325,51 @@ def test_forced_tokens_come_through_the_real_hook_with_the_rows_that_were_comput
     engine.close()
 
 
-def test_a_prompt_in_chunks_is_told_by_the_count_of_calls(bundles: Bundles, interpreter: Callable[..., str]) -> None:
-    engine = open_engine(served(bundles)["None", "fp8"], interpreter(KVGATE_CHUNKS="2"))
+def test_a_prompt_in_chunks_is_told_by_the_count_of_calls(served: Bundles, interpreter: Python) -> None:
+    engine = open_engine(served["none", "fp8"], interpreter(KVGATE_CHUNKS="2"))
     with pytest.raises(RuntimeError, match="the logits processor of 4 tokens was called more often"):
         engine.forced([7, 300, 12, 44, 1001], 2)
     engine.close()
 
 
-def test_speculation_is_read_as_trtllm_serve_reads_it_and_refused_in_a_line(
-    bundles: Bundles, interpreter: Callable[..., str]
-) -> None:
-    bundle, python = served(bundles)["None", "fp8"], interpreter()
-    here, options = probe(PROGRAM, python), config_of("trtllm", python)
-    pinned = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
+def test_speculation_is_read_as_trtllm_serve_reads_it(served: Bundles, python: str) -> None:
     speculation = {"decoding_type": "NGram", "max_draft_len": 4}
-    asked = config_of("trtllm", python, serving={**options.serving.model_dump(), "speculation": speculation})
-    (answer,) = read_llm_args(here, options, bundle / "checkpoint", settings.llm_args(asked, SHIPPED["fp8"]))
+    serving = {**config_of("trtllm", python).serving.model_dump(), "speculation": speculation}
+    asked = config_of("trtllm", python, serving=serving)
+    arguments = settings.llm_args(asked, SHIPPED["fp8"])
+    (answer,) = read_llm_args(probe(PROGRAM, python), asked, served["none", "fp8"] / "checkpoint", arguments)
     assert answer.pinned["speculative_config"]["decoding_type"] == "NGram"
     assert settings.differences(settings.flatten(answer.pinned), answer.arguments) == []
-    with pytest.raises(UserError, match=rf"^backend\.serving: TensorRT-LLM {here.release} refuses these") as raised:
-        read_llm_args(
-            here, options, bundle / "checkpoint", {**pinned, "speculative_config": {**speculation, "max_draft_len": "x"}}
-        )
-    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"cache_codec": "fp8"}, "TorchLlmArgs.cache_codec"),
+        ({"kv_cache_config": {"dtype": "fp8", "codec": 1}}, "KvCacheConfig.codec"),
+        ({"speculative_config": {"decoding_type": "NGram", "max_draft_len": "x"}}, "DecodingConfig.max_draft_len"),
+    ],
+)
+def test_an_argument_that_the_release_lacks_is_refused_in_a_line_with_release_and_field(
+    wrong: dict[str, Any], field: str, served: Bundles, python: str
+) -> None:
+    bundle, here = served["none", "fp8"], probe(PROGRAM, python)
+    with refused(UserError, f"backend.serving: TensorRT-LLM {here.release} refuses these LLM arguments: ", field):
+        read_llm_args(here, config_of("trtllm", python), bundle / "checkpoint", {**pinned_in(bundle), **wrong})
+
+
+def test_a_checkpoint_that_the_release_does_not_support_is_refused_in_a_line_with_release_and_field(
+    exports: Bundles, python: str, tmp_path: Path
+) -> None:
+    wrong, release = tmp_path / "exports", probe(PROGRAM, python).release
+    shutil.copytree(exports["fp8", "fp8"], wrong)
+    for file, change in (("unified_hf/hf_quant_config.json", "quantization"), ("tensorrt_llm/config.json", "architecture")):
+        declared = json.loads((wrong / file).read_text(encoding="utf-8"))
+        declared[change] = "NoForCausalLM" if change == "architecture" else {**declared[change], "quant_algo": "FP7"}
+        (wrong / file).write_text(json.dumps(declared), encoding="utf-8")
+    with refused(UserError, f"kv=fp8: TensorRT-LLM {release} refuses the checkpoint: ", "FP7"):
+        make_bundle("trtllm", wrong, tmp_path / "served", "fp8", python, target="pytorch")
+    with refused(
+        UserError, f"backend.python={python}: TensorRT-LLM {release}: RuntimeError: trtllm-build ended with 1; ", "NoFor"
+    ):
+        make_bundle("trtllm", wrong, tmp_path / "engine", "fp8", python, target="engine")
