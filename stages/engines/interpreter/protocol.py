@@ -16,6 +16,9 @@ class Device(StrictModel):
     driver: str = ""
     """Version of the driver; empty if the worker does not query it."""
 
+    def __str__(self) -> str:
+        return f"{self.name}, SM {self.compute_cap}"
+
 
 class Description(StrictModel):
     """Answer to `describe`."""

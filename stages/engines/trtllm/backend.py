@@ -29,9 +29,9 @@ class TrtllmBackend(InterpreterBackend):
 
     def build_parts(self) -> dict[str, object]:
         """Return the inherited parts, how an evaluation differs from serving, and the GPUs' compute capabilities."""
-        interpreter, ranks = probe(PROGRAM, self.config.python), self.config.tensor_parallel_size
-        capabilities = rank_capabilities(interpreter, ranks) if self.config.target == "engine" else []
-        return {**super().build_parts(), "judged": JUDGED[self.config.target], "compute_capabilities": capabilities}
+        target, interpreter = self.config.target, probe(PROGRAM, self.config.python)
+        capabilities = rank_capabilities(target, interpreter, self.config.tensor_parallel_size)
+        return {**super().build_parts(), "judged": JUDGED[target], "compute_capabilities": capabilities}
 
 
 open_backend = TrtllmBackend

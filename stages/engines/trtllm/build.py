@@ -62,7 +62,7 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
     else:
         fields = _pin_llm_args(exports, out, config, policy, interpreter)
     progress("build", STEPS - 1, STEPS)
-    capabilities = rank_capabilities(interpreter, ranks) if target == "engine" else []
+    capabilities = rank_capabilities(target, interpreter, ranks)
     built_for = BuiltFor(library=PROGRAM.library, version=interpreter.release, compute_capabilities=capabilities)
     end_bundle(
         out, TrtllmBundle, interpreter, info,

@@ -26,7 +26,7 @@ class TrtllmEngine(RequestEngine):
     def _check_machine(self, bundle: Path) -> None:
         ranks, built_for = self._described.tensor_parallel_size, self._described.built_for
         if self._described.target == "engine":
-            capabilities = rank_capabilities(self._interpreter, ranks)
+            capabilities = rank_capabilities("engine", self._interpreter, ranks)
             release = self._interpreter.release
             machine = BuiltFor(library=PROGRAM.library, version=release, compute_capabilities=capabilities)
             check_built_for(bundle, built_for, machine, exactly=True)

@@ -41,6 +41,8 @@ PROGRAM = Program(
 )  # fmt: skip
 """TensorRT-LLM's worker. It was checked against the sources of the listed releases (tests/contract/facts)."""
 
+TargetName = Literal["engine", "pytorch"]
+
 
 def rank_environment(ranks: int) -> dict[str, str]:
     """Return a worker's environment variables for a model on `ranks` GPUs.
@@ -51,12 +53,12 @@ def rank_environment(ranks: int) -> dict[str, str]:
     return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"} if ranks == 1 else {}
 
 
-def rank_capabilities(interpreter: Interpreter, ranks: int) -> list[str]:
-    """Return the compute capability of the GPUs of `ranks` ranks, as a list of one item; empty without a GPU.
+def rank_capabilities(target: TargetName, interpreter: Interpreter, ranks: int) -> list[str]:
+    """Return the compute capability that a bundle is built for, as a list of one item; empty for target=pytorch.
 
-    Raises UserError if the GPUs differ.
+    Raises UserError if the GPUs of the `ranks` ranks differ.
     """
-    capabilities = [device.compute_cap for device in interpreter.devices[:ranks]]
+    capabilities = [device.compute_cap for device in interpreter.devices[:ranks]] if target == "engine" else []
     if len(set(capabilities)) > 1:
         raise UserError(
             f"backend.tensor_parallel_size={ranks}: GPUs 0 to {len(capabilities) - 1} are SM {', '.join(capabilities)}, "
@@ -75,7 +77,6 @@ def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
         )
 
 
-TargetName = Literal["engine", "pytorch"]
 FP8_SM = 89
 """First SM version on which TensorRT-LLM supports FP8 caches and FP8 weights (8.9)."""
 ENGINE_RELEASES = re.compile(r"1\.2(\..*)?|1\.3\.0rc(\d|1\d|20)(\D.*)?")
@@ -151,7 +152,7 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
     require_target(config.target, interpreter)
     if config.target == "engine":
         require_gpus(interpreter, 1, "building an engine")
-        rank_capabilities(interpreter, ranks)  # refuses GPUs that differ
+        rank_capabilities("engine", interpreter, ranks)  # refuses GPUs that differ
         refuse_integers(job.policy, job.weights, interpreter, ranks)
     refuse_fp8(job.policy, job.weights, interpreter, ranks)
     if job.judges:
@@ -252,26 +253,24 @@ def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
 
 def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
     """Raise UserError for an integer cache or integer weights on a GPU for which TensorRT-LLM does not build them."""
-    for device in interpreter.devices[:ranks]:
-        gpu, capability = device.name, device.compute_cap
-        if sm_number(capability) not in NO_INTEGERS_SM:
+    for gpu in interpreter.devices[:ranks]:
+        if sm_number(gpu.compute_cap) not in NO_INTEGERS_SM:
             continue
         if policy.key.dtype == "int8":
-            raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}, SM {capability}; choose kv=fp8")
+            raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}; choose kv=fp8")
         if weights in INTEGER_WEIGHTS:
-            raise UserError(
-                f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}, SM {capability}; choose weights=fp8"
-            )
+            raise UserError(f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}; choose weights=fp8")
 
 
 def refuse_fp8(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
     """Raise UserError for an FP8 cache or FP8 weights on a GPU without FP8."""
-    for device in interpreter.devices[:ranks]:
-        if sm_number(device.compute_cap) >= FP8_SM:
+    for gpu in interpreter.devices[:ranks]:
+        if sm_number(gpu.compute_cap) >= FP8_SM:
             continue
-        gpu = f"{device.name}, SM {device.compute_cap}"
         if policy.key.dtype == "fp8_e4m3":
-            other = "kv=int8_tensor with backend.target=engine"
-            raise UserError(f"kv={policy.name}: TensorRT-LLM has FP8 caches from SM 8.9 on, this is {gpu}; choose {other}")
+            raise UserError(
+                f"kv={policy.name}: TensorRT-LLM has FP8 caches from SM 8.9 on, this is {gpu}; choose kv=int8_tensor with "
+                "backend.target=engine"
+            )
         if weights == "fp8":
             raise UserError(f"weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on, this is {gpu}; choose weights=none")
