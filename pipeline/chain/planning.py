@@ -55,7 +55,7 @@ def show_capacity(config: Config) -> None:
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)
-    next_steps.show(next_steps.after_capacity(typed()))
+    next_steps.show(next_steps.after_making("capacity", typed()))
 
 
 def recommend_policy(config: Config) -> None:
@@ -72,11 +72,10 @@ def recommend_policy(config: Config) -> None:
     path = _write(config, RECOMMENDATION, recommendation)
     console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
     _require_room(capacity)
-    if recommendation.chosen is None:
-        next_steps.show(next_steps.after_no_recommendation(typed()))
+    name = recommendation.chosen.name if recommendation.chosen is not None else None
+    next_steps.show(next_steps.after_recommendation(config, summary.load(config.work).candidates, name))
+    if name is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
-    candidates = summary.load(config.work).candidates
-    next_steps.show(next_steps.after_recommendation(config, candidates, recommendation.chosen.name))
 
 
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:

@@ -62,7 +62,7 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
         summary.begin(config.work, sweep, [job.policy], command=commands.whole())
     code = DEFECT
     try:
-        console.begin(job, f" of {config.model.path}" if config.stage in (*MAKING, *PLANNING) else None)
+        console.begin(job, config.model.path if config.stage in (*MAKING, *PLANNING) else None)
         with holding(config), required_libraries():
             STAGES[config.stage](Run(config, sweep, sweeping, job.policy))
         code = 0

@@ -1,7 +1,5 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +8,6 @@ from rich.markup import escape
 from pipeline.chain.job import Run
 from pipeline.chain.showing import compare_in_mlflow, show, warned
 from pipeline.cli import console, next_steps, tables
-from pipeline.cli.next_steps import NextStep
 from pipeline.cli.tables import REPORT
 from pipeline.config.explain import suggest
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
@@ -23,7 +20,7 @@ from pipeline.registry.routing import stages as routes
 from pipeline.registry.routing.engines import Engines
 from pipeline.registry.tracking import Version
 from stages.checkpoints.places import locate_checkpoint
-from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.core.errors import GateRefusal, UserError
 from stages.verdict.delivery import scale_findings
 from stages.verdict.gates import decide
 
@@ -41,13 +38,16 @@ def promote(run: Run) -> None:
                 "the last command judged nothing: the last sweep with a candidate is promote.sweep=%s", judged.sweep
             )
             last = judged
-    with _advised(lambda _: next_steps.after_no_promotion(run.config, last.candidates)):
+    try:
         if last.unfinished is not None and run.config.promote.name is None:
             raise GateRefusal(
                 f"stage=promote: {last.unfinished}; run it again to finish it, promote one that passed: promote.name=NAME, or "
                 "look at another sweep: promote.sweep=NAME"
             )
         promote_from(run, last, unfinished=last.unfinished)
+    except GateRefusal:
+        next_steps.show(next_steps.after_no_promotion(run.config, last.candidates))
+        raise
 
 
 def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
@@ -92,16 +92,6 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         next_steps.show(next_steps.after_promotion(config, best.engine.path))
 
 
-@contextmanager
-def _advised(step: Callable[[Exception], NextStep], refusals: tuple[type[Exception], ...] = (GateRefusal,)) -> Iterator[None]:
-    """Print the next step if the block is refused."""
-    try:
-        yield
-    except refusals as error:
-        next_steps.show(step(error))
-        raise
-
-
 def rollback(run: Run) -> None:
     """Bring the previous champion back.
 
@@ -112,14 +102,13 @@ def rollback(run: Run) -> None:
         candidate, evidence = registered_candidate(run.config.work / "artifacts", version)
         verify_candidate(candidate, run.replay, partial(decide, gates=evidence.identity.gates))
 
-    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
-        store = run.registry()
-        with console.doing("replaying the evidence"):
-            move = promotion.rollback(store, prove)
+    store = run.registry()
+    with console.doing("replaying the evidence"):
+        move = promotion.rollback(store, prove)
     with warned(f"{move.message}; {TOLD}"):
         summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
-    next_steps.show(next_steps.after_move(run.config))
+    next_steps.show(next_steps.see_status(run.config))
 
 
 def route(run: Run) -> None:
@@ -128,15 +117,11 @@ def route(run: Run) -> None:
         routes.roll_back(_engines(run), routing.rollback, _say)
     else:
         routes.route(_engines(run), routing, _say)
-    next_steps.show(next_steps.after_move(run.config))
 
 
 def monitor(run: Run) -> None:
     """Move routes according to a snapshot of the fleet. Raises GateRefusal if a monitor broke."""
-    try:
-        routes.monitor(_engines(run), run.config.monitor, _say)
-    finally:
-        next_steps.show(next_steps.after_move(run.config))
+    routes.monitor(_engines(run), run.config.monitor, _say)
 
 
 def _engines(run: Run) -> Engines:
@@ -156,13 +141,7 @@ def verify(run: Run) -> None:
     for evidence, findings in replays:
         identity = evidence.identity
         console.show("findings", tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))
-
-    def after(error: Exception) -> NextStep:
-        return next_steps.after_difference(differs=isinstance(error, GateRefusal))
-
-    with _advised(after, (GateRefusal, MissingRequirement)):
-        require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
-    next_steps.show(next_steps.after_verify(run.config))
+    require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
 
 
 def audit(run: Run) -> None:

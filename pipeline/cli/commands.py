@@ -24,6 +24,21 @@ _given: list[tuple[str, ...]] = []
 """Arguments of this process's command; empty if kvgate is called from Python."""
 
 
+def remember(arguments: Sequence[str]) -> None:
+    """Store the arguments of this process's command."""
+    _given[:] = [tuple(arguments)]
+
+
+def typed() -> list[str]:
+    """Return the user's arguments for repetition in a next command, without `log=`; empty outside a command."""
+    return [argument for given in _given for argument in given if not argument.startswith("log=")]
+
+
+def whole(*, sweep: bool = False) -> str | None:
+    """Return this process's complete command; None outside a command."""
+    return command_line(typed(), (), sweep=sweep) if _given else None
+
+
 def begun() -> str:
     """Return the beginning of a command line: `python`, or the path of this Python if a shell would not find it."""
     own, found = Path(sys.executable), shutil.which("python")
@@ -41,49 +56,9 @@ def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool =
     return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
 
 
-def remember(arguments: Sequence[str]) -> None:
-    """Store the arguments of this process's command."""
-    _given[:] = [tuple(arguments)]
-
-
-def typed() -> list[str]:
-    """Return the user's arguments for repetition in a next command, without `log=`; empty outside a command."""
-    return [argument for given in _given for argument in given if not argument.startswith("log=")]
-
-
-def whole(*, sweep: bool = False) -> str | None:
-    """Return this process's complete command; None outside a command."""
-    return command_line(typed(), (), sweep=sweep) if _given else None
-
-
-def carried(config: Config, *groups: str) -> list[str]:
-    """Return the settings of some groups that differ from the defaults, for a stage that works on earlier results.
-
-    The groups model, workdir, tracking and signing are always included.
-    """
-    values, standard = config.model_dump(mode="json"), defaults()
-    arguments: list[str] = []
-    for group in ("model", "workdir", "tracking", "signing", *groups):
-        arguments += differing(group, values[group], standard[group])
-    return arguments
-
-
-@cache
-def defaults() -> dict[str, Any]:
-    """Return the default values of the keys that next commands repeat. Composing all keys would take 0.1 s."""
-    groups = {"model": _load("model/tiny"), "tracking": _load("tracking/mlflow"), "gates": Gates().model_dump(mode="json")}
-    return _load("config") | groups
-
-
-def _load(name: str) -> dict[str, Any]:
-    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=False)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
 def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
-    """Return the command of a stage that works on a checkpoint: `base` with changes."""
-    if not sweep:  # only a sweep has a launcher
+    """Return the command of a stage that works on a checkpoint: `base` with changes. Only a sweep has a launcher."""
+    if not sweep:
         base = [part for part in base if not part.lstrip("+~").startswith(("hydra/launcher", "hydra.launcher"))]
     return command_line(base, changes, sweep=sweep)
 
@@ -95,9 +70,28 @@ def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = 
 
 def promoting(config: Config, *changes: str) -> str:
     """Return the command that promotes the candidates of a command, with the same gates and backend."""
-    backend = config.backend
-    opened: list[str] = []
+    backend, opened = config.backend, list[str]()
     if isinstance(backend, InProcessConfig):
-        chosen = {"backend": backend.name} not in defaults()["defaults"]
+        chosen = {"backend": backend.name} not in _defaults()["defaults"]
         opened = [f"backend={backend.name}"] * chosen + [f"backend.threads={backend.threads}"]
     return standing(config, "promote", *opened, *changes, groups=("gates",))
+
+
+def carried(config: Config, *groups: str) -> list[str]:
+    """Return the settings of model, workdir, tracking, signing and `groups` that differ from the defaults."""
+    values, standard = config.model_dump(mode="json"), _defaults()
+    names = ("model", "workdir", "tracking", "signing", *groups)
+    return [part for name in names for part in differing(name, values[name], standard[name])]
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Return the default values of the keys that next commands repeat. Composing all keys would take 0.1 s."""
+
+    def load(name: str) -> dict[str, Any]:
+        values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=False)
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
+
+    groups = {"model": load("model/tiny"), "tracking": load("tracking/mlflow"), "gates": Gates().model_dump(mode="json")}
+    return load("config") | groups

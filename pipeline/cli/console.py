@@ -1,4 +1,4 @@
-"""Output of a command: results on stdout, errors and progress on stderr, in the format given by `log=`."""
+"""Output of a command: results on stdout; progress, warnings and errors on stderr, in the format given by `log=`."""
 
 import atexit
 import io
@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,9 +30,8 @@ MODES = ("human", "json", "quiet")
 """Values of `log=`."""
 PLAIN_WIDTH = 100
 """Columns of tables if the output is not a terminal."""
-
-LOGGER = logging.getLogger("kvgate")
-"""Logger of modules that do not import this one, such as waits for locks and stores."""
+PREFIXES = {logging.WARNING: "pipeline: warning: ", logging.ERROR: "pipeline: error: "}
+"""Level -> beginning of a line for people."""
 
 _wide = (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ  # None: it was closed
 out = Console(highlight=False, emoji=False, width=None if _wide else PLAIN_WIDTH)
@@ -64,19 +62,14 @@ class RunningJob:
     """Whether concurrent jobs share a terminal. A bar would overwrite the lines of other jobs."""
 
     @property
-    def name(self) -> str:
-        """Prefix of the job's lines, `job 2 of 5 int8: `; empty if it is the only job."""
-        return f"{self.place[:-2]} {self.policy}: " if self.of > 1 else ""
-
-    @property
     def place(self) -> str:
         """`job 2 of 5: `; empty if it is the only job."""
         return f"job {self.number} of {self.of}: " if self.of > 1 else ""
 
     @property
-    def fields(self) -> dict[str, object]:
-        """Fields of the job in a JSON line."""
-        return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.of}
+    def name(self) -> str:
+        """Prefix of the job's lines, `job 2 of 5 int8: `; empty if it is the only job."""
+        return printable(f"{self.place[:-2]} {self.policy}: ") if self.of > 1 else ""
 
 
 @dataclass
@@ -93,37 +86,53 @@ class _Speech:
     """Console that records a report with `log=json`."""
 
     @property
-    def name(self) -> str:
-        return printable(self.job.name) if self.job is not None else ""
-
-    @property
     def target(self) -> Console | None:
         """Console for people; None if the output has no text for people."""
         return self.report if self.mode == "json" else out
+
+    def write(self, fields: Mapping[str, object]) -> None:
+        """Write a JSON object with the job's fields: a result to stdout, other objects to stderr."""
+        first = {RESULT: fields[RESULT]} if RESULT in fields else {}
+        job = self.job
+        own = {} if job is None else {"stage": job.stage, "policy": job.policy, "job": job.number, "jobs": job.of}
+        text = line({**first, **own, **fields})
+        if self.streams is not None:
+            self.streams.write(text, result=RESULT in fields)
+        else:
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 _speech = _Speech()
 _showing = threading.Lock()
 
 
-def begin(job: RunningJob, about: str | None) -> None:
-    """Announce a job. `about`: description for people; None announces it in JSON only."""
-    _speech.job = job
-    text = f"{job.place}{job.stage} {job.policy}{about or ''}"
-    if _speech.mode == "json":
-        _write({"message": text})
-    elif _speech.mode == "human" and about is not None:
-        out.print(relative(text), style="bold", soft_wrap=True, markup=False)
+class _Handler(logging.Handler):
+    """Writes log records to stderr: lines for people, or JSON objects with the record's `fields`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        fields: dict[str, object] = getattr(record, "fields", {})
+        if record.exc_info:
+            fields = {"traceback": redact_text(logging.Formatter().formatException(record.exc_info))}
+        if _speech.mode == "json":
+            _speech.write({"level": record.levelname.lower(), "message": " ".join(text.split()), **fields})
+            return
+        prefix = PREFIXES.get(record.levelno, "  " if "step" in fields else "")
+        name = _speech.job.name if _speech.job is not None else ""
+        err.print(relative(str(fields.get("traceback", f"{prefix}{name}{text}"))), soft_wrap=True, markup=False)
 
 
-def end() -> None:
-    """End the job: later lines do not name it."""
-    _speech.job = None
+LOGGER = logging.getLogger("kvgate")
+"""Logger of all events. Modules that do not import this one, such as waits for locks and stores, log below its name."""
+LOGGER.addHandler(_Handler())
+LOGGER.setLevel(logging.INFO)
+LOGGER.propagate = False
 
 
 def speak(mode: str) -> None:
     """Set the output format of this module. Prints of other modules do not change."""
     _speech.mode = mode
+    LOGGER.setLevel(logging.WARNING if mode == "quiet" else logging.INFO)
 
 
 def configure(mode: str, *, verbose: bool = False) -> None:
@@ -135,53 +144,36 @@ def configure(mode: str, *, verbose: bool = False) -> None:
     """
     speak(mode)
     _speech.verbose = verbose
-    handler = _Handler()
-    LOGGER.handlers, LOGGER.propagate = [handler], False
-    LOGGER.setLevel(logging.ERROR if mode == "quiet" else logging.INFO)
     if mode == "quiet":
         warnings.simplefilter("ignore")
     if mode == "json" and _speech.streams is None:
         _speech.streams = Streams()
         atexit.register(close)
         logging.captureWarnings(True)
-        logging.getLogger("py.warnings").addHandler(handler)
+        logging.getLogger("py.warnings").handlers = LOGGER.handlers
 
 
 def close() -> None:
     """Undo what `configure` did to the process."""
     if _speech.streams is not None:
         _speech.streams.close()
-        _speech.streams = None
         logging.captureWarnings(False)
         logging.getLogger("py.warnings").handlers = []
-    LOGGER.handlers, LOGGER.propagate = [], True
-    _speech.mode, _speech.verbose, _speech.job = "human", False, None
+    _speech.streams, _speech.verbose, _speech.job = None, False, None
+    speak("human")
 
 
-class _Handler(logging.Handler):
-    """Writes the log records of other modules and Python's warnings in the format of `log=`."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        _aside(" ".join(text.split()), f"pipeline: {text}", level=record.levelname.lower())
-
-
-def _write(fields: Mapping[str, object]) -> None:
-    """Write a JSON object with the job's fields. The default level is info."""
-    first = {RESULT: fields[RESULT]} if RESULT in fields else {"level": "info"}
-    whole = {**first, **(_speech.job.fields if _speech.job is not None else {}), **fields}
-    if _speech.streams is not None:
-        _speech.streams.write(whole)
-    else:
-        print(line(whole), end="", file=sys.stderr, flush=True)
+def begin(job: RunningJob, model: str | None = None) -> None:
+    """Start a job, and announce it if it works on a model."""
+    end()
+    if model is not None:
+        _event(logging.INFO, f"{job.place}{job.stage} {job.policy} of {model}")
+    _speech.job = job
 
 
-def _aside(message: str, human: str, **fields: object) -> None:
-    """Write a JSON object, or print a line on stderr, above the bar if one is drawn."""
-    if _speech.mode == "json":
-        _write({"message": message, **fields})
-    else:
-        err.print(relative(human), soft_wrap=True, markup=False)
+def end() -> None:
+    """End the job: later lines do not name it."""
+    _speech.job = None
 
 
 def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **fields: object) -> None:
@@ -195,12 +187,11 @@ def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **
         fields: Content of the object.
     """
     if _speech.mode == "json":
-        _write({RESULT: kind, **fields})
+        _speech.write({RESULT: kind, **fields})
     target = _speech.target
-    if target is None or (detail and not _speech.verbose):
-        return
-    for text in map(relative, lines):
-        target.print(text, soft_wrap=paste or not target.is_terminal)
+    if target is not None and (_speech.verbose or not detail):
+        for text in map(relative, lines):
+            target.print(text, soft_wrap=paste or not target.is_terminal)
 
 
 def say(text: str, *, paste: bool = False, detail: bool = False) -> None:
@@ -212,30 +203,30 @@ def say(text: str, *, paste: bool = False, detail: bool = False) -> None:
 def show(kind: str, grid: "Grid") -> None:
     """Print a table, or write its rows as a JSON object."""
     if _speech.mode == "json":
-        _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
+        _speech.write({RESULT: kind, "title": grid.title, "rows": grid.records()})
     target = _speech.target
     if target is not None:
         target.print(grid.table(target.width), crop=False)
 
 
+def _event(level: int, text: str, **fields: object) -> None:
+    LOGGER.log(level, "%s", text, extra={"fields": fields})
+
+
 def step(title: str, path: Path, seconds: float | None) -> None:
     """Report an artifact. `seconds`: how long it took; None if it was reused."""
-    if _speech.mode == "json":
-        _write({"message": f"{title} is ready", "step": title, "artifact": path, "seconds": seconds, "reused": seconds is None})
-    elif _speech.mode == "human":
-        took = "reused" if seconds is None else f"{seconds:.1f} s"
-        whose = _speech.name if _speech.job is not None and _speech.job.beside_others else ""
-        out.print(relative(f"  {whose}{title:<24} {took:>8}  {path}"), soft_wrap=True, markup=False)
+    took = "reused" if seconds is None else f"{seconds:.1f} s"
+    known = {"step": title, "artifact": path, "seconds": seconds, "reused": seconds is None}
+    _event(logging.INFO, f"{title:<24} {took:>8}  {path}", **known)
 
 
 def warning(text: str) -> None:
-    """Print a warning."""
-    _aside(text, f"pipeline: warning: {text}", level="warning")
+    _event(logging.WARNING, text)
 
 
 def error(text: str, **fields: object) -> None:
     """Print the error that ended a job, in one line."""
-    _aside(printable(text), f"pipeline: error: {_speech.name}{printable(text)}", level="error", **fields)
+    _event(logging.ERROR, printable(text), **fields)
 
 
 def ended_by(problem: Exception) -> None:
@@ -243,13 +234,13 @@ def ended_by(problem: Exception) -> None:
     for text in describe(problem).splitlines():
         error(text, exit_code=exit_code(problem))
     if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(problem, REFUSALS):
-        trace = redact_text("".join(traceback.format_exception(problem)))
-        _aside("where it came from", trace, level="error", traceback=trace)
+        LOGGER.error("where it came from", exc_info=problem)
 
 
 def interrupted(text: str) -> None:
     """Print an interruption. `text` describes the state that it leaves."""
-    _aside(f"interrupted; {text}", f"pipeline: interrupted; {text}", level="error", exit_code=INTERRUPTED)
+    end()
+    error(f"interrupted; {text}", exit_code=INTERRUPTED)
 
 
 @contextmanager
@@ -278,39 +269,27 @@ def written_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def progress(title: str) -> "Iterator[Progress]":
-    """Show the progress of the block on stderr.
+    """Show the progress of the block on stderr: a bar on a terminal, else lines at regular intervals, even without progress.
 
-    A terminal gets a bar. Other outputs get lines at regular intervals, even without progress. Messages are printed at once.
-    For nested calls, only the outer block shows progress.
-
-    Args:
-        title: Description of the work.
+    Messages are printed at once. For nested calls, only the outer block shows progress.
 
     Yields:
         A function (label, done units, total units) for the block to call. A total of 0 marks a message.
     """
-    from pipeline.cli import progress as shown
+    from pipeline.cli.progress import Phases, describe, repeated
 
-    def say(message: str, **fields: Any) -> None:
-        if _speech.mode != "quiet":
-            _aside(f"{title}: {message}", f"  {_speech.name}{title}: {message}", step=title, **fields)
+    def said(message: str, fields: Mapping[str, Any]) -> None:
+        _event(logging.INFO, f"{title}: {message}", step=title, **fields)
 
     if _showing.locked():
-        yield lambda label, _, total: None if total else say(label)
+        yield lambda label, _, total: None if total else said(label, {})
         return
     job = _speech.job
     drawn = _speech.mode == "human" and err.is_terminal and not (job is not None and job.beside_others)
-    phases = shown.Phases(f"{job.place if job is not None else ''}{title}", err if drawn else None)
-
-    def update(label: str, done: int, total: int) -> None:
-        if total:
-            phases.update(label, done, total)
-        else:
-            say(label)
-
-    lines = shown.repeated(lambda: say(shown.describe(phases.task), **shown.fields(phases.task)))
+    phases = Phases(f"{job.place if job is not None else ''}{title}", err if drawn else None)
+    lines = repeated(lambda: said(*describe(phases.task)))
     with _showing, phases.bars if drawn else lines:
-        yield update
+        yield lambda label, done, total: phases.update(label, done, total) if total else said(label, {})
 
 
 @contextmanager

@@ -10,11 +10,14 @@ from rich.text import Text
 
 CELL_WIDTH, INTEGER_WIDTH = 12, 26
 """Maximum characters of a number without an exponent: of floats, and of integers (64 bits with commas fit)."""
-
 NAME_WIDTH, REMARK_WIDTH = 18, 26
 """Minimum columns for names and for remarks, including the box. A table with less space gets wider than the terminal."""
 
 Value = float | str | None
+
+
+def _known(value: Value) -> bool:
+    return value not in (None, "") and not (isinstance(value, float) and not math.isfinite(value))
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Column:
 
     def text(self, value: Value) -> str:
         """Return a value as text; `-` if it is missing or not finite."""
-        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        if value is None or not (isinstance(value, str) or _known(value)):
             return "-"
         if isinstance(value, str):
             return value
@@ -42,8 +45,6 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a grid."""
-
     name: str
     values: Sequence[Value]
     remark: str = ""
@@ -66,31 +67,22 @@ class Grid:
 
     def records(self) -> list[dict[str, object]]:
         """Return the rows as records by column key; None for values that are empty or not finite."""
-        records = []
-        for row in self.rows:
-            record: dict[str, object] = {self.heading: row.name}
-            for column, value in zip(self.columns, row.values, strict=True):
-                record[column.key] = None if value == "" or (isinstance(value, float) and not math.isfinite(value)) else value
-            if self.remarks is not None:
-                record[self.remarks] = row.remark
-            records.append(record)
-        return records
+        keys = [self.heading, *(column.key for column in self.columns), *([self.remarks] if self.remarks is not None else [])]
+        values = [[row.name, *(value if _known(value) else None for value in row.values), row.remark] for row in self.rows]
+        return [dict(zip(keys, row, strict=False)) for row in values]
 
     def table(self, width: int) -> Table:
         """Return the table for a terminal of `width` columns. Names and remarks wrap; numbers are never truncated."""
         cells = [[column.text(value) for column, value in zip(self.columns, row.values, strict=True)] for row in self.rows]
-        numbers = [
-            max(map(len, [*column.heading.split("\n"), *(row[index] for row in cells)])) + 1
-            for index, column in enumerate(self.columns)
-        ]
-        least = sum(numbers) + NAME_WIDTH + (REMARK_WIDTH if self.remarks is not None else 0)
+        least = NAME_WIDTH + (REMARK_WIDTH if self.remarks is not None else 0)
         table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=self.title or None, title_justify="left")
-        table.width = least if least > width else None
         table.add_column(self.heading, overflow="fold")
-        for column in self.columns:
+        for index, column in enumerate(self.columns):
             table.add_column(column.heading, justify="left" if column.words else "right", no_wrap=True)
+            least += max(map(len, [*column.heading.split("\n"), *(row[index] for row in cells)])) + 1
         if self.remarks is not None:
             table.add_column(self.remarks, overflow="fold")
+        table.width = least if least > width else None
         for row, texts in zip(self.rows, cells, strict=True):
             shown = [Text(text, style=self.colours.get(text, "")) for text in texts]
             table.add_row(Text(row.name), *shown, *([Text(row.remark)] if self.remarks is not None else []), style=row.style)

@@ -11,31 +11,31 @@ from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
 
 JUNIT = "junit.xml"
-
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML cannot express."""
 
 
 def write_junit(path: Path, last: Summary) -> None:
-    """Write one test for every candidate of a sweep, and an error if a job gave no verdict.
-
-    Args:
-        path: The file.
-        last: The summary of the sweep.
-    """
-    suites = [_suite(candidate) for candidate in last.candidates]
+    """Write one test for every candidate of a sweep, and an error if a job gave no verdict."""
+    root = Element("testsuites", {"name": "kvgate"})
+    for candidate in last.candidates:
+        _add_candidate(root, candidate)
     missing = (last.jobs or 0) - len(last.candidates)
     if missing > 0:
-        suites.append(_without_verdict(missing, last))
-    root = Element("testsuites", {"name": "kvgate", **_counts(suites)})
-    root.extend(suites)
+        suite = SubElement(root, "testsuite", {"name": "jobs"})
+        case = SubElement(suite, "testcase", {"classname": "kvgate.jobs", "name": "every job gives a verdict"})
+        said = f"{missing} of {last.jobs} jobs gave no verdict; the sweep's exit code is {last.exit_code}"
+        SubElement(case, "error", {"type": f"exit code {last.exit_code}", "message": said}).text = said
+    for element in (root, *root):
+        for name, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):
+            element.set(name, str(len(list(element.iter(kind)))))
     indent(root)
     write_whole(path, tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n")
 
 
-def _suite(candidate: Candidate) -> Element:
-    """Return a candidate's verdict as a test: a failure unless the candidate passed, with all checks as text."""
-    suite = Element("testsuite", {"name": _text(f"{candidate.model} {candidate.name}")})
+def _add_candidate(root: Element, candidate: Candidate) -> None:
+    """Add a candidate's verdict as a test: a failure unless the candidate passed, with all checks as text."""
+    suite = SubElement(root, "testsuite", {"name": _text(f"{candidate.model} {candidate.name}")})
     properties = SubElement(suite, "properties")
     version = candidate.registration.model_version if candidate.registration is not None else ""
     facts = {"policy": candidate.policy, "backend": candidate.backend, "covered": candidate.covered or "", "version": version}
@@ -48,22 +48,6 @@ def _suite(candidate: Candidate) -> Element:
     else:
         reasons = _text("; ".join(candidate.reasons))
         SubElement(case, "failure", {"type": candidate.verdict, "message": reasons}).text = _text(checks)
-    suite.attrib |= _counts([suite])
-    return suite
-
-
-def _without_verdict(missing: int, last: Summary) -> Element:
-    suite = Element("testsuite", {"name": "jobs"})
-    case = SubElement(suite, "testcase", {"classname": "kvgate.jobs", "name": "every job gives a verdict"})
-    said = f"{missing} of {last.jobs} jobs gave no verdict; the sweep's exit code is {last.exit_code}"
-    SubElement(case, "error", {"type": f"exit code {last.exit_code}", "message": said}).text = said
-    suite.attrib |= _counts([suite])
-    return suite
-
-
-def _counts(suites: list[Element]) -> dict[str, str]:
-    kinds = {"tests": "testcase", "failures": "failure", "errors": "error"}
-    return {name: str(sum(len(list(suite.iter(kind))) for suite in suites)) for name, kind in kinds.items()}
 
 
 def _text(text: str) -> str:

@@ -1,15 +1,13 @@
 """The suggested next command, which every command prints at its end."""
 
-import json
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markup import escape
 
 from pipeline.cli import console
-from pipeline.cli.commands import begun, carried, command_line, defaults, judging, promoting, standing, typed
+from pipeline.cli.commands import carried, command_line, judging, promoting, standing, typed
 from pipeline.cli.progress import duration
 from pipeline.config import CONF
 from pipeline.config.config import Config
@@ -50,9 +48,12 @@ def show(step: NextStep) -> None:
 
 
 def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> NextStep:
-    """Return the next step after stage=quantize or stage=build."""
-    after = {"quantize": ("build", "build the engine"), "build": ("evaluate", "judge it against the FP16-KV engine")}
-    following, why = after[stage]
+    """Return the next step after stage=quantize, build or capacity."""
+    following, why = {
+        "quantize": ("build", "build the engine"),
+        "build": ("evaluate", "judge it against the FP16-KV engine"),
+        "capacity": ("recommend", "ask which policy has evidence for this use"),
+    }[stage]
     return NextStep(why=why, command=judging(base, f"stage={following}", sweep=sweep))
 
 
@@ -75,26 +76,26 @@ def after_judging(
         unfinished: Whether jobs of the sweep are missing.
         asking_s: Seconds for the questions of a quick look; 0 if unknown.
     """
+    sweep, verdicts = bool(swept), {one.verdict for one in candidates}
     if unfinished:
-        return NextStep(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
+        return NextStep(why="finish the sweep; what was made is reused", command=judging(base, sweep=sweep))
     if all(one.is_blind for one in candidates):
         return NextStep(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache changed nothing that was "
             "measured, so no policy can be told from another (docs/verdict.md#inconclusive-what-now)"
         )
-    if QUICK in base and any(one.verdict != "FAIL" for one in candidates):
+    if QUICK in base and verdicts != {"FAIL"}:
         takes = f", about {duration(FULL_TIMES * asking_s)} more if all are asked" if asking_s else ""
         why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
-        return NextStep(why=why, command=judging([part for part in base if part != QUICK], sweep=bool(swept)))
-    if any(one.verdict == PASS for one in candidates):
-        if config.tracking.enabled:
-            return NextStep(why="make the best that passed the champion", command=promoting(config))
+        return NextStep(why=why, command=judging([part for part in base if part != QUICK], sweep=sweep))
+    if PASS in verdicts and config.tracking.enabled:
+        return NextStep(why="make the best that passed the champion", command=promoting(config))
+    if PASS in verdicts:
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (what was made is reused)"
-        return NextStep(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
+        return NextStep(why=why, command=judging(without, "stage=evaluate", sweep=sweep))
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
-    failed = [one.policy for one in candidates]
-    return _ask_more(config, undecided, base, swept) if undecided else _finer(config, failed, base, swept)
+    return _ask_more(config, undecided, base, swept) if undecided else _finer(config, candidates, base, swept)
 
 
 def after_weak(
@@ -122,8 +123,6 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
     titles = dict.fromkeys(LINES[check.gate].title if check.gate in LINES else check.gate for check in still_open)
     said = f"{', '.join(one.name for one in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
-    # More questions do not decide checks without a bound, such as the engine's own noise.
-    stuck = next((check for check in still_open if not needed and check.bound is None), None)
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
     more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
@@ -134,30 +133,29 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     }
     changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
     changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
-    own = [name for name in needed if name not in (*counts, "all", "gsm8k")]
-    if stuck is not None or not (changes or own):
-        reason = next((check.reason for check in (stuck, *still_open) if check is not None), "no check was recorded")
+    own = [f"{count:,} of {name}" for name, count in needed.items() if name not in (*counts, "all", "gsm8k")]
+    # More questions do not decide checks without a bound, such as the engine's own noise.
+    stuck = [check.reason for check in still_open if not needed and check.bound is None]
+    if stuck or not (changes or own):
+        reason = next(iter([*stuck, *(check.reason for check in still_open)]), "no check was recorded")
         return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
     if max((*counts.values(), *needed.values())) > MOST_SAMPLES:
-        finer = _finer(config, [one.policy for one in undecided], base, swept)
+        finer = _finer(config, undecided, base, swept)
         return finer.model_copy(update={"why": f"{said}, too near the limit for any number of questions: {finer.why}"})
-    changes.append(f"gates.attempt={attempt.attempt}")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
-    asking = ", ".join(f"{needed[name]:,} of {name}" for name in own)
-    parts = [f"add questions to {config.workloads.jsonl} (about {asking})"] if own else []
-    why = "; ".join([said, *parts, "ask enough questions to decide it"])
-    return NextStep(why=why, command=judging(base, *changes, sweep=len(undecided) > 1 or not only_policies))
+    add = f"; add questions to {config.workloads.jsonl} (about {', '.join(own)})" if own else ""
+    command = judging(base, *changes, f"gates.attempt={attempt.attempt}", sweep=len(undecided) > 1 or not only_policies)
+    return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
 
 
-def _finer(config: Config, failed: Sequence[str], base: Sequence[str], swept: Sequence[str] = ()) -> NextStep:
+def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str] = ()) -> NextStep:
     """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
-    known = {path.stem for path in (CONF / "kv").glob("*.yaml")}
-    tried = [config.kv, *load_policies("kv", [name for name in failed if name in known])]
-    least = max(policy.bytes_per_token(SHAPE) for policy in tried)
+    known, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {one.policy for one in failed}
+    least = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & known))))
     ladder = load_policies("kv", config.backend.finer)
-    finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in failed), None)
+    finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in names), None)
     if finer is not None:
         still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
         return NextStep(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}", sweep=still))
@@ -173,28 +171,18 @@ def after_promotion(config: Config, engine: Path) -> NextStep:
 
 def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> NextStep:
     """Return the next step after a refused promotion."""
-    failed = [one.policy for one in candidates if one.verdict == "FAIL"]
+    failed = [one for one in candidates if one.verdict == "FAIL"]
     if failed and not any(one.verdict == PASS for one in candidates):
         return _finer(config, failed, [*carried(config, "gates"), "stage=evaluate"])
-    return after_move(config)
+    return see_status(config)
 
 
-def after_move(config: Config) -> NextStep:
-    return NextStep(why="see what serves now", command=standing(config, "status"))
-
-
-def after_capacity(base: Sequence[str]) -> NextStep:
-    return NextStep(why="ask which policy has evidence for this use", command=judging(base, "stage=recommend"))
+def see_status(config: Config) -> NextStep:
+    return NextStep(why="see what serves, and what was judged", command=standing(config, "status"))
 
 
 def after_tuning(config: Config, chosen: str, folder: Path | None) -> NextStep:
-    """Return the step that judges the policy chosen by a search.
-
-    Args:
-        config: Configuration of the search.
-        chosen: Name of the policy.
-        folder: Configuration folder of the policy; None for conf/.
-    """
+    """Return the step that judges the chosen policy, from the configuration folder `folder` or, if None, from conf/."""
     base = typed() or carried(config)
     if folder is not None:
         base = searching_too(base, folder)
@@ -221,34 +209,19 @@ def after_status(config: Config, *, judged: bool, promotable: bool, champion: Pa
     return after_promotion(config, champion) if champion is not None else None
 
 
-def after_no_recommendation(base: Sequence[str]) -> NextStep:
-    return NextStep(why="make the evidence with a command from above, and ask again", command=judging(base, "stage=recommend"))
-
-
-def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> NextStep:
-    """Return the step that promotes the recommended policy by name, if it is a candidate of the last sweep; else `status`."""
+def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str | None) -> NextStep:
+    """Return the step that promotes the recommended policy, if the last sweep registered it."""
+    if chosen is None:
+        why = "make the evidence with a command from above, and ask again"
+        return NextStep(why=why, command=judging(typed(), "stage=recommend"))
     if any(one.name == chosen and one.registration is not None for one in candidates):
         return NextStep(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
-    return NextStep(why="see which sweep judged it, and what serves", command=standing(config, "status"))
-
-
-def after_verify(config: Config) -> NextStep:
-    """Return the step that loads a verified engine."""
-    loaded = f"load({json.dumps(config.bundle)})"
-    program = f'from pipeline.api import load; print({loaded}.generate("Copy: 04 Bergen 14 Tartu"))'
-    python = begun().removesuffix(" -m pipeline")
-    return NextStep(why="it is the engine that was judged: load it", command=f"{python} -c {shlex.quote(program)}")
-
-
-def after_difference(*, differs: bool) -> NextStep:
-    """Return the next step for an engine that differs from the judged engine, or that lacks some files."""
-    why = "do not serve it; fetch it again, or judge it again" if differs else "bring what is missing, or judge it again"
-    return NextStep(why=f"{why}: what is whole is reused, what was altered is made anew")
+    return see_status(config)
 
 
 def after_prune(config: Config, *, would_free: bool) -> NextStep:
-    """Return the step that removes the listed artifacts; if they are removed, the step that shows the rest."""
-    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
+    """Return the step that removes the listed artifacts, or that shows what is left."""
     if would_free:
-        return NextStep(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))
-    return NextStep(why="see what is left", command=standing(config, "status"))
+        keep = f"prune.keep_sweeps={config.prune.keep_sweeps}"
+        return NextStep(why="remove it", command=standing(config, "prune", keep, "prune.apply=true"))
+    return see_status(config)

@@ -15,10 +15,9 @@ FIRST_SECONDS = 1.5
 """Seconds before the first line of progress, without a terminal."""
 LINE_SECONDS = 10
 """Seconds between later lines."""
-BAR_WIDTH = 20
 
 
-class Phases:
+class Phases(ProgressColumn):
     """Progress of a stage by label. Every label is a task of rich, so a task continues after an interruption by another.
 
     Args:
@@ -28,8 +27,9 @@ class Phases:
     """
 
     def __init__(self, title: str, terminal: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
-        columns = (_Described(title), BarColumn(BAR_WIDTH))
-        self.bars = Bars(*columns, console=terminal, transient=True, disable=terminal is None, get_time=clock)
+        super().__init__(Column(ratio=1))
+        self._title = title
+        self.bars = Bars(self, BarColumn(20), console=terminal, transient=True, disable=terminal is None, get_time=clock)
         self.bars.add_task("", total=None)
         (self.task,) = self.bars.tasks
         """The current task. Before the first call and between two files, this is a task without a label."""
@@ -48,60 +48,30 @@ class Phases:
         if label:
             self.bars.update(self.task.id, completed=done, total=total, visible=True)
 
-
-class _Described(ProgressColumn):
-    """Column with the description of a task. Long descriptions wrap between words."""
-
-    def __init__(self, title: str) -> None:
-        super().__init__(Column(ratio=1))
-        self._title = title
-
     def render(self, task: Task) -> Text:
-        return Text(f"  {self._title}: {describe(task)}")
+        """Return the text before the bar. Long texts wrap between words."""
+        return Text(f"  {self._title}: {describe(task)[0]}")
 
 
-def describe(task: Task) -> str:
-    """Return a description of a task: label, done and total units, rate, and remaining time at this rate."""
-    seconds = f"{duration(task.elapsed or 0.0)} so far"
+def describe(task: Task) -> tuple[str, dict[str, object]]:
+    """Return a task's label, units, rate and remaining time as text for people, and as fields for log collectors.
+
+    The rate is the mean without units from before a resumption. rich's own rate covers only the last 30
+    seconds, which is useless for slow steps.
+    """
+    seconds = task.elapsed or 0.0
     if task.total is None:
-        return seconds
-    what, unit = split(task.description)
+        return f"{duration(seconds)} so far", {"seconds": round(seconds, 1)}
+    what, _, unit = task.description.removesuffix("]").partition(" [")  # "forced decode [tokens]"
     text = f"{what} {task.completed:,.0f}/{task.total:,.0f}{f' {unit}' if unit else ''}"
-    rate = rate_of(task)
-    if rate is None:
-        return f"{text}, {seconds}"
+    fields = {"phase": what, "unit": unit, "done": task.completed, "total": task.total, "seconds": round(seconds, 1)}
+    new = task.completed - task.fields["first"]
+    if new <= 0 or seconds <= 0 or task.finished:
+        return f"{text}, {duration(seconds)} so far", fields
+    rate = new / seconds
+    left = (task.remaining or 0.0) / rate
     pace = f"{rate:,.{0 if rate >= 10 else 1}f}/s" if rate >= 1 else f"{duration(1 / rate)} each"
-    return f"{text}, {pace}, {duration((task.remaining or 0.0) / rate)} left"
-
-
-def rate_of(task: Task) -> float | None:
-    """Return the mean units per second, without units from before a resumption; None before the first and after the last.
-
-    rich's own rate is useless for slow steps: it covers only the last 30 seconds.
-    """
-    done, seconds = task.completed - task.fields["first"], task.elapsed or 0.0
-    return done / seconds if done > 0 and seconds > 0 and not task.finished else None
-
-
-def fields(task: Task) -> dict[str, object]:
-    """Return the state of a task as fields for a log collector."""
-    seconds = round(task.elapsed or 0.0, 1)
-    if task.total is None:
-        return {"seconds": seconds}
-    what, unit = split(task.description)
-    found: dict[str, object] = {"phase": what, "unit": unit, "done": task.completed, "total": task.total, "seconds": seconds}
-    rate = rate_of(task)
-    return found if rate is None else found | {"rate": round(rate, 3), "seconds_left": round((task.remaining or 0.0) / rate, 1)}
-
-
-def split(label: str) -> tuple[str, str]:
-    """Split a label into the description of the work and its unit, which may be empty.
-
-    >>> split("forced decode [tokens]"), split("build")
-    (('forced decode', 'tokens'), ('build', ''))
-    """
-    what, _, unit = label.removesuffix("]").partition(" [")
-    return what, unit
+    return f"{text}, {pace}, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
 
 
 def duration(seconds: float) -> str:

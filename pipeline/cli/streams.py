@@ -33,21 +33,18 @@ class Streams:
 
     def __init__(self) -> None:
         self._real = {stream: os.dup(stream) for stream in (1, 2)}
-        self._threads = [threading.Thread(target=self._pass_on, args=(self._led(stream),), daemon=True) for stream in (1, 2)]
+        self._threads = [threading.Thread(target=self._pass_on, args=(_piped(stream),), daemon=True) for stream in (1, 2)]
         for thread in self._threads:
             thread.start()
 
-    def _led(self, stream: int) -> int:
-        """Replace a descriptor by a pipe and return the pipe's read end."""
-        reads, writes = os.pipe()
-        fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        os.dup2(writes, stream)
-        os.close(writes)
-        return reads
-
-    def write(self, fields: Mapping[str, object]) -> None:
-        """Write a result to stdout, or any other object to stderr."""
-        self._write(RESULT in fields, line(fields))
+    def write(self, text: str, *, result: bool) -> None:
+        """Write a line to the real stdout (a result) or stderr."""
+        content, descriptor = text.encode("utf-8", errors="replace"), self._real[1 if result else 2]
+        while content:
+            try:
+                content = content[os.write(descriptor, content) :]
+            except OSError:  # the reader has exited, or the disk is full
+                nobody_reads(descriptor)
 
     def close(self) -> None:
         """Restore the streams after passing on all printed lines."""
@@ -58,23 +55,24 @@ class Streams:
         for thread in self._threads:
             thread.join(LAST_LINES_S)
 
-    def _write(self, result: bool, text: str) -> None:
-        content, descriptor = text.encode("utf-8", errors="replace"), self._real[1 if result else 2]
-        while content:
-            try:
-                content = content[os.write(descriptor, content) :]
-            except OSError:  # the reader has exited, or the disk is full
-                nobody_reads(descriptor)
-
     def _pass_on(self, reads: int) -> None:
         """Pass on lines: JSON lines of kvgate's jobs unchanged, other lines as messages."""
         with open(reads, encoding="utf-8", errors="replace") as lines:
             for text in filter(None, map(str.rstrip, lines)):
-                try:
+                fields: object = None
+                with suppress(ValueError):
                     fields = json.loads(text)
-                except ValueError:
-                    fields = None
-                ours = isinstance(fields, dict) and "time" in fields and bool({RESULT, "level"} & fields.keys())
+                keys = fields.keys() if isinstance(fields, dict) else set[str]()
+                ours = "time" in keys and bool({RESULT, "level"} & keys)
                 message = text + "\n" if ours else line({"level": "info", "message": printable(text), "source": "library"})
                 with suppress(OSError):  # without a reader, printing must not block
-                    self._write(ours and RESULT in fields, message)
+                    self.write(message, result=ours and RESULT in keys)
+
+
+def _piped(stream: int) -> int:
+    """Replace a descriptor by a pipe and return the pipe's read end."""
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.dup2(writes, stream)
+    os.close(writes)
+    return reads

@@ -1,7 +1,6 @@
 """Tables and sentences at the end of a command, about candidates, capacities and recommendations."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import cast
@@ -21,46 +20,40 @@ from stages.planning.recommend import NO_EVIDENCE, Recommendation
 from stages.planning.use import GIB
 from stages.verdict.candidate import Candidate
 
-
-@dataclass(frozen=True)
-class Measure:
-    """A column of the comparison."""
-
-    column: Column
-    candidate: str
-    """Name of the candidate's metric."""
-    baseline: str
-    """Name of the baseline's metric, or the baseline's value by definition."""
-    always: bool = True
-    """Whether the column is shown even if no candidate has the metric."""
-
-
-def _both(name: str, column: Column, *, always: bool = True) -> Measure:
-    return Measure(column, f"{name}_candidate", f"{name}_baseline", always)
-
-
 MEASURES = (
-    Measure(Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
-    Measure(Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
-    Measure(Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
-    Measure(Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
-    Measure(Column("top10_overlap", "top-10\noverlap", ".3f"), "quality/top10_overlap", "1"),
-    _both("quality/accuracy", Column("accuracy", "right\nanswers", ".3f")),
-    Measure(Column("samples", "samples\nasked", ".0f"), "quality/samples", ""),
-    Measure(
-        Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"
+    (Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
+    (Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
+    (Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
+    (Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
+    (Column("top10_overlap", "top-10\noverlap", ".3f"), "quality/top10_overlap", "1"),
+    (Column("accuracy", "right\nanswers", ".3f"), "quality/accuracy_candidate", "quality/accuracy_baseline"),
+    (Column("samples", "samples\nasked", ".0f"), "quality/samples", ""),
+    (Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"),
+    *(  # tokens per pass under speculative decoding
+        (
+            Column(f"acceptance_{drafter}", f"a pass,\n{drafter}", ".2f"),
+            f"quality/acceptance_{drafter}_candidate",
+            f"quality/acceptance_{drafter}_baseline",
+        )
+        for drafter in ("lookup", "draft", "engine")
     ),
-    # Tokens per pass under speculative decoding.
-    _both("quality/acceptance_lookup", Column("acceptance_lookup", "a pass,\nlookup", ".2f"), always=False),
-    _both("quality/acceptance_draft", Column("acceptance_draft", "a pass,\ndraft", ".2f"), always=False),
-    _both("quality/acceptance_engine", Column("acceptance_engine", "a pass,\nengine", ".2f"), always=False),
 )
+"""Columns of the comparison, with the candidate's metric and the baseline's metric or its value by definition.
+
+Columns of speculative decoding are shown only if a candidate has the metric.
+"""
 
 REPORT = "report.txt"
 """File in the work directory with the tables of the last sweep or promotion."""
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
+
+
+def print_comparison(candidates: Sequence[Candidate]) -> None:
+    """Print a table of the candidates and their baselines."""
+    console.say("")
+    console.show("comparison", comparison(candidates))
 
 
 def print_occasion() -> None:
@@ -73,35 +66,27 @@ def print_occasion() -> None:
 def comparison(candidates: Sequence[Candidate]) -> Grid:
     """Return a table with the memory, quality and speed of every engine, baselines first."""
     shown = [
-        one
-        for one in MEASURES
-        if one.always or any(measured(engine.metrics, one.candidate) is not None for engine in candidates)
+        (column, own, base)
+        for column, own, base in MEASURES
+        if "acceptance" not in own or any(own in engine.metrics for engine in candidates)
     ]
+    baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     rows = [
-        Row(f"fp16{of}", ["baseline", *(measured(judged.metrics, one.baseline) for one in shown)], style="dim")
-        for of, judged in _baselines(candidates)
+        Row(
+            "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}",
+            ["baseline", *(_measured(judged, base) for *_, base in shown)],
+            style="dim",
+        )
+        for judged in reversed(baselines.values())
     ]
-    for engine in candidates:
-        rows.append(Row(engine.name, [engine.verdict, *(measured(engine.metrics, one.candidate) for one in shown)]))
-    columns = (Column("verdict", "verdict", words=True), *(one.column for one in shown))
+    rows += [Row(engine.name, [engine.verdict, *(_measured(engine, own) for _, own, _ in shown)]) for engine in candidates]
+    columns = (Column("verdict", "verdict", words=True), *(column for column, *_ in shown))
     return Grid("KV caches against the FP16-KV engine, on the decode path", "policy", columns, rows, colours=COLOURS)
 
 
-def _baselines(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
-    """Return one candidate per baseline, with a suffix for the baseline's name; "" if there is only one baseline."""
-    found = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
-    return [("" if len(found) == 1 else f" of {judged.name}", judged) for judged in reversed(found.values())]
-
-
-def measured(metrics: Mapping[str, float], name: str) -> Value:
+def _measured(candidate: Candidate, name: str) -> Value:
     """Return a metric, or `name` itself if it is not a metric's name; None if the metric was not measured."""
-    return metrics.get(name) if "/" in name else name
-
-
-def print_comparison(candidates: Sequence[Candidate]) -> None:
-    """Print a table of the candidates and their baselines."""
-    console.say("")
-    console.show("comparison", comparison(candidates))
+    return candidate.metrics.get(name) if "/" in name else name
 
 
 def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
@@ -120,23 +105,23 @@ def print_verdict(candidate: Candidate) -> None:
     """
     passed = candidate.verdict == PASS
     *kept, memory = _few_questions(candidate) or candidate.figures
+    own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
+    saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
     blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
+    lines = [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
+    if passed:
+        lines = [f"  holds {escape(candidate.covered)}"] if candidate.covered is not None else []
     console.result(
         "verdict",
         f"[{COLOURS[candidate.verdict]}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(kept)}",
-        f"  {memory}{_saved(candidate)}",
-        *([f"  holds {escape(candidate.covered)}"] if passed and candidate.covered is not None else []),
-        *([] if passed else [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]),
+        f"  {memory}{saved}",
+        *lines,
         candidate=candidate.name,
-        model=candidate.model,
-        backend=candidate.backend,
-        verdict=candidate.verdict,
-        reasons=candidate.reasons,
-        covered=candidate.covered,
+        **{name: getattr(candidate, name) for name in ("model", "backend", "verdict", "reasons", "covered")},
         engine=candidate.engine.digest,
         report=candidate.report.path,
-        metrics={one.column.key: measured(candidate.metrics, one.candidate) for one in MEASURES},
+        metrics={column.key: _measured(candidate, own) for column, own, _ in MEASURES},
     )
     conforms = [check.reason for check in candidate.checks if check.gate == "conformance"]
     for line in (*(candidate.reasons if passed else others), *conforms, *candidate.warnings):
@@ -153,12 +138,6 @@ def _few_questions(candidate: Candidate) -> list[str]:
     return [f"{asked:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
 
 
-def _saved(candidate: Candidate) -> str:
-    """Return a clause with the tokens in the same memory as a multiple of FP16's; "" if unknown."""
-    own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
-    return f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
-
-
 def print_promotion(candidates: Sequence[Candidate], move: PromotionMove) -> None:
     """Print the engine that serves now, and the reason why every other candidate does not serve."""
     print_comparison(candidates)
@@ -169,29 +148,21 @@ def print_promotion(candidates: Sequence[Candidate], move: PromotionMove) -> Non
 
 def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
     """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
-    champion = next((c for c in candidates if c.name == move.champion), None)
-    reasons = {}
-    for candidate in candidates:
-        if candidate is champion:
-            continue
-        if candidate.verdict == PASS and champion is not None:
-            reasons[candidate.name] = f"passed, but {_disadvantage(candidate, champion)}"
-        else:
-            reasons[candidate.name] = (
-                f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
-            )
-    return reasons
+    champion = next((one for one in candidates if one.name == move.champion), None)
+    return {one.name: _reason(one, champion) for one in candidates if one is not champion}
 
 
-def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
-    """Return the reason why `promotion.choose` preferred the champion over another candidate that passed."""
+def _reason(candidate: Candidate, champion: Candidate | None) -> str:
+    """Return the reason why `promotion.choose` did not take a candidate."""
+    if candidate.verdict != PASS or champion is None:
+        return f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
-        return f"the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
+        return f"passed, but the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
     if serves_last(candidate.backend) and not serves_last(champion.backend):
-        return "the reference engine does not serve where another engine holds as many tokens"
+        return "passed, but the reference engine does not serve where another engine holds as many tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
-    return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
+    return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
 
 
 KIB, MIB = 1024, 1024**2

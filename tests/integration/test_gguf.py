@@ -315,7 +315,7 @@ def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path, 
     for second in (False, True):
         check_inputs(job)
         run(job, "sweep")
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("checkpoint "))
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if line.strip().startswith("checkpoint "))
         assert ("reused" in line) == second
     (artifact,) = (tmp_path / "work" / "artifacts" / "checkpoint").glob("[!.]*")
     assert inspect_checkpoint(artifact).architecture == "LlamaForCausalLM"

@@ -73,7 +73,7 @@ def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:
     before = sorted(str(p) for p in (work / "artifacts").glob("*/*"))
     result = command([f"workdir={work}", *FEW, "-m", "kv=fp8,int4_tensor"], work.parent, SECRETS)
     assert result.returncode == 0, result.stderr
-    made = [line for line in result.stdout.splitlines() if "/artifacts/" in line and "reused" not in line]
+    made = [line for line in result.stderr.splitlines() if "/artifacts/" in line and "reused" not in line]
     assert made == []
     assert sorted(str(p) for p in (work / "artifacts").glob("*/*")) == before
 

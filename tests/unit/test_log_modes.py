@@ -19,7 +19,7 @@ import logging, os, subprocess, sys, warnings
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Row
 console.configure("json")
-console.begin(console.RunningJob("evaluate", "fp8", 2, 5), " of tiny")
+console.begin(console.RunningJob("evaluate", "fp8", 2, 5), "tiny")
 print("printed by a library")
 os.write(2, b"written by native code\\n")
 warnings.warn("deprecated")
@@ -66,11 +66,10 @@ def test_everything_else_is_an_object_on_stderr(noise: tuple[list[dict[str, Any]
     assert any("deprecated" in message for message in said)
     assert said["waiting for a lock"]["level"] == "warning"
     assert said["round fp8: look at this"]["step"] == "round fp8"
-    assert (
-        said["round fp8 is ready"] | {"artifact": "/somewhere", "seconds": 1.5, "reused": False} == said["round fp8 is ready"]
-    )
+    (made,) = (line for line in events if "artifact" in line)
+    assert made | {"step": "round fp8", "artifact": "/somewhere", "seconds": 1.5, "reused": False, "job": 2} == made
     assert said["it failed"] | {"level": "error", "exit_code": 2, "job": 2} == said["it failed"]
-    assert said["where it came from"]["traceback"] == "KeyError: 'planted'\n"
+    assert said["where it came from"]["traceback"] == "KeyError: 'planted'"
     assert all(line["time"].endswith("Z") for line in events)
 
 
@@ -108,8 +107,8 @@ def test_quiet_shows_results_and_errors_alone(commands: Commands, tmp_path: Path
     shown, quiet = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", begins=True) for mode in ("human", "quiet"))
     assert quiet.stderr == ""
     assert "What the memory holds" in quiet.stdout
-    assert shown.stdout.splitlines()[0] == "capacity fp8 of pkg://stages.tiny/checkpoint"
-    assert shown.stdout.splitlines()[1:] == quiet.stdout.splitlines()
+    assert "capacity fp8 of pkg://stages.tiny/checkpoint" in shown.stderr.splitlines()
+    assert shown.stdout == quiet.stdout
     assert (
         outcome(commands, tmp_path, "kv=fp9", "log=quiet").stderr
         == "pipeline: error: kv=fp9: no such option, did you mean fp8?\n"
