@@ -53,9 +53,9 @@ def rotations(policy: KVPolicy) -> set[Rotation]:
     return {form.rotation for _, form in policy.formats if form.scale == "calibrated"}
 
 
-def random_checkpoint(family: str, tokenizer_from: Path, directory: Path) -> Path:
+def random_checkpoint(family: str, tokenizer_from: Path, directory: Path, rope_scaling: dict[str, Any] | None = None) -> Path:
     """Save a two-layer model of a family with random bfloat16 weights and the tokenizer of `tokenizer_from`."""
-    plain = {"num_hidden_layers": 2, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False}
+    plain = {"num_hidden_layers": 2, "rope_scaling": rope_scaling, "sliding_window": None, "use_sliding_window": False}
     vocabulary = json.loads((tokenizer_from / "config.json").read_text())["vocab_size"]
     family_model(family, vocab_size=vocabulary, **plain).to(torch.bfloat16).save_pretrained(directory)
     for file in tokenizer_from.glob("*token*.json"):

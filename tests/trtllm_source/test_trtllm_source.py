@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import yaml
 from fake_interpreter import script
-from family_models import MODELS, family_model
+from family_models import MODELS
 from interpreter_bundles import config_of, make_bundle, open_engine
-from quantize_fixtures import MAX_LENGTH, TEXTS, rotations
+from quantize_fixtures import MAX_LENGTH, TEXTS, random_checkpoint, rotations, stage
 from refusals import refused
 from safetensors.torch import load_file
 from shipped import SHIPPED
 
-from stages.checkpoints.rope import rope_at_top_level
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import no_progress
 from stages.engines.interpreter.process import Interpreter, probe
@@ -217,7 +216,7 @@ def test_every_served_bundle_is_read_as_it_was_built(served: Bundles) -> None:
 
 
 def test_the_pytorch_runtime_reads_weights_cache_and_positions_as_they_were_given(
-    served: Bundles, inside: Inside, tmp_path: Path
+    served: Bundles, inside: Inside, python: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
     expected = []
@@ -226,12 +225,13 @@ def test_the_pytorch_runtime_reads_weights_cache_and_positions_as_they_were_give
         requests.append(("configure", {"checkpoint": str(bundle / "checkpoint"), "dtype": dtype}))
         expected.append((str(ALGORITHMS[weights]), "FP8" if SHIPPED[kv].quantized else "None", 1_000_000.0, None))
     for family in ("llama", "qwen2", "qwen3"):  # Llama 3.1 and Qwen: engines do not support their rotary scaling
-        family_model(family).save_pretrained(tmp_path / family)
-        config = json.loads((tmp_path / family / "config.json").read_text(encoding="utf-8"))
-        (tmp_path / family / "config.json").write_text(json.dumps(rope_at_top_level(config)), encoding="utf-8")
-        requests.append(("configure", {"checkpoint": str(tmp_path / family), "dtype": "fp8"}))
-        scaling = (MODELS[family].get("rope_scaling") or {}).get("rope_type")
-        expected.append(("None", "FP8", 10_000.0, scaling))
+        scaling, work = MODELS[family].get("rope_scaling"), tmp_path / family
+        work.mkdir()
+        checkpoint = random_checkpoint(family, tiny_checkpoint, tmp_path / f"{family}-model", scaling)
+        stage(checkpoint, work, "fp8_uncalibrated")
+        bundle = make_bundle("trtllm", work / "exports", work / "bundle", "fp8_uncalibrated", python, target="pytorch")
+        requests.append(("configure", {"checkpoint": str(bundle / "checkpoint"), "dtype": "fp8"}))
+        expected.append(("None", "FP8", 10_000.0, (scaling or {}).get("rope_type")))
     for (algorithm, cache, theta, scaling), answer in zip(expected, inside(requests), strict=True):
         read = answer["ok"]
         assert (str(read["weights"]), str(read["cache"]), read["rope_theta"]) == (algorithm, cache, theta)
