@@ -1,7 +1,6 @@
 """Checkpoints whose files are invalid or inconsistent."""
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from bad_input.makers import (
 )
 
 MODEL = ("stage=build", "model.path=model")
-NESTED = '{"a":' * 100_000 + "1" + "}" * 100_000
 FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24", "weights": {"num_bits": 4}}}}
 Tensors = dict[str, tuple[int, ...]]
@@ -37,66 +35,22 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("layers missing", {"num_hidden_layers": ...}, ("num_hidden_layers",)),
     ("odd head_dim", {"head_dim": 7}, ("head_dim=7",)),
     ("unknown activation", {"hidden_act": "snake"}, ("hidden_act", "'snake'", "silu")),
-    ("tied as text", {"tie_word_embeddings": "false"}, ("tie_word_embeddings", "'false'")),
     ("unknown torch_dtype", {"torch_dtype": "float128"}, ("torch_dtype", "'float128'")),
-    ("eos as text", {"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
     ("padding that the vocabulary has not", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
-    ("rope_scaling as a number", {"rope_scaling": 2}, ("rope_scaling", "2")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
-    ("rope_scaling without factor", {"rope_scaling": {"rope_type": "linear"}}, ("rope_scaling.factor",)),
-    (
-        "rope_parameters of another base",
-        {"rope_parameters": {"rope_theta": 1.0}},
-        ("rope_theta=10000.0", "rope_parameters", "1.0"),
-    ),
-    (
-        "rope_parameters of another kind than rope_scaling",
-        {
-            "rope_scaling": {"type": "linear", "factor": 2.0},
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0},
-        },
-        ("rope_scaling.rope_type", "yarn"),
-    ),
-    (
-        "rope_parameters by layer type in a family without",
-        {"rope_parameters": {"full_attention": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0}}},
-        ("rope_parameters", "by layer type"),
-    ),
     ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
     ("a vision tower", {"vision_config": {}}, ("vision_config", "pictures")),
     ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
-    (
-        "a hybrid of two kinds of layers",
-        {"architectures": ["JambaForCausalLM"], "attn_layer_period": 8},
-        ("attn_layer_period=8", "state"),
-    ),
-    (
-        "an encoder",
-        {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-        ("is_encoder_decoder=True", "encoder"),
-    ),
     ("unknown architecture", {"architectures": ["EvilForCausalLM"]}, ("EvilForCausalLM", "LlamaForCausalLM")),
-    ("architecture of a megabyte", {"architectures": ["x" * 1_000_000]}, ("not supported",)),
     ("architecture with a terminal's codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported",)),
-    ("architecture of half a surrogate", {"architectures": ["\ud800"]}, ("surrogate",)),
-    ("model_type of another", {"model_type": "gpt2"}, ("model_type", "llama")),
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
-    (
-        "quantized by an unknown method",
-        {"quantization_config": {"quant_method": "mxfp4"}},
-        ("quant_method='mxfp4'", "awq"),
-    ),
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary that the weights have not", {"vocab_size": 1345}, ("embed_tokens", "1345")),
-    ("fewer layers than the weights", {"num_hidden_layers": 1}, ("model.layers.1",)),
-    ("more layers than the weights", {"num_hidden_layers": 3}, ("model.layers.2", "missing")),
-    ("biases that the weights have not", {"attention_bias": True}, ("bias", "missing")),
 )
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
           "original_max_position_embeddings": 64}  # fmt: skip
 NUMBERS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("an end that the vocabulary has not", {"eos_token_id": [1, 1344]}, ("eos_token_id", "1,344")),
     ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
@@ -113,7 +67,6 @@ def put(name: str, shape: tuple[int, ...]) -> Callable[[Tensors], object]:
 
 NORM, UP, EMBED = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 FILE = "model.safetensors"
-ZEROS = b"\0" * 8
 
 
 def entry(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -123,17 +76,13 @@ def entry(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("truncated weights", with_file(FILE, lambda old: old[:-100]), (FILE, "download")),
     ("a header of 2^64-1 bytes", with_file(FILE, lambda old: b"\xff" * 8 + old[8:]), (FILE, "download")),
-    ("a header nested deep", with_file(FILE, struct.pack("<Q", len(NESTED)) + NESTED.encode()), (FILE, "download")),
     ("a tensor missing", with_weights(drop(NORM)), (NORM, "missing")),
     ("a tensor too many", with_weights(put("model.layers.0.self_attn.q_proj.bias", (128,))), ("q_proj.bias", "no place")),
-    ("a tensor's name with a terminal's codes", with_weights(put("\x1b[2J\n", (1,))), ("no place",)),
     ("a tensor transposed", with_weights(put(UP, (16, 32))), (UP, "[16, 32]", "[32, 16]")),
     ("FP8 weights", with_weights(dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
-    ("an unknown type", with_weights(header=entry(dtype="F7")), (FILE,)),
     ("offsets beyond the end", with_weights(header=entry(data_offsets=[0, 10**12])), (FILE,)),
     ("NaN in the last weight", with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), (FILE, NORM, "NaN")),
     ("weights as a pipe", instead(FILE, fifo), (FILE,)),
-    ("weights as a link out of the directory", instead(FILE, lambda path: path.symlink_to("/etc/passwd")), (FILE, "leaves")),
     ("no weights", instead(FILE, lambda _: None), (FILE, "missing")),
     ("pickles alone", instead(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
      ("pickled weights",)),
@@ -148,14 +97,9 @@ def link_out(path: Path) -> None:
 CONFIG_JSON = "config.json"
 JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("missing", instead(CONFIG_JSON, lambda _: None), ("missing",)),
-    ("empty", with_file(CONFIG_JSON, ""), ("not JSON",)),
     ("not UTF-8", with_file(CONFIG_JSON, b"\xff\xfe{}"), ("not UTF-8",)),
-    ("a list", with_file(CONFIG_JSON, "[]"), ("object",)),
-    ("with a key twice", with_file(CONFIG_JSON, lambda old: old.rstrip()[:-1] + b', "zz": 1, "zz": 2}'), ("twice",)),
-    ("nested deep", with_file(CONFIG_JSON, NESTED), ("nested too deep",)),
     ("a directory", instead(CONFIG_JSON, lambda path: path.mkdir()), ("directory",)),
     ("a pipe", instead(CONFIG_JSON, fifo), ("pipe",)),
-    ("a link to nowhere", instead(CONFIG_JSON, lambda path: path.symlink_to("/nowhere")), ("no such file",)),
     ("a link out of the directory", instead(CONFIG_JSON, link_out), ("leaves the directory",)),
     ("of 10 GB", instead(CONFIG_JSON, sparse(10 << 30)), ("10,737,418,240 bytes",)),
 )  # fmt: skip
@@ -164,10 +108,8 @@ JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 INDEX = "model.safetensors.index.json"
 NAMES = list(shapes())
 SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
-    ("an index that is a list", sharded([]), (INDEX, "object")),
     ("an index without weight_map", sharded({}), (INDEX, "weight_map")),
     ("an index that leaves the directory", sharded({"weight_map": {NORM: "../x.safetensors"}}), (INDEX, "../x")),
-    ("an index of pickles", sharded({"weight_map": {NORM: "x.bin"}}), (INDEX, "x.bin")),
     ("a shard missing", sharded({"weight_map": {NORM: "c.safetensors"}}), (INDEX, "c.safetensors", "missing")),
     ("an index that swaps shards", sharded(lambda whole: {"weight_map": dict.fromkeys(whole, "a.safetensors")
      | {NAMES[0]: "b.safetensors"}}), (INDEX, EMBED)),
@@ -179,9 +121,6 @@ TOKENIZER = "tokenizer.json"
 EVIL = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
 TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("no tokenizer", instead(TOKENIZER, lambda _: None), ("no tokenizer",)),
-    ("SentencePiece alone", instead(TOKENIZER, lambda path: path.with_name("tokenizer.model").write_bytes(b"x")),
-     ("tokenizer.model",)),
-    ("a tokenizer of 10 GB", instead(TOKENIZER, sparse(10 << 30)), (TOKENIZER, "bytes")),
     ("a token beyond the model", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
         **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
     ("merges that are dropped by chance", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
@@ -189,23 +128,15 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a template of a token that is not there", with_json(TOKENIZER, lambda old: old | {"post_processor": {
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
         "special_tokens": {}}}), (TOKENIZER, "post_processor", "<nope>")),
-    ("tokenizer_config that is a list", with_file("tokenizer_config.json", "[]"), ("tokenizer_config.json", "object")),
     ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
      ("tokenizer_config.json", "auto_map")),
-    *(
-        (f"generation_config with {what}", with_file("generation_config.json", json.dumps({"eos_token_id": value})),
-         ("generation_config.json", "eos_token_id", shown))
-        for what, value, shown in (
-            ("an end beyond the vocabulary", [1, 1344], "1,344 tokens"), ("an end as text", "</s>", "'</s>'"),
-            ("an end of true", True, "True"), ("ends in two lists", [[1], [2]], "[[1], [2]]"),
-        )
-    ),
+    ("generation_config with an end beyond the vocabulary",
+     with_file("generation_config.json", json.dumps({"eos_token_id": [1, 1344]})),
+     ("generation_config.json", "eos_token_id", "1,344 tokens")),
 )  # fmt: skip
 
 HELD_AGAINST_THE_MODEL = (
-    "a vocabulary that the weights have not", "fewer layers than the weights", "more layers than the weights",
-    "biases that the weights have not", "a tensor missing", "a tensor too many", "a tensor's name with a terminal's codes",
-    "a tensor transposed",
+    "a vocabulary that the weights have not", "a tensor missing", "a tensor too many", "a tensor transposed",
 )  # fmt: skip
 """Cases that are detected only after transformers has built the model on the meta device."""
 
@@ -219,14 +150,9 @@ def tokenizer_config_with(**parts: Any) -> Prepare:
 
 
 CANNOT = "its tokenizer cannot be loaded"
-SPLIT = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
 OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
-    ("a tokenizer without a model", with_json(TOKENIZER, lambda old: {k: v for k, v in old.items() if k != "model"}),
-     (CANNOT, "model")),
     ("chat_template that is no template", tokenizer_config_with(chat_template="{% for"), ("chat_template",)),
     ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}), (CANNOT, "Normalizer")),
-    ("an expression that is none", tokenizer_with(pre_tokenizer=SPLIT), (CANNOT, "parenthesis")),
-    ("a tokenizer of another version", tokenizer_with(version="99.0"), (CANNOT, "99.0")),
     ("a template that refuses everything", tokenizer_config_with(chat_template="{{ raise_exception('no') }}"),
      ("chat_template refuses a greeting", "no")),
     ("a template that leaves the question out", tokenizer_config_with(chat_template="hello"), ("chat_template leaves out",)),
@@ -236,7 +162,6 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("no end", tokenizer_config_with(eos_token=None), ("no eos_token",)),
     ("a tokenizer that deletes everything",
      tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("makes the same",)),
-    ("a template that divides by 0", tokenizer_config_with(chat_template="{{ 1 / 0 }}"), ("chat_template", "ZeroDivision")),
 )  # fmt: skip
 """Cases that are detected only after transformers has opened the tokenizer."""
 

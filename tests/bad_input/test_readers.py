@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bad_input.makers import CONFIG, TINY, checkpoint, safetensors, shapes
+from bad_input.makers import CONFIG, checkpoint, safetensors, shapes
 from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.registry import summary
 from pipeline.registry.routing.files import MonitorConfig, RoutingConfig, read_routing_file, read_snapshot
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.shapes import read_model
-from stages.checkpoints.weights import check_tokenizer, check_weights
+from stages.checkpoints.weights import check_weights
 from stages.core.errors import REFUSALS
 from stages.evaluate.inputs.samples import read_jsonl
 from stages.quantize.calibration import texts_from_file
@@ -60,21 +60,6 @@ def test_config_json(changes: dict[str, Any], tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | changes))
     refuses_or_reads(lambda: check_weights(inspect_checkpoint(model), expected_tensors))
     refuses_or_reads(lambda: read_model(model))
-
-
-@FUZZED
-@given(
-    name=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]),
-    changes=nested(["model", "added_tokens", "eos_token", "chat_template", "bos_token", "normalizer"]),
-)
-def test_tokenizers(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    if not model.exists():
-        checkpoint(model)
-    old = json.loads((TINY / name).read_text())
-    (model / name).write_text(json.dumps(old | changes))
-    refuses_or_reads(lambda: check_tokenizer(inspect_checkpoint(model)))
-    (model / name).write_text(json.dumps(old))
 
 
 @FUZZED

@@ -1,8 +1,10 @@
-"""All TensorRT names that kvgate uses are in the facts recorded from the bindings of every accepted release."""
+"""The installed bindings of TensorRT have all names that kvgate uses, and take its calls.
+
+`make test` reads two bindings, `make test-tensorrt-bindings` those of more releases.
+"""
 
 import ast
 import inspect
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -11,14 +13,12 @@ from typing import Any
 
 import pytest
 import tensorrt_facts
-from tensorrt_facts import FACTS, OVERRIDDEN, ROOT
+from tensorrt_facts import OVERRIDDEN, ROOT
 
 from stages.engines.bundle import release_of
 from stages.engines.onnx.native.compiler import find_compiler
 from stages.engines.tensorrt.library import RANGES, Name
 
-RECORDED: dict[Name, dict[str, dict[str, Any]]] = json.loads(FACTS.read_text(encoding="utf-8"))
-RELEASES = [(library, version) for library, versions in RECORDED.items() for version in versions]
 USES = tensorrt_facts.uses()
 
 RTX_ONLY = {
@@ -67,46 +67,41 @@ def binds(signature: inspect.Signature, positional: int, named: frozenset[str]) 
     return True
 
 
-@pytest.mark.parametrize(("library", "version"), RELEASES)
-def test_every_release_is_accepted_and_has_what_the_code_uses(library: Name, version: str) -> None:
+@pytest.fixture(scope="module", params=RANGES)
+def installed(request: pytest.FixtureRequest) -> tuple[Name, str, dict[str, Any]]:
+    """A library, its release and the facts of its bindings, read in a separate process."""
+    if find_compiler() is None:
+        pytest.skip("no C compiler, or no AVX2")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        version, found = pool.submit(tensorrt_facts.installed, request.param).result(timeout=120)
+    if request.param == "tensorrt":
+        assert version == os.environ.get("REQUIRE_TENSORRT", version), "not the release that was to be tested"
+    return request.param, version, found
+
+
+def test_the_release_is_accepted_and_has_what_the_code_uses(installed: tuple[Name, str, dict[str, Any]]) -> None:
+    library, version, found = installed
     oldest, before = RANGES[library]
     assert oldest <= release_of(version) < before
-    assert wanted(library) - RECORDED[library][version].keys() == set()
-    assert library == "tensorrt_rtx" or RTX_ONLY.isdisjoint(RECORDED[library][version])
+    assert wanted(library) - found.keys() == set()
+    assert library == "tensorrt_rtx" or RTX_ONLY.isdisjoint(found)
 
 
-@pytest.mark.parametrize(("library", "version"), RELEASES)
-def test_every_call_fits_a_signature_of_every_release(library: Name, version: str) -> None:
-    recorded, checked = RECORDED[library][version], 0
+def test_every_call_fits_a_signature(installed: tuple[Name, str, dict[str, Any]]) -> None:
+    library, _, found = installed
+    checked = 0
     for name in wanted(library) & USES.keys():
         for positional, named in USES[name]:
-            assert any(binds(each, positional, named) for each in signatures(recorded[name])), (name, positional, named)
+            assert any(binds(each, positional, named) for each in signatures(found[name])), (name, positional, named)
             checked += 1
     assert checked > 30
 
 
-def test_a_call_with_another_argument_would_not_fit() -> None:
-    recorded = RECORDED["tensorrt"]["11.4.0.106"]
-    assert not any(binds(each, 1, frozenset()) for each in signatures(recorded["IExecutionContext.set_device_memory"]))
-
-
-@pytest.mark.parametrize(("library", "version"), RELEASES)
-def test_methods_that_tensorrt_calls_take_what_it_passes(library: Name, version: str) -> None:
+def test_methods_that_tensorrt_calls_take_what_it_passes(installed: tuple[Name, str, dict[str, Any]]) -> None:
     written: dict[str, str] = {}
     for file in ("build", "library"):
         for node in ast.walk(ast.parse((ROOT / f"stages/engines/tensorrt/{file}.py").read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
                 written.setdefault(node.name, ", ".join(each.arg for each in node.args.args[1:]))
     for name in OVERRIDDEN:
-        assert RECORDED[library][version][name] == [written[name.split(".")[1]]]
-
-
-@pytest.mark.parametrize("library", RECORDED)
-def test_the_facts_are_those_of_the_installed_bindings(library: Name) -> None:
-    if find_compiler() is None:
-        pytest.skip("no C compiler, or no AVX2")
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        version, found = pool.submit(tensorrt_facts.installed, library).result(timeout=120)
-    if library == "tensorrt":
-        assert version == os.environ.get("REQUIRE_TENSORRT", version), "not the release that was to be tested"
-    assert found == RECORDED[library][version]
+        assert installed[2][name] == [written[name.split(".")[1]]]

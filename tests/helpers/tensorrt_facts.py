@@ -1,24 +1,14 @@
-"""Facts about the names that kvgate uses from TensorRT's Python bindings, per release, in contract/facts/tensorrt.json.
-
-To add a release, install its bindings and run this script. A GPU and TensorRT's libraries are not needed
-(tensorrt_stubs.py):
-
-    pip install --no-deps --target FOLDER tensorrt-cu13-bindings==11.4.0.106
-    PYTHONPATH=FOLDER:.:tests/helpers python tests/helpers/tensorrt_facts.py tensorrt
-"""
+"""Facts about the names that kvgate uses from TensorRT's Python bindings. A GPU and TensorRT's libraries are not needed."""
 
 import ast
 import importlib
 import inspect
-import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FACTS = ROOT / "tests" / "contract" / "facts" / "tensorrt.json"
 
 Uses = dict[str, list[tuple[int, frozenset[str]]]]
 """Name, `Class.member` or `plugin.name` -> its calls, as (number of positional arguments, names of keyword arguments)."""
@@ -135,14 +125,6 @@ def installed(library: str) -> tuple[str, dict[str, Any]]:
     return str(trt.__version__), facts(trt, sorted(named()))
 
 
-def main(library: str) -> None:
-    """Add the installed release's facts to the file."""
-    recorded = json.loads(FACTS.read_text(encoding="utf-8")) if FACTS.is_file() else {"tensorrt": {}, "tensorrt_rtx": {}}
-    version, found = installed(library)
-    recorded[library][version] = found
-    FACTS.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
-
-
 def named() -> list[str]:
     """Return all TensorRT names that the code uses, including names from lookup tables."""
     from plugins.kv_attention.tensorrt_nodes import DATA_TYPES
@@ -155,7 +137,3 @@ def named() -> list[str]:
         "DataType": {*DTYPES, *DATA_TYPES.values()},
     }
     return [*uses(), *OVERRIDDEN, *(f"{owner}.{member}" for owner, members in tables.items() for member in members)]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -21,13 +21,11 @@ from gguf_files import (
     SENTENCEPIECE_SCORES,
     SENTENCEPIECE_TOKENS,
     SENTENCEPIECE_TYPES,
-    TOKENS,
     TYPES,
     random_model,
     sentencepiece_metadata,
     write_gguf,
 )
-from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 
 from pipeline.chain.inputs import check_draft, check_inputs
@@ -126,15 +124,6 @@ def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, 
         header = Header(tmp_path / "m.gguf", {}, {"w": GGUFTensor(kind, (3, values), 0, stored.nbytes)})
         with nullcontext() if place is None else pytest.raises(UserError, match="w holds a value that is not finite"):
             check_finite(header)
-
-
-def test_a_gguf_is_opened_before_any_work(tmp_path: Path) -> None:
-    refusing = write_gguf(
-        tmp_path / "r.gguf", "Llama", random_model("Llama"), tokenizer__chat_template="{{ raise_exception('no') }}"
-    )
-    with pytest.raises(UserError, match=r"r\.gguf: its chat_template refuses a greeting \(no\)"):
-        check_opens(inspect_gguf(refusing).info)
-    check_opens(inspect_gguf(write_gguf(tmp_path / "s.gguf", "Llama", random_model("Llama"))).info)
 
 
 def test_weights_that_change_in_place_are_looked_at_again(tmp_path: Path) -> None:
@@ -256,15 +245,6 @@ def test_token_types_decide_what_is_special_and_what_is_matched_whole(tmp_path: 
     assert tokenizer.pad_token == "<|endoftext|>"
 
 
-def test_only_the_tokenizers_that_do_so_take_a_word_that_is_a_token_as_it_is(tmp_path: Path) -> None:
-    for pre, ids in (("llama-bpe", [TOKENS.index("er")]), ("qwen2", [TOKENS.index("e"), TOKENS.index("r")])):
-        (tmp_path / pre).mkdir()
-        keys: dict[str, Any] = {"tokenizer__ggml__pre": pre, "tokenizer__ggml__merges": ["h e"]}
-        tokenizer = load_tokenizer(converted(tmp_path / pre, **keys))
-        assert tokenizer("er", add_special_tokens=False)["input_ids"] == ids
-    assert tokenizer("e\u0301")["input_ids"] == tokenizer("\u00e9")["input_ids"], "Qwen's normalizes text"
-
-
 def sentencepiece(text: str) -> list[int]:
     """Apply SentencePiece's BPE step by step: merge the best-scored (then leftmost) neighbours whose union is a token."""
     parts = list("▁" + text.replace(" ", "▁"))
@@ -298,13 +278,6 @@ def test_gemma_puts_no_space_before_a_text_and_matches_runs_of_spaces_whole(tmp_
     text = "a  in\n\n the"
     assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == ["<s>", "a", "  ", "in", "\n\n", "▁the"]
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
-
-
-def test_a_hostile_chat_template_reaches_nothing(tmp_path: Path) -> None:
-    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__chat_template=template))
-    with pytest.raises(SecurityError):
-        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
 
 
 def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

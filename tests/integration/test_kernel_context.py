@@ -110,11 +110,6 @@ def test_any_format_attends_as_the_reference(number: int, value: str) -> None:
     chunk.check(splits=1 + number % 2)
 
 
-def test_every_length_around_a_page_boundary() -> None:
-    lengths = [0, 1, 63, 64, 65, 128]
-    chunk_of("fp8_e4m3 token", "int4 64", 1, 128, lengths, [2] * 6, sink=65, group=8, seed=65).check(1)
-
-
 def test_long_histories_are_split_and_splits_of_none_join() -> None:
     chunk_of("fp8_e4m3 tensor", "int4 32", 1, 64, [1100, 64], [2, 1], recent=30, group=4).check(splits=4)
 
@@ -141,15 +136,6 @@ def test_a_batch_in_which_most_sequences_have_no_new_token() -> None:
     chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [1] * 132, counts, group=1).check(1)
 
 
-def test_new_tokens_are_as_exact_as_their_type() -> None:
-    """Without a history, a float32 result has the error of three bfloat16 products, not of a rounding to float16."""
-    chunk = chunk_of("fp16", "fp16", 1, 64, [0], [9], dtype=torch.float32)
-    chunk.value_new *= 1e-7
-    out = launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.125)
-    expected = chunk.expected(0.125)
-    assert (out.cpu() - expected).norm() < 1e-4 * expected.norm()
-
-
 @pytest.mark.every
 @pytest.mark.parametrize(("number", "value"), list(enumerate(VALUES))[:: 1 if STRIDE == 1 else 2])
 def test_any_format_is_dequantized_for_long_chunks(number: int, value: str) -> None:
@@ -164,15 +150,6 @@ def test_ragged_chunks_are_dequantized_without_gaps(value: str) -> None:
     """One sequence has no new token, one no history, and the longest chunk spans two blocks of 64."""
     key = "int8 token" if value == "int8 token" else "fp8_e4m3 tensor"
     chunk_of(key, value, 2, 64, [70, 128, 0, 1], [3, 0, 66, 2], group=4, dtype=torch.bfloat16).check_dense()
-
-
-def test_equal_chunks_need_no_starts_to_be_dequantized() -> None:
-    chunk = chunk_of("fp8_e4m3 head", "int4 64", 2, 64, [65, 3], [4, 4], dtype=torch.float16)
-    starts, none = (
-        launch.context_attention(chunk.case.layout, **chunk.arguments | change, scaling=0.1, dense=True)
-        for change in ({}, {"query_starts": None})
-    )
-    assert torch.equal(starts, none)
 
 
 def test_numbers_beyond_float16_are_dequantized_to_its_largest() -> None:
@@ -215,19 +192,6 @@ def test_shapes_choose_long_chunks_of_16_bits_for_dequantizing_where_they_are_as
     assert not launch.prefers_dense(chunk.case.layout, chunk.query, torch.zeros(2, 1 << 22, device="meta"))
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"dtype": torch.float32}, "dense must be False for float32 queries"),
-        ({"sink": 2}, "dense must be False: the layout keeps 2 exact tokens"),
-    ],
-)
-def test_what_cannot_be_dequantized_is_refused(more: dict[str, Any], message: str) -> None:
-    chunk = chunk_of("bf16", "bf16", 1, 64, [3], [2], **more)
-    with pytest.raises(ValueError, match=message):
-        launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1, dense=True)
-
-
 def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
     """The pools consist of untouched memory, except for the last page."""
     torch.use_deterministic_algorithms(False)
@@ -243,27 +207,3 @@ def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
     far = arguments | {"cache": cache, "page_table": torch.full_like(arguments["page_table"], last)}
     near, out = (launch.context_attention(layout, **one, scaling=0.1) for one in (arguments, far))
     assert torch.equal(near, out)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"splits": 0}, "splits must be at least 1, got 0"),
-        ({"scaling": 0.0}, "scaling must be positive and finite, got 0.0"),
-        ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
-        ({"query_starts": None}, "query_starts must be given: 3 tokens are not as many for each of 2 sequences"),
-        ({"query_starts": torch.tensor([0, 3], dtype=torch.int32)}, r"query_starts must be \(3\), got \(2\)"),
-        ({"query_starts": torch.tensor([0, 1, 3])}, "query_starts must be torch.int32, got torch.int64"),
-        ({"query": torch.zeros(3, 5, 64)}, "query must have a multiple of the 2 KV heads, got 5"),
-        ({"query": torch.zeros(3, 8, 64)}, "key_new must be torch.float32, as query is, got torch.bfloat16"),
-        ({"query": torch.zeros(3, 34, 64).bfloat16()}, "query heads per KV head must be 1 to 16, got 17"),
-        ({"value_new": torch.zeros(2, 2, 64)}, r"value_new must be \(3, 2, 64\), got \(2, 2, 64\)"),
-        ({"lengths": torch.zeros(2)}, "lengths must be torch.int32, got torch.float32"),
-    ],
-)
-def test_a_launch_that_no_kernel_serves_is_refused(changed: dict[str, object], message: str) -> None:
-    chunk = chunk_of("bf16", "bf16", 2, 64, [1, 1], [1, 2], sink=1, recent=2)
-    placed = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in changed.items()}
-    arguments: dict[str, Any] = chunk.arguments | {"splits": 1, "scaling": 1.0} | placed
-    with pytest.raises(ValueError, match=message):
-        launch.context_attention(chunk.case.layout, **arguments)

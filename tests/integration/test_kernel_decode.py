@@ -7,15 +7,12 @@ query heads, D head_dim, R parts.
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from amount import STRIDE
 from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device, planned
-from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
 
-from plugins.kv_attention import launch, reference
+from plugins.kv_attention import launch
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
@@ -120,51 +117,6 @@ def step_of(case: Case) -> dict[str, Any]:
     return on_device(new | case.tables) | {"cache": on_device(case.cache)}
 
 
-def attention_in_float64(case: Case, scaling: float) -> Tensor:
-    """Return the attention of a case without exact tokens, (B, Hq, D) float64."""
-    outputs = []
-    for b, length in enumerate(case.lengths):
-        stored = reference.dequantize(case.layout, case.cache, case.page_table[b], length)
-        key, value = (
-            torch.cat([past.double(), new[b][:, None].double()], 1).repeat_interleave(case.group, 0)
-            for past, new in zip(stored, (case.key_new, case.value_new), strict=True)
-        )
-        scores = key @ case.query[b].double()[:, :, None] * scaling
-        outputs.append((scores.softmax(1) * value).sum(1))
-    return torch.stack(outputs)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "limit", "scaling"),
-    [(torch.float16, 1.1, 1e-6), (torch.bfloat16, 0.15, 128**-0.5)],
-    ids=["float16, flat", "bfloat16"],
-)
-def test_means_in_float16_add_no_more_error_than_the_outputs_own_rounding(
-    dtype: torch.dtype, limit: float, scaling: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compare with float64.
-
-    Flat attention over many parts is the worst case: the parts' means cancel each other, but their errors do not. A float16
-    output then has similar amounts of the two errors, and chance decides which is larger by some hundredths.
-    """
-    case = case_of("fp8_e4m3 tensor", "int4 64", 1, 128, [640, 300], group=8, dtype=dtype)
-    plan = planned(case.layout, on_device(case.tables)["lengths"], programs=16)
-    assert plan.sequences[:, 3].tolist() == [5, 3]
-    arguments = step_of(case) | {"plan": plan, "scaling": scaling}
-    halves = launch.decode_partials(case.layout, **arguments)
-    monkeypatch.setattr(launch, "partial_type", lambda _: torch.float32)
-    singles = launch.decode_partials(case.layout, **arguments)
-    assert halves[0].dtype == torch.float16
-    assert singles[0].dtype == torch.float32
-    joined, without = (
-        launch.reduce_partials(case.layout, *part, plan, torch.float32).double().cpu() for part in (halves, singles)
-    )
-    expected = attention_in_float64(case, scaling)
-    rounding = (expected.to(dtype).double() - expected).norm()
-    assert (joined - without).norm() <= limit * rounding
-    assert (joined - expected).norm() <= 1.5 * rounding
-
-
 def test_values_beyond_float16_become_its_largest_and_what_is_no_number_is_seen() -> None:
     case = case_of("bf16", "bf16", 1, 64, [130, 130, 130], group=1)
     case.cache["value_pool"][:] = 0.0
@@ -179,56 +131,3 @@ def test_values_beyond_float16_become_its_largest_and_what_is_no_number_is_seen(
     assert out[1, 0, 0].isnan()
     assert out[2, 0, 0] == math.inf
     assert (out[:, :, 1:] == 0.0).all()
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="addresses are recorded by the interpreter")
-@pytest.mark.parametrize(
-    ("key", "value", "sink", "recent"),
-    [
-        ("fp8_e4m3 token", "int4 64", 65, 20),
-        ("fp8_e4m3 tensor", "nvfp4 16", 2, 30),
-    ],
-)
-def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
-    key: str, value: str, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compare the addresses of all loads.
-
-    Poison cannot show such reads: codes of poison are finite, and a weight of zero removes them from the sums.
-    """
-    case = case_of(key, value, 2, 128, [1, 70, 200], sink=sink, recent=recent)
-    loads: list[np.ndarray] = []
-    load = InterpreterBuilder.create_masked_load
-
-    def recorded(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].ravel().astype(np.int64)
-        loads.append(np.stack([addresses, np.full_like(addresses, pointers.get_element_ty().primitive_bitwidth // 8)]))
-        return load(builder, pointers, mask, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
-    step = (case.query, case.key_new, case.value_new)
-    plan = planned(case.layout, case.tables["lengths"], programs=3)
-    launch.decode_partials(case.layout, *step, case.cache, plan=plan, scaling=0.1, **case.tables)
-    addresses, sizes = np.concatenate(loads, axis=1)
-    by_token = {name: tensor for name, tensor in case.cache.items() if name not in case.layout.static_scales()}
-    for name, tensor in by_token.items():
-        # A row holds one token of one head. `rows` (pages or buffers, H, tokens) counts the bytes read per row.
-        rows = torch.zeros(tensor.shape[:3], dtype=torch.int64)
-        row_bytes = tensor.shape[3] * tensor.itemsize
-        first = tensor.data_ptr()
-        inside = (addresses >= first) & (addresses < first + tensor.nbytes)
-        for byte in range(int(sizes.max())):
-            # A word of two scales may lie in two rows.
-            np.add.at(rows.view(-1).numpy(), (addresses[inside & (sizes > byte)] + byte - first) // row_bytes, 1)
-        visible = torch.zeros_like(rows, dtype=torch.bool)
-        for b, length in enumerate(case.lengths):
-            if name.endswith("exact"):
-                assert case.exact_slots is not None
-                visible[case.exact_slots[b], :, reference.exact_places(case.layout, length)[1]] = True
-            else:
-                positions = torch.arange(sink, max(sink, length - recent))
-                visible[case.page_table[b, positions // PAGE_TOKENS].long(), :, positions % PAGE_TOKENS] = True
-        assert (rows[~visible] == 0).all(), f"{name}: rows {(rows * ~visible).nonzero()[:3].tolist()} are read"
-        assert (rows[visible] >= row_bytes).all(), (
-            f"{name}: rows {((rows < row_bytes) & visible).nonzero()[:3].tolist()} are not"
-        )

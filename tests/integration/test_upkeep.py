@@ -18,9 +18,8 @@ from judged_engine import candidate_of, config_of, judged_engine
 from rich.filesize import decimal
 
 from pipeline.chain import runner
-from pipeline.cli.needs import Piece, distinct_bytes, find, last_sweeps, needs_of, walk
+from pipeline.cli.needs import Piece, distinct_bytes, find, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
-from pipeline.cli.registered import read_registered
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
@@ -142,30 +141,11 @@ def test_a_dry_run_shows_what_would_go_and_removes_nothing(ground: Ground, capsy
     assert "version 1 of kvgate-some-llm (int8_tensor) can be promoted no more" in said
 
 
-def test_baselines_go_first_and_identities_before_what_they_name(ground: Ground) -> None:
-    kinds = list(dict.fromkeys(piece.kind for piece in ground.plan("prune.keep_sweeps=0").gone))
-    assert kinds[:4] == ["baseline", "round", "identity", "evaluate"]
-    assert "tune" in kinds
-
-
 def copy_of(ground: Ground, folder: Path) -> tuple[Path, Location]:
     """Copy a work directory and move its tracking store out, because MLflow's store of a copied work directory is refused."""
     work = Path(shutil.copytree(ground.work, folder / "work"))
     shutil.move(work / "mlflow.db", folder)
     return work, locate(Tracking(uri=f"sqlite:///{folder / 'mlflow.db'}", log_bundle=False), work, "some-llm", {})
-
-
-def test_models_of_other_names_that_cite_an_identity_are_read_too(ground: Ground, tmp_path: Path) -> None:
-    cited = {file_digest(path) for path in ground.artifacts.glob("identity/*/identity.json")}
-    database = Path(shutil.copy(ground.work / "mlflow.db", tmp_path / "mlflow.db"))
-    location = locate(Tracking(uri=f"sqlite:///{database}"), ground.work, "another-llm", {})
-    (model,) = read_registered(location, cited)
-    assert model.aliases == {"champion": "3", "previous": "2", "candidate": "4"}
-    assert read_registered(location, set()) == []
-    other = Path(tmp_path / "other.db")
-    other.write_bytes(b"no database at all")
-    with pytest.raises(UserError, match="cannot be used"):
-        read_registered(locate(Tracking(uri=f"sqlite:///{other}"), ground.work, "another-llm", {}), cited)
 
 
 @pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity"])
@@ -186,18 +166,6 @@ def test_an_engine_that_serves_stays_whatever_was_lost_of_its_identity(
     said = " ".join(capsys.readouterr().out.split())
     assert "stays: 1 for champion of kvgate-some-llm" in said
     assert "int8_tensor" in said, "what nobody needs goes"
-
-
-def test_single_evaluations_and_sweeps_are_counted_separately(ground: Ground, tmp_path: Path) -> None:
-    work = Path(shutil.copytree(ground.work, tmp_path / "work"))
-    summary.note(work, "20260101-000000-1-a", latest=False, names=("int8_tensor", "int8"))
-    found = find(config_of(f"workdir={work}", MODEL, "stage=prune"))
-    for number in (1, 3):
-        names = [sweep.name for sweep in last_sweeps(found.sweeps, number)]
-        assert names == [*[LAST, *list(SWEEPS)[:0:-1]][:number], "20260101-000000-1-a"]
-    reasons, _ = needs_of(found, 1)
-    (swept,) = [held.identity for held in found.evidence.values() if held.identity.policy == "int8_tensor"]
-    assert {link.place for link in swept.chain} <= reasons.keys()
 
 
 def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(ground: Ground, tmp_path: Path) -> None:
@@ -305,13 +273,6 @@ def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
     finally:
         (ground.work / "summaries" / f"{name}.json").unlink()
         shutil.copyfile(ground.work / "summaries" / f"{LAST}.json", ground.work / "summary.json")
-
-
-def test_the_last_sweep_is_the_last_although_the_clock_went_back_an_hour_before_it(tmp_path: Path) -> None:
-    for name in ("20260301-025900-1-a", "20260301-020100-1-b"):
-        summary.begin(tmp_path, name, ["fp8"])
-    found = find(config_of(f"workdir={tmp_path}", MODEL, "stage=prune"))
-    assert [sweep.name for sweep in found.sweeps] == ["20260301-020100-1-b", "20260301-025900-1-a"]
 
 
 def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Path) -> None:

@@ -28,9 +28,7 @@ from pipeline.api import (
     evaluate,
     load,
 )
-from pipeline.api.calls import compose
 from pipeline.cli import console
-from pipeline.config.config import Config
 from pipeline.config.override_syntax import written
 from pipeline.registry import summary
 
@@ -124,11 +122,6 @@ def test_what_fails_is_a_result_and_a_second_evaluation_works_in_the_same_proces
     assert judged.bundle != failed.bundle
 
 
-def test_a_policy_of_ones_own_is_given_whole() -> None:
-    with pytest.raises(UserError, match=r"kv\.sink_tokens: the policy is given whole; set it there"):
-        evaluate("tiny", compose({"stage": "build", "kv": "int8"}).kv, **{"kv.sink_tokens": 4})  # type: ignore[arg-type]
-
-
 @pytest.mark.usefixtures("judged")
 def test_the_users_process_stays_as_it_was(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -170,16 +163,6 @@ def test_the_machines_errors_are_missing_requirements_and_defects_stay(
         evaluate("tiny", "int8", workdir=tmp_path / "work")
 
 
-def test_a_refusal_before_the_verdict_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(config: Config, sweep: str, _: console.RunningJob) -> None:
-        summary.begin(config.work, sweep, ["int8"])
-        raise GateRefusal("a scale does not arrive")
-
-    monkeypatch.setattr("pipeline.api.evaluations.run", refused)
-    with pytest.raises(GateRefusal, match="a scale does not arrive"):
-        evaluate("tiny", "int8", workdir=tmp_path / "work")
-
-
 def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with load(judged.bundle) as engine:
@@ -205,11 +188,6 @@ def test_engines_of_another_backend_and_evidence_are_loaded_as_well(judged: Eval
 
 def _policy(bundle: Path) -> str:
     return (bundle / "kv_policy.json").read_text()
-
-
-def test_a_prompt_and_an_answer_that_the_model_was_not_made_for_are_refused(judged: Evaluation) -> None:
-    with load(judged.bundle, threads=1) as engine, pytest.raises(UserError, match="that the model was made for"):
-        engine.generate(ASKED, 40_000)
 
 
 @pytest.mark.parametrize("name", ["tiny", "kvgate-tiny"])
@@ -247,11 +225,6 @@ def test_an_altered_champion_is_refused(promoted: Path, tmp_path: Path) -> None:
                 fetch()
         finally:
             file.write_bytes(kept)
-
-
-def test_without_a_champion_the_names_that_were_looked_for_are_said(promoted: Path) -> None:
-    with pytest.raises(UserError, match="model=fp16: fp16 and kvgate-fp16 of the registry have no champion"):
-        champion("fp16", workdir=promoted)
 
 
 @pytest.mark.usefixtures("promoted")

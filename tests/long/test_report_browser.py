@@ -67,38 +67,6 @@ def test_filters_change_checks_and_answers(browser: "Browser", report: Path) -> 
         assert page.locator("#count").inner_text().startswith("3 of ")
 
 
-def test_the_keyboard_alone_reaches_filters_checks_and_reasons(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as page:
-        press = page.keyboard.press
-
-        def focused(attribute: str) -> str:
-            return str(page.evaluate(f"document.activeElement.{attribute} ?? ''"))
-
-        def tab_to(attribute: str, wanted: str) -> None:
-            for _ in range(120):
-                press("Tab")
-                if focused(attribute) == wanted:
-                    return
-            pytest.fail(f"Tab never reached {wanted}")
-
-        press("Tab")
-        assert focused("className") == "skip"
-        tab_to("id", "policy")
-        press("ArrowDown")
-        assert page.locator("#policy").input_value() == "fp8"
-        tab_to("className", "toggle")
-        assert visible(page, ".matrix .place") == 0
-        press("Enter")
-        assert focused("ariaExpanded") == "true"
-        assert visible(page, ".matrix tbody:first-of-type .place") > 0
-        press("Tab")
-        assert focused("tagName") == "SUMMARY"
-        press("Enter")
-        assert visible(page, ".matrix details[open] p") == 1
-        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-        assert outline == "solid", "the focus is seen"
-
-
 @pytest.mark.parametrize("width", [360, 390])
 def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: int) -> None:
     with opened(browser, report, viewport={"width": width, "height": 800}) as page:
@@ -125,15 +93,6 @@ def test_without_scripts_all_charts_and_tables_are_there(browser: "Browser", rep
         assert visible(page, "figure svg") == 3
         assert visible(page, ".filters") == 0
         assert page.get_by_text("Without scripts there are no filters").is_visible()
-
-
-def test_charts_follow_the_theme(browser: "Browser", report: Path) -> None:
-    colours = set()
-    for theme in ("light", "dark"):
-        with opened(browser, report, color_scheme=theme) as page:
-            label = page.locator("[data-chart=quality] svg .role-axis-label text").first
-            colours.add(label.evaluate("element => getComputedStyle(element).fill"))
-    assert len(colours) == 2
 
 
 def test_texts_from_outside_do_nothing_in_a_browser_either(browser: "Browser", tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_pages import asked, exhibit, exhibits, occasion, rows
+from report_pages import exhibit, exhibits, occasion, rows
 
 from stages.report.answers import changed_answers
-from stages.report.charts import BASELINE, Spec, context_numbers, draw_svg, quality_numbers, recovery_numbers
+from stages.report.charts import Spec, context_numbers, draw_svg, quality_numbers, recovery_numbers
 from stages.report.content import MOST_POLICIES, make_page
 from stages.report.exhibit import Exhibit
 from stages.report.page import render, write_page
@@ -103,15 +103,6 @@ def test_every_chart_is_drawn_with_its_numbers_as_a_table(judged: list[Exhibit],
         assert chart.svg in page, name
 
 
-def test_each_of_several_baselines_has_a_name_of_its_own(judged: list[Exhibit], tmp_path: Path) -> None:
-    candidate = judged[2].candidate
-    other = candidate.model_copy(update={"baseline": candidate.baseline.model_copy(update={"digest": "other"})})
-    page = make_page([*judged[:2], replace(judged[2], candidate=other)], occasion(tmp_path))
-    names = ["fp16 baseline of fp8", "fp16 baseline of int4"]
-    assert [row.name for row in page["rows"] if row.verdict is None] == names
-    assert [row[0] for row in page["charts"]["quality"].rows if row[0].startswith(BASELINE)] == names
-
-
 def test_the_page_leads_with_what_is_kept_of_the_probability_of_right_answers(judged: list[Exhibit], tmp_path: Path) -> None:
     told = occasion(tmp_path, champion="fp8", passed_over={"int8": "passed, but less"})
     page = make_page(judged, told)
@@ -138,13 +129,6 @@ def test_answers_lost_and_gained_stand_beside_the_prompt_of_the_same_sample(judg
     before, after = differences('{"key": "blue door"}', '{"key": "red door"}')
     assert before == [("same", '{"key": "'), ("only", "blue"), ("same", ' door"}')]
     assert after == [("same", '{"key": "'), ("only", "red"), ("same", ' door"}')]
-
-
-def test_a_prompt_is_not_shown_for_a_sample_that_was_another_one(judged: list[Exhibit]) -> None:
-    other = [replace(sample, reference="another answer") for sample in judged[2].samples]
-    answers = changed_answers([replace(judged[2], samples=other)])
-    assert answers.prompts_missing
-    assert all(card.prompt == [] for card in answers.cards)
 
 
 def _hostile(folder: Path, text: str) -> Exhibit:
@@ -204,13 +188,6 @@ def test_a_large_sweep_with_long_prompts_stays_below_three_megabytes_and_says_wh
     assert "characters …" in text
 
 
-def test_a_candidate_whose_evidence_is_gone_keeps_its_verdict_on_the_page(judged: list[Exhibit], tmp_path: Path) -> None:
-    gone = Exhibit(judged[0].candidate, problem="identity.json: cannot be read")
-    text = Elements(render([gone], occasion(tmp_path))).text
-    assert judged[0].candidate.checks[0].reason in " ".join(text.split())
-    assert "identity.json: cannot be read" in text
-
-
 def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path: Path) -> None:
     report = judged[0].report
     assert report is not None
@@ -222,15 +199,6 @@ def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path:
     page = make_page([broken], occasion(tmp_path))
     assert page["rows"][1].cells[page["headings"].index("mean KL")] == "–"
     assert "nan" not in render([broken], occasion(tmp_path)).split("<script")[0].lower().replace("nano", "")
-
-
-def test_prompts_of_the_users_own_stay_out_of_the_copy_without_them(tmp_path: Path) -> None:
-    of = rows(2)
-    made = replace(exhibit(tmp_path, "fp8", of), samples=asked(of, "my own words"), own={"copy-0", "copy-1"})
-    assert "my own words (copy-0)" in render([made], occasion(tmp_path))
-    copy = render([made.without_own], occasion(tmp_path))
-    assert "my own words (copy-0)" not in copy
-    assert "my own words (retrieval-0)" in copy
 
 
 def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:

@@ -16,7 +16,7 @@ RANGES: dict[Name, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensorrt_rtx": ((1, 7), (1, 8)),
 }
 """The first supported release, which has all calls that kvgate uses, and the first refused release, whose bindings were not
-checked. tests/contract/facts/tensorrt.json records the bindings of TensorRT 10.14 to 11.4 and TensorRT for RTX 1.7."""
+checked. tests/contract/test_tensorrt_facts.py reads the bindings of TensorRT 10.14 to 11.4 and TensorRT for RTX 1.7."""
 
 TITLES: dict[Name, str] = {"tensorrt_rtx": "TensorRT for RTX", "tensorrt": "TensorRT"}
 
