@@ -110,7 +110,7 @@ $(VLLM)/ready: requirements/vllm.lock
 	$(VLLM)/bin/python -c 'import torch; assert torch.version.cuda is None and torch.__version__.startswith("2.13.0"), torch.__version__'
 	touch $@
 
-# The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2.
+# The backend on the engine itself, with the tiny model.
 test-vllm: $(VENV)/for-test vllm
 	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_vllm
 

@@ -30,7 +30,6 @@ from stages.core.errors import GateRefusal, UserError
 from stages.core.records import no_progress
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
-from stages.engines.interpreter.requests import Request
 from stages.engines.vllm.audit import audit
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
@@ -257,25 +256,3 @@ def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_ro
     assert found.reused > 64
     assert found.limit_kl is not None
     assert found.limit_kl < 10 * 0.01, "ten times the noise"
-
-
-def test_a_beginning_of_another_request_in_a_full_pool_is_refused_and_named(
-    fp8: VllmEngine, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Give the third request of a round its neighbour's rows, as if a block had been freed too early."""
-    sound = VllmEngine._run
-
-    def run(self: VllmEngine, requests: list[Request], *given: Any, **fields: Any) -> list[Any]:
-        if "num_gpu_blocks_override" not in self._evaluated:
-            return sound(self, requests, *given, **fields)
-        prompt, known, count, skip = requests[2]
-        wrong = ([prompt[0], *requests[1][0][1:64], *prompt[64:]], known, count, skip)
-        return sound(self, [*requests[:2], wrong, *requests[3:]], *given, **fields)
-
-    monkeypatch.setattr(VllmEngine, "_run", run)
-    found = pressure(fp8, encode(generate("retrieval", 24, 0), BundleTokenizer(tiny_checkpoint), 64), 8, no_progress)
-    assert found is not None
-    assert len(found.deviations) == 2, "one request of each play"
-    line = pressure_line(found)
-    assert line.status == "FAIL"
-    assert "2 of 16 requests differ" in line.reason

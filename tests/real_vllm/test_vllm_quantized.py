@@ -23,7 +23,6 @@ from stages.quantize.materialize import write_plain
     ("form", "kv", "stored_as"),
     [
         ("W8A8 INT8", "fp8", {"weight": "I8"}),
-        ("FP8", "fp8", {"weight": "F8_E4M3"}),
         ("W4A16", "fp8", {"weight_packed": "I32"}),
         ("AWQ", "fp8_e5m2", {"qweight": "I32"}),
     ],
