@@ -118,24 +118,25 @@ def test_a_corrupted_key_scale_changes_decode_as_the_reference_says_and_not_pref
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("side", "head"), [(Side.KEY, 1), (Side.VALUE, None)])
-def test_a_scale_of_one_layer_is_corrupted_as_the_reference_says_and_taken_back(
-    side: Side, head: int | None, pair: tuple[OnnxEngine, TorchEngine], texts: list[list[int]]
+def test_scales_of_one_layer_are_corrupted_as_the_reference_says_and_taken_back(
+    pair: tuple[OnnxEngine, TorchEngine], texts: list[list[int]]
 ) -> None:
     engine, reference = pair
-    forms = [form for copy, form in engine.policy.sides(1).items() if copy.base is side]
+    forms = [form for copy, form in engine.policy.sides(1).items() if copy.base is Side.KEY]
     shared = any(form.static_granularity == "per_tensor" for form in forms)
-    head = None if shared else head  # heads that share a scale are corrupted together
+    corrupted = [(Side.KEY, None if shared else 1), (Side.VALUE, None)]  # heads that share a scale are corrupted together
     sound = forced(engine, texts[-1:])
     for each in pair:
-        each.corrupt_scale(side, 4.0, 1, head)
+        for side, head in corrupted:
+            each.corrupt_scale(side, 4.0, 1, head)
     try:
         faulty, difference = differences(engine, reference, texts[-1:])
         assert difference.max() < 4 * FLIPS
         assert np.abs(faulty[1:] - sound[1:]).max() > FLIPS
     finally:
         for each in pair:
-            each.corrupt_scale(side, 1 / 4.0, 1, head)
+            for side, head in corrupted:
+                each.corrupt_scale(side, 1 / 4.0, 1, head)
     np.testing.assert_allclose(forced(engine, texts[-1:]), sound, atol=ROUNDING)
 
 
