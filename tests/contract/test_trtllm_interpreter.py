@@ -198,13 +198,6 @@ def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantiz
         make_bundle("trtllm", quantized, tmp_path / "old" / "bundle", "fp8", python, serving=draft, target="pytorch")
 
 
-def test_16_bit_weights_are_served_without_a_declaration_that_the_release_would_refuse(quantized: Path, tmp_path: Path) -> None:
-    bundle = build(quantized, tmp_path, {"release": "1.3.0"})
-    assert not (bundle / "checkpoint" / "hf_quant_config.json").exists()
-    assert "quantization_config" not in json.loads((bundle / "checkpoint" / "config.json").read_text(encoding="utf-8"))
-    assert yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))["kv_cache_config"]["dtype"] == "fp8"
-
-
 def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
     """Copy exports, and put the given declarations into the unified export's hf_quant_config.json."""
     shutil.copytree(quantized, out, symlinks=True)
@@ -268,12 +261,6 @@ def test_fp8_is_refused_on_gpus_that_do_not_compute_in_it(tmp_path: Path, capabi
         refuse_fp8(SHIPPED["fp8"], "none", here, 1)
     with refused(UserError, "weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on"):
         refuse_fp8(SHIPPED["fp16"], "fp8", here, 1)
-
-
-def test_a_container_without_nvidia_smi_is_described_without_a_driver(tmp_path: Path) -> None:
-    python = make_interpreter(tmp_path / "bin")
-    (tmp_path / "bin" / "nvidia-smi").unlink()
-    assert gpus(probe(PROGRAM, python)) == [("Fake H0", "9.0", "")]
 
 
 def test_a_worker_gets_the_folder_of_its_library_and_neither_another_folder_nor_a_jobs_mpi(

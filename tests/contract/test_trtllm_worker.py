@@ -17,7 +17,7 @@ from trtllm_exports import make_exports
 
 from stages.core.errors import UserError
 from stages.engines.interpreter.process import CHANNEL, Worker, probe
-from stages.engines.interpreter.protocol import Description, RunAnswer
+from stages.engines.interpreter.protocol import Description
 from stages.engines.trtllm.library import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,12 +65,6 @@ def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_runtime_that_crashes_is_told_with_its_signal(bundle: Path, tmp_path: Path) -> None:
-    engine = open_engine(bundle, make_interpreter(tmp_path / "crashing", mode="crash while loading"))
-    with pytest.raises(UserError, match=r"TensorRT-LLM was ended by SIGABRT in open"):
-        engine.forced([1, 2, 3], 1)
-
-
 def test_an_engine_whose_worker_died_between_two_requests_says_so_and_starts_anew(bundle: Path, tmp_path: Path) -> None:
     engine = open_engine(bundle, make_interpreter(tmp_path / "bin"))
     before = engine.forced(TOKENS, 1)
@@ -91,14 +85,6 @@ def test_a_hang_ends_at_the_timeout_and_leaves_no_process(quantized: Path, tmp_p
         make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, build_timeout_s=2)
     assert time.monotonic() - started < 30
     await_none_with(tmp_path / "bin")
-
-
-def test_the_timeout_covers_a_request_that_is_not_read(tmp_path: Path) -> None:
-    started = time.monotonic()
-    with Worker(PROGRAM, script(tmp_path / "python", "exec sleep 600")) as worker:
-        with pytest.raises(UserError, match="k=1: TensorRT-LLM did not answer run in time"):
-            worker.call("run", 1, key="k", answer=RunAnswer, requests=[1] * 1_000_000)
-        assert time.monotonic() - started < 20
 
 
 def test_an_answer_without_an_end_is_cut_off(tmp_path: Path) -> None:

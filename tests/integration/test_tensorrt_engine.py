@@ -225,32 +225,10 @@ def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair])
             assert {name: context.addresses[name] for name in before} == before
 
 
-def test_memory_is_what_the_policy_says_of_the_whole_pool(pairs: dict[str, Pair]) -> None:
-    engine, policy = pairs["ages"].tensorrt()[0], BY_NAME["ages"]
-    memory = engine.memory()
-    assert memory.pages == BATCH * TOKENS // 64
-    assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages)
-    assert memory.exact_bytes == policy.exact_bytes(engine.shape, BATCH)
-
-
 def test_more_sequences_or_tokens_than_the_plans_were_built_for_name_the_key(pairs: dict[str, Pair]) -> None:
     engine = pairs["int8_asym"].tensorrt()[0]
     with pytest.raises(UserError, match=rf"backend\.max_tokens={TOKENS}: a sequence would get 321 tokens"):
         engine.prefill([[1] * (TOKENS + 1)])
     engine.prefill([[1]] * BATCH)
     with pytest.raises(UserError, match=rf"backend\.max_batch={BATCH}"):
-        engine.prefill([[1]])
-
-
-def test_a_run_that_tensorrt_refuses_is_an_error_with_its_reason(
-    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, _, _ = pairs["int8_asym"].tensorrt()
-
-    def refuse(*_: object) -> bool:
-        LIBRARY.log.lines.append("out of patience")
-        return False
-
-    monkeypatch.setattr("fake_tensorrt.FakeContext.execute_async_v3", refuse)
-    with pytest.raises(RuntimeError, match=r"TensorRT for RTX 1\.7\.1\.116 refuses a run: out of patience"):
         engine.prefill([[1]])

@@ -75,22 +75,15 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "nothing flips": (
         every_class(), {}, "PASS", set(), "all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"
     ),
-    "2 answers are lost": (every_class(retrieval=2), {}, "PASS", set(), ""),
-    "12 answers are lost": (every_class(retrieval=4, copy=4, tool_call=4), {}, "PASS", set(), ""),
     "2 of 60 answers are lost": (losing(2, pages(15)), {}, "PASS", set(), ""),
-    "6 of 60 answers are lost": (losing(6, pages(15)), {}, "PASS", set(), ""),
-    "22 answers are lost": (every_class(retrieval=22), {}, "FAIL", {"accuracy"}, ""),
     "answers are lost while every distribution stays close": (
         every_class(retrieval=25), {}, "FAIL", {"accuracy"},
         "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, upper 99.87 % bound -0.0",
     ),
-    "a failure is the only reason": (every_class(retrieval=25, copy=5), {}, "FAIL", {"accuracy"}, "retrieval: 25 of 128"),
-    "60 samples pass alone": (answered("retrieval", 60), {}, "PASS", set(), ""),
     "15 pages of four questions pass": (pages(15), {}, "PASS", set(), "all: keeps 100.0 %"),
     "14 pages do not": (
         pages(14), {}, "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, "14 documents, gates.min_samples is 15"),
     "59 questions do not": (pages(15)[:59], {}, "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, ""),
-    "a smaller margin": (every_class(retrieval=12), {"gates": {"margin": 0.02}}, "FAIL", {"accuracy"}, "retrieval"),
     "what the baseline cannot do": (HOPELESS, {}, "INCONCLUSIVE", {"min_recovery"}, "0.001, is below gates.min_baseline_prob"),
     "what nobody asks of it": (HOPELESS, {"gates": {"min_baseline_probability": 0.0}}, "PASS", set(), ""),
     "samples of few documents": (shared(every_class(), 8), {}, "INCONCLUSIVE", {"min_recovery", *OPEN_MEANS}, ""),
@@ -99,7 +92,6 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         copies(baseline_probability=0.05, candidate_probability=0.035), {}, "FAIL", {"min_recovery"}, "copy: keeps 70.0 %"),
     "a kind of work at its limit": (
         copies(baseline_probability=0.05, candidate_probability=0.04), {}, "INCONCLUSIVE", {"min_recovery"}, "copy: keeps 80"),
-    "one page that loses everything": (first(1, candidate_probability=0.0), {}, "PASS", set(), ""),
     "one page of 15 that loses everything": (
         [*pages(15)[:-4], *(r.model_copy(update={"candidate_probability": 0.0}) for r in pages(15)[-4:])],
         {}, "INCONCLUSIVE", {"min_recovery"}, ""),
@@ -107,19 +99,15 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "probability without any in the baseline": (
         every_class_keeping(1.0, baseline=0.0), {}, "INCONCLUSIVE", {"min_recovery"}, "below gates.min_baseline_probability"),
     "a context bin": ([*every_class()[128:], *WITHIN_A_BIN], {}, "FAIL", {"accuracy"}, "retrieval [0, 150): 12 of 25"),
-    "a small bin without losses": (first(1, context_tokens=900), {}, "PASS", set(), ""),
     "more noise in one workload": (copies(mean_kl=0.15), {}, "FAIL", {"max_mean_kl"}, "outside max_mean_kl (at most 0.05)"),
     "noise that straddles the limit": (with_kl(0.09, 0.001), {}, "INCONCLUSIVE", {"max_mean_kl"}, "not clearly within"),
     "likely tokens that change places": (copies(top10_overlap=0.5), {}, "FAIL", {"min_top10_overlap"}, "(at least 0.8)"),
-    "a text that is less likely": (copies(candidate_nll=0.5), {}, "FAIL", {"max_ppl_ratio"}, ""),
     "one request in ten with another's page": (every(10, mean_kl=0.3), {}, "FAIL", {"max_ruined_share"}, ""),
-    "3 ruined requests": (first(3, mean_kl=9.0), {}, "PASS", set(), ""),
     "10 ruined requests": (
         first(10, mean_kl=9.0), {}, "INCONCLUSIVE", {"max_ruined_share"},
         "all: requests with a mean KL above 0.15: 10 of 512, share by document 0.01953",
     ),
     "40 ruined requests": (first(40, mean_kl=9.0), {}, "FAIL", {"max_ruined_share", "max_mean_kl"}, ""),
-    "one request far away": (first(1, mean_kl=60.0), {}, "PASS", set(), ""),
     "single tokens that are far off": (every(4, kl_tail=[9.0] * 10), {}, "FAIL", {"max_p999_kl"}, ""),
     "prose beside answers": (every_class() + prose(24), {}, "PASS", set(), ""),
     "broken prose beside answers": (every_class() + prose(3, mean_kl=3.0), {}, "FAIL", {"max_mean_kl"}, ""),
@@ -127,15 +115,12 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         prose(14), {"gates": {"max_ruined_share": 0.3, "max_p999_kl": 100.0}}, "INCONCLUSIVE", {"min_samples"},
         "all: no sample has an answer to judge, 14 documents have distances; gates.min_samples is 15",
     ),
-    "enough documents without answers": (prose(160), {}, "PASS", set(), "160 documents have distances"),
     "two documents without answers": (
         FAR_APART, {}, "INCONCLUSIVE", {"min_samples", "max_ruined_share", *OPEN_MEANS}, "2 documents have distances"),
     "no samples": ([], {}, "FAIL", {"complete"}, "all: no samples were evaluated"),
     "a number that is not finite": (every(512, max_kl=None), {}, "FAIL", {"complete"}, "1 of 128 samples have no finite"),
     "a KL that is missing": (every(512, mean_kl=None), {}, "FAIL", {"complete"}, ""),
-    "a KL that is NaN": (every(512, mean_kl=float("nan")), {}, "FAIL", {"complete"}, ""),
     "a likelihood that is missing": (every(512, candidate_nll=None), {}, "FAIL", {"complete"}, ""),
-    "an overlap that is missing": (every(512, top10_overlap=None), {}, "FAIL", {"complete"}, ""),
     "a change of p that is missing": (every(512, mean_squared_delta_p=None), {}, "FAIL", {"complete"}, ""),
     "an answer that is missing": (every(512, candidate_correct=None), {}, "FAIL", {"complete"}, ""),
     "fewer samples than counted": (every_class(), {"samples": 513}, "FAIL", {"complete"}, "the report counts 513 samples"),
@@ -165,12 +150,6 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},
         "loss of acceptance length 0.2647, 99.89 % bound 0.2",
     ),
-    "drafts that a wider limit allows": (
-        drafted(every_class(), 34), {"drafters": ["lookup"], "gates": {"max_acceptance_loss": 0.4}}, "PASS", set(), ""),
-    "drafts of few answers": (
-        drafted(answered("copy", 8), 25), {"drafters": ["lookup"]}, "INCONCLUSIVE",
-        {"min_recovery", "max_ruined_share", "max_acceptance_loss", *OPEN_MEANS}, "",
-    ),
     "an answer that was not drafted": (
         UNDRAFTED, {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"}, "retrieval, drafts by lookup"),
 }  # fmt: skip
@@ -197,12 +176,6 @@ def test_eight_documents_that_lose_nothing_double_the_score_often_enough_and_sev
     found = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (7, 8)}
     assert {n: check.status for n, check in found.items()} == {7: "INCONCLUSIVE", 8: "PASS"}
     assert "with 98.65 % certainty" in found[8].reason
-
-
-def test_a_fail_takes_more_where_more_is_tested_with_it() -> None:
-    lost = every_class(retrieval=25)
-    alone, beside = ([c.bound or 0.0 for c in verdict(rows).checks if c.gate == "accuracy"] for rows in (lost[:128], lost))
-    assert alone[0] < beside[0] < -GATES.margin
 
 
 @pytest.mark.parametrize(("rows", "needed"), [(HOPELESS, {}), (prose(2), {"all": 15})])

@@ -88,13 +88,6 @@ def test_the_place_of_a_sequence_that_ends_goes_to_the_next_prompt_before_anythi
     assert sum(size for kind, size, _ in engine.steps if kind == "decode") == sum(LIMITS) - len(LIMITS)
 
 
-def test_without_a_bound_all_prompts_are_prefilled_at_once() -> None:
-    engine = HistoryEngine()
-    engine.generate(PROMPTS, LIMITS, ())
-    assert engine.steps[0] == ("prefill", 7, 7)
-    assert [kind for kind, _, _ in engine.steps].count("prefill") == 1
-
-
 @pytest.mark.parametrize("failing", [UserError("no room"), RuntimeError("the device is gone")])
 @pytest.mark.parametrize("fails_at", [0, 1, 3, 4, 9])
 def test_an_error_in_the_middle_is_raised_and_every_sequence_is_released(failing: Exception, fails_at: int) -> None:
@@ -121,12 +114,4 @@ def test_what_makes_no_sense_is_refused_before_anything_is_computed(changes: dic
     asked: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_tokens": (), "max_sequences": 2}
     with pytest.raises(UserError, match=message):
         engine.generate(**asked | changes)
-    assert engine.steps == []
-
-
-@pytest.mark.parametrize("prompt", [[], [1, VOCAB], [-1]])
-def test_a_prompt_of_impossible_tokens_starts_no_sequence(prompt: list[int]) -> None:
-    engine = HistoryEngine()
-    with pytest.raises(UserError, match=r"at least one token|token ids must be"):
-        engine.prefill([[1], prompt])
     assert engine.steps == []

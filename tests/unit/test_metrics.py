@@ -4,18 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from scipy.special import log_softmax as scipy_log_softmax
 
 from stages.core.records import Check, Sample
-from stages.evaluate.distances.distance import Distributions, StepStatistics, compare_head, log_softmax
+from stages.evaluate.distances.distance import Distributions, StepStatistics, compare_head
 from stages.evaluate.distances.metrics import context_bin, depth_name, fidelity
 from stages.evaluate.distances.scores import head_of
 from stages.evaluate.inputs.checks import Judgement, judge, strict_json, words_of
-
-
-def test_log_softmax_agrees_with_scipy_and_survives_large_logits() -> None:
-    logits = np.random.default_rng(0).normal(1e4, 3, (4, 50)).astype(np.float32)
-    assert log_softmax(logits) == pytest.approx(scipy_log_softmax(logits.astype(np.float64), axis=1), abs=1e-12)
 
 
 def compared(baseline: np.ndarray, candidate: np.ndarray) -> StepStatistics:
@@ -118,20 +112,6 @@ def test_what_is_not_one_strict_json_value_is_refused(text: str) -> None:
 def sample(check: Check, reference: str) -> Sample:
     tools = (("pay", ("bill", "total")), ("list", ("city",)))
     return Sample(id="s", workload="w", reference=reference, prompt="p", check=check, tools=tools)
-
-
-@pytest.mark.parametrize(
-    ("reference", "text", "correct"),
-    [
-        ('{"a":1,"b":2}', ' {"b": 2, "a": 1}\n', True),
-        ('{"a":1}', '{"a":true}', False),
-        ('{"a":"1"}', '{"a":1}', False),
-        ("[1,2]", "[2,1]", False),
-        ('{"a":{"b":1}}', '{"a":{"b":1,"c":2}}', False),
-    ],
-)
-def test_json_is_right_when_its_value_is_equal(reference: str, text: str, correct: bool) -> None:
-    assert judge(sample("json", reference), text) == Judgement(valid=True, correct=correct)
 
 
 CALL = '{"name":"pay","arguments":{"bill":"A1","total":"3"}}'

@@ -125,11 +125,6 @@ def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(to
     np.testing.assert_array_equal(found.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-@pytest.mark.parametrize("form", NVFP4S[::2], ids=name)
-def test_nvfp4_is_rounded_in_float32_where_the_graph_computes_in_float16(form: Format) -> None:
-    assert_stores_what_the_reference_stores(form, "float16")
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_new_integer_format_stores_what_the_reference_stores(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     add_int2(monkeypatch)

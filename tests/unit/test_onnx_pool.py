@@ -74,14 +74,6 @@ def test_growth_keeps_what_is_stored_and_stays_within_the_limit() -> None:
     assert pool.memory().pool_bytes == FP16_POLICY.pool_bytes(SHAPE, 5)
 
 
-def test_a_batch_that_does_not_fit_gets_no_page_at_all() -> None:
-    pool = PagedPool(FP16_POLICY, SHAPE, 3)
-    a, b = pool.start(), pool.start()
-    with pytest.raises(UserError, match="4 pages"):
-        pool.reserve([a, b], 65)
-    pool.reserve([a], 192)
-
-
 def test_whatever_moves_or_grows_what_a_graph_sees_changes_the_spans() -> None:
     pool = PagedPool(EXACT, SHAPE, 8)
     spans = []
@@ -121,14 +113,6 @@ def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
     assert "window_key_pool.0" not in pool.arrays
     pool.release(handle)
     assert pool.in_use == (0, 0)
-
-
-def test_pages_that_leave_the_window_are_used_again() -> None:
-    pool = PagedPool(WINDOW, SHAPE, 16)
-    handle = pool.start()
-    for _ in range(1000):
-        fill(pool, handle, 1)
-    assert pool.memory().window_bytes == 2 * WINDOW.window_page_bytes(SHAPE)
 
 
 @pytest.mark.parametrize("policy", [EXACT, WINDOW], ids=lambda policy: policy.name)

@@ -14,7 +14,7 @@ from pipeline.store.locks import locked_at_once
 from pipeline.store.store import MANIFEST, USERS, Store, alone, used
 from stages.core import digest
 from stages.core.artifact import Recipe
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.core.files import STORE_FILE
 
 ENGINES = Path(stages.__file__).parent / "engines"
@@ -113,15 +113,6 @@ def test_scratch_of_a_dead_process_goes_and_that_of_a_living_one_stays(tmp_path:
     assert {path.name for path in (tmp_path / ".partial" / "demo").iterdir()} == {recipe(a=a).key for a in (2, 3)}
 
 
-def test_what_was_begun_long_ago_is_given_up(tmp_path: Path) -> None:
-    begun = tmp_path / ".partial" / "demo" / recipe(a=2).key
-    begun.mkdir(parents=True)
-    (tmp_path / "demo").mkdir()
-    os.utime(begun, (0, 0))
-    Store(tmp_path).get(recipe(a=1), write_one)
-    assert not begun.exists()
-
-
 def test_a_store_says_who_uses_it_and_lets_other_users_say_it_too(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
@@ -153,18 +144,6 @@ def test_a_store_of_another_form_is_refused_with_a_line(content: str, problem: s
     with pytest.raises(UserError, match=problem):
         Store(tmp_path).get(recipe(), write_one)
     assert [path.name for path in tmp_path.iterdir()] == [STORE_FILE]
-
-
-def test_a_store_of_an_older_kvgate_without_a_version_is_taken_over(tmp_path: Path) -> None:
-    first = Store(tmp_path).get(recipe(), write_one)
-    (tmp_path / STORE_FILE).unlink()
-    assert Store(tmp_path).get(recipe(), write_one).path == first.path
-    assert (tmp_path / STORE_FILE).read_text() == '{"schema_version": 1}\n'
-
-
-def test_a_distribution_that_is_not_installed_is_named_with_the_fix() -> None:
-    with pytest.raises(MissingRequirement, match=r"^no-such-library is not installed: pip install no-such-library$"):
-        Recipe("demo", ("stages.policies.policy",), {}, {}, ("no-such-library",))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"parts": {"inputs": {}}}', "\udcff"])
