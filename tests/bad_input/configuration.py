@@ -61,17 +61,10 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("stage=tune tune.policies=[fp16,int4_sinks]", "tune.policies=int4_sinks: keeps some tokens or layers"),
     ("backend=torch backend.device=cpu backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "reference"),
     ("backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "ONNX Runtime", "backend=tensorrt_rtx"),
-    *(
-        (
-            f"backend=tensorrt_rtx backend.compute_capabilities={targets} kv={policy}",
-            f"backend.compute_capabilities={targets}: kv.{key}.dtype=",
-            fix,
-        )
-        for targets, policy, key, fix in (
-            ("[80]", "fp8", "key", "choose a policy without it"),
-            ("[80,86,89]", "fp8", "key", "set backend.compute_capabilities=[89]"),
-            ("[86]", "nvfp4", "key", "kv=int8"),
-        )
+    (
+        "backend=tensorrt_rtx backend.compute_capabilities=[80,86,89] kv=fp8",
+        "kv.key.dtype=",
+        "set backend.compute_capabilities=[89]",
     ),
     (
         "backend=tensorrt_rtx backend.max_batch=1024 backend.max_tokens=32768",
