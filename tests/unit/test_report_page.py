@@ -64,6 +64,12 @@ def page(judged: list[Exhibit], tmp_path_factory: pytest.TempPathFactory) -> str
     return render(judged, occasion(tmp_path_factory.mktemp("page")))
 
 
+@pytest.fixture(scope="module")
+def content(judged: list[Exhibit], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The content of the page, whose charts take a second to draw."""
+    return make_page(judged, occasion(tmp_path_factory.mktemp("page")))
+
+
 def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list[Exhibit], page: str) -> None:
     text = " ".join(Elements(page).text.split())
     reasons = [check.reason for exhibit in judged for check in exhibit.candidate.checks]
@@ -71,8 +77,8 @@ def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list
     assert [reason for reason in reasons if reason not in text] == []
 
 
-def test_a_check_is_as_bad_as_the_worst_of_its_places(judged: list[Exhibit], tmp_path: Path) -> None:
-    gates = make_page(judged, occasion(tmp_path))["gates"]
+def test_a_check_is_as_bad_as_the_worst_of_its_places(content: dict[str, Any]) -> None:
+    gates = content["gates"]
     distance, answers = (next(gate for gate in gates if gate.line is LINES[key]) for key in ("max_mean_kl", "accuracy"))
     assert [check and check.status for check in distance.worst] == ["PASS", "PASS", "FAIL"]
     assert [check and check.status for check in answers.worst] == [None, None, "FAIL"]
@@ -94,8 +100,8 @@ def test_kl_by_length_covers_every_sample_once(judged: list[Exhibit]) -> None:
     assert all(row["kl"] == pytest.approx(0.001, rel=1e-2) for row in bins)
 
 
-def test_every_chart_is_drawn_with_its_numbers_as_a_table(judged: list[Exhibit], page: str, tmp_path: Path) -> None:
-    charts = make_page(judged, occasion(tmp_path))["charts"]
+def test_every_chart_is_drawn_with_its_numbers_as_a_table(content: dict[str, Any], page: str) -> None:
+    charts = content["charts"]
     assert set(charts) == {"recovery", "quality", "context"}
     for name, chart in charts.items():
         assert {"fp8", "int8", "int4"} <= {row[0] for row in chart.rows}, name
