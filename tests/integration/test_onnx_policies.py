@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 from amount import STRIDE
-from format_cases import add_int2
 from onnx_fixtures import (
     BY_NAME,
     POLICIES,
     STEPS,
-    fmt,
     forced,
     int4_groups,
     llama_config,
@@ -192,22 +190,6 @@ def test_groups_that_do_not_fall_on_halves_of_a_head_equal_the_reference(
     policy = KVPolicy(name="odd", key=int4_groups(size), value=int4_groups(size, symmetric=False))
     engine = make_engine(make_decoder(checkpoint, tmp_path / "decoder"), tmp_path / "bundle", policy)
     assert differences(engine, make_reference(load_model(checkpoint), policy, engine.shape), texts[-3:])[1].max() < FLIPS
-
-
-def test_a_new_integer_format_is_one_entry_of_codes(
-    model: torch.nn.Module, decoder: Path, tmp_path: Path, texts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    add_int2(monkeypatch)
-    grouped = fmt("int2", "per_group", group_size=16, symmetric=False)
-    rotated = fmt("int2", "per_channel", symmetric=False, rotation="hadamard")
-    for number, (key, value) in enumerate([(fmt("int2", "per_token"), grouped), (rotated, fmt("int2", "per_tensor"))]):
-        policy = KVPolicy(name=f"int2_{number}", key=key, value=value)
-        engine = make_engine(decoder, tmp_path / policy.name, policy)
-        _, difference = differences(engine, make_reference(model, policy, engine.shape), texts)
-        assert difference.max() < FLIPS
-        assert np.median(difference) < MEDIAN
-        assert engine.memory().pool_bytes < BY_NAME["int4_g32"].pool_bytes(engine.shape, engine.memory().pages)
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8k_int4v"])

@@ -4,7 +4,6 @@ Shapes: B sequences, N pages of a pool, P pages of a sequence, M exact buffers; 
 largest of an optimization profile.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -220,8 +219,6 @@ def test_the_attention_takes_the_work_list_and_the_inputs_of_the_onnx_graphs_fun
     ("tensor", "change", "message"),
     [
         ("value_pool", {"dtype": "INT4"}, r"value_pool must be INT8 \(two codes to a byte\), got INT4"),
-        ("key_pool", {"dtype": "INT8"}, "key_pool must be FP8, got INT8"),
-        ("key", {"dtype": "BF16"}, "key must be HALF, got BF16"),
         ("lengths", {"dims": (4,)}, r"lengths must be \(16\), got \(4\)"),
         ("key_pool", {"dims": (4096, 8, 32, 128)}, r"key_pool must be \(4096, 8, 64, 128\), got \(4096, 8, 32, 128\)"),
         ("key", {"dims": (16, 8, 1, (64, 128, 128))}, r"key must be \(16, 8, 1, 128\), got \(16, 8, 1, varies\)"),
@@ -241,17 +238,11 @@ def test_an_input_that_no_kernel_knows_is_named(tensor: str, change: dict[str, A
     ("change", "message"),
     [
         ({"value_group": 48}, "group_size must be one of 32, 64, 128, got 48"),
-        ({"value_group": 0, "value_granularity": 3}, r"value_scale_pool must be \(4096, 8, 64, 1\)"),
         ({"key_dtype": 4}, "granularity of dtype int4 must be one of per_token, per_group, got per_tensor"),
         ({"value_dtype": 6}, r"value_dtype must be one of 0 \(fp16\), .* got 6"),
-        ({"dtype": -1}, r"dtype must be one of 0 \(float32\), .* got -1"),
-        ({"dtype": 2}, "query must be BF16, got HALF"),
         ({"head_dim": 96}, "head_dim must be one of 64, 128, 256, got 96"),
-        ({"group": 32}, "query heads per KV head must be 1 to 16, got 32"),
         ({"scaling": 0.0}, r"scaling must be positive and finite, got 0\.0"),
-        ({"scaling": math.inf}, "scaling must be positive and finite, got inf"),
         ({"sm": 75}, "sm must be at least 80, got 75"),
-        ({"splits": 0}, "splits must be at least 1, got 0"),
         ({"recent_tokens": 1}, "the setting's cache has the tensors of kv::decode_partial_kstatic_vdynamic_exact"),
     ],
 )

@@ -16,9 +16,7 @@ from onnx_fixtures import static_scales
 
 from stages.core.errors import UserError
 from stages.engines.cuda.engine import KernelEngine, plan_pass
-from stages.engines.cuda.passes import DecodePass
 from stages.engines.reference.model import shape_for
-from stages.policies.policy import Side
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +54,6 @@ def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, engin
         engine.decode(handles, [4, 5, token])
     assert changed(before, stored(engine)) is (token != 7)
     assert engine.memory().live_tokens == (68 if token == 7 else 71)
-
-
-@pytest.mark.parametrize("corrupted", [False, True])
-def test_the_runs_before_a_capture_store_nothing(corrupted: bool, engine: KernelEngine) -> None:
-    engine.prefill([[1] * 62, [2] * 5, [3]])
-    if corrupted:
-        engine.corrupt_scale(Side.VALUE, 1.5)
-    before = stored(engine)
-    with torch.inference_mode():
-        DecodePass(engine.model, engine.cache, engine.shape, 4).run()
-    assert not changed(before, stored(engine))
 
 
 def test_a_model_in_bfloat16_stores_what_its_type_gives_and_decodes_within_its_rounding(

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-from itertools import repeat
 from pathlib import Path
 
-import numpy as np
 import pytest
 from evaluations import builtin_workloads
 from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, SharingFake, fake_engine
@@ -20,11 +18,7 @@ from stages.engines.bundle import copy_tokenizer
 from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
-from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import judged_answers
-from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
-from stages.evaluate.measure import in_own_words
 
 PAD, END, USER = 5, 1, 3
 TOOL_CALL = 4
@@ -93,17 +87,6 @@ def test_an_answer_ends_at_any_stop_token_and_keeps_it(kind: type[FakeEngine]) -
     assert [answers[i] for i in range(3)] == [(*item.reference[:-1], TOOL_CALL) for item in items]
     found = free_answers(engine, items, 2, GREEDY, decoded=[answers[0], None, None])
     assert (found.samples, found.contradictions) == (3, [])
-
-
-def test_a_right_answer_with_another_end_is_scored_with_its_own() -> None:
-    items = encode(SAMPLES, CharTokenizer(), 9)
-    unlikely = StepStatistics(*repeat(np.full(len(items[0].reference), 9.0), 6))
-    answers = [(*item.reference[:-1], TOOL_CALL) for item in items]
-    results = [SampleResult(unlikely, answer, None) for answer in answers]  # type: ignore[arg-type]
-    judged = judged_answers(items, results, CharTokenizer(), GREEDY)
-    assert [one.text for one in judged if one] == [sample.reference for sample in SAMPLES]
-    instead = in_own_words(items, results, judged, GREEDY)
-    assert [instead[i].reference for i in range(3)] == answers
 
 
 def test_the_ends_of_a_gguf_are_those_of_llama_cpp(tmp_path: Path) -> None:

