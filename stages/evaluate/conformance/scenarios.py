@@ -199,16 +199,16 @@ def prefix(test: StressTest) -> None:
 
 
 def talk(test: StressTest) -> None:
-    """Run a long conversation with turns of up to two pages, after an eviction if the policy evicts, then fork it."""
+    """Run a conversation of up to all tokens with turns of up to two pages, after an eviction if the policy evicts; fork it."""
     policy, all_kept = test.engine.policy, test.max_tokens
     window = all_kept if policy.window is None else policy.window.tokens
     # The cache would drop some tokens of a longer turn before they can be recorded.
     longest = min(window, policy.latest_tokens(test.engine.shape) or all_kept)
     lengths = [min(longest, test.length(*span)) for span in ((130, 190), (63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
-    first = min(1000 if policy.eviction is not None else 700, test.max_tokens - sum(lengths) - 40)
-    if first < 1:
+    most = test.max_tokens - sum(lengths) - 40
+    if most < 1:
         return
-    origin = test.sequence("a long conversation", first)
+    origin = test.sequence("a long conversation", test.length(min(1000 if policy.eviction is not None else 600, most), most))
     test.prefill(origin)
     for length in lengths[:-1]:
         test.decode(origin, steps=3)
@@ -267,9 +267,9 @@ def schedule(test: StressTest) -> None:
 
 
 def lengths(test: StressTest) -> None:
-    """Decode prompts of whole tiles and chunks across their boundaries, random lengths, and large steps of many rows."""
+    """Decode prompts of whole tiles, whole chunks and random lengths across their boundaries, then a batch of their forks."""
     chunk = min(test.engine.prefill_chunk, test.max_tokens - 8)
-    drawn = [test.length(430, 980) for _ in range(2)]
+    drawn = (chunk + test.length(1, PAGE_TOKENS), test.length(430, 980))
     fitting = [length for length in (256, 512, chunk, 510, *drawn) if length + 8 <= test.max_tokens]
     rows = [test.sequence(f"a prompt of {length} tokens", length, STEPS + 2) for length in fitting[: test.largest]]
     if rows and test.engine.can(Engine.forced_together):
@@ -278,14 +278,23 @@ def lengths(test: StressTest) -> None:
         return
     test.prefill(*rows)
     test.decode(*rows, steps=STEPS)
-    others: list[StressSequence] = []
-    if test.engine.can(Engine.fork):  # forks of the longest prompt, only to enlarge the step
-        longest = max(rows, key=lambda sequence: len(sequence.tokens))
-        others = [test.fork(longest, "") for _ in range(min(9, test.largest - len(rows)))]
-    for other in others:
-        other.watched = False
-    test.decode(*others, *rows, steps=2)
-    test.release(*others, *rows)
+    for number in range(test.largest - len(rows) if test.engine.can(Engine.fork) else 0):
+        row = rows[number % len(fitting)]
+        branch = test.fork(row, f"{row.role}, forked")
+        branch.ahead = list(row.ahead)  # equal tokens, so that one replay serves all
+        rows.append(branch)
+    for _ in range(2):
+        test.decode(*(rows[place] for place in test.rng.permutation(len(rows))))
+    test.release(*rows)
+
+
+def offsets(test: StressTest) -> None:
+    """Decode short prompts of the page offsets at which no other scenario's prompt ended."""
+    short = range(1, min(PAGE_TOKENS, test.max_tokens - STEPS) + 1)
+    lengths = [length for length in short if length % PAGE_TOKENS not in test.prompt_offsets]
+    rows = [test.sequence(f"a prompt of {length} tokens", length, 2) for length in lengths]
+    for begin in range(0, len(rows), test.largest):
+        test.serve(rows[begin : begin + test.largest])
 
 
 def answers(test: StressTest) -> None:
@@ -341,5 +350,6 @@ SCENARIOS = (
     Scenario(answers),
     Scenario(full_pool, (Engine.press,)),
     Scenario(crowd),
+    Scenario(offsets),
     Scenario(wear),
 )

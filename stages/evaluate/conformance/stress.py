@@ -93,6 +93,8 @@ class StressTest:
     prompts: int = 0
     """Number of rows that belong to prompts and later chunks."""
     offsets: set[int] = field(default_factory=set)
+    prompt_offsets: set[int] = field(default_factory=set)
+    """Lengths of prompts modulo the page size."""
     allocation: Allocation | None = None
     live: list[StressSequence] = field(default_factory=list)
     ended: list[StressSequence] = field(default_factory=list)
@@ -144,6 +146,8 @@ class StressTest:
         if sequence.watched:
             self.tokens, self.rows = max(self.tokens, len(sequence.tokens)), self.rows + 1
             self.prompts += not decoded
+            if tokens is sequence.prompt:
+                self.prompt_offsets.add(len(tokens) % PAGE_TOKENS)
             if decoded:
                 self.decoded, self.batch = max(self.decoded, sequence.decoded), max(self.batch, batch)
                 self.offsets.add((len(sequence.tokens) - 1) % PAGE_TOKENS)

@@ -16,6 +16,7 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS
 from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.decoding.system import allocation, process_memory
+from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Probe
 from stages.workloads.config import ProbeConfig
@@ -86,7 +87,10 @@ def _run_scenarios(test: StressTest) -> Iterator[int]:
     engine = test.engine
     if not engine.can(Engine.forced_together) and (engine.max_sequences is None or engine.max_sequences > test.largest):
         test.scenario = "rest"
-        test.resting = test.sequence("a sequence that rests while others come and go", test.length(40, 90))
+        most = min(3 * PAGE_TOKENS, test.max_tokens - 2 * len(SCENARIOS))
+        test.resting = test.sequence(
+            "a sequence that rests while others come and go", test.length(min(PAGE_TOKENS + 1, most), most)
+        )
         test.prefill(test.resting)
     for ended, scenario in enumerate(SCENARIOS, start=1):
         if all(test.engine.can(need) for need in scenario.needs):
