@@ -13,8 +13,8 @@ from stages.engines.paged.prefixes import PrefixCache
 EngineName = Literal["native", "graph", "torch"]
 """The ONNX engine with compiled attention, the ONNX engine with the graph's own attention, and the reference backend."""
 
-Harm = Literal["answers", "memory", "claim", "rare"]
-"""Cost of a fault: wrong answers, uncounted memory, a false claim, or wrong answers less often than once a day."""
+Harm = Literal["answers", "memory", "claim"]
+"""Cost of a fault: wrong answers, uncounted memory, or a false claim."""
 
 POLICIES: dict[str, tuple[str, ...]] = {
     "fp16": ("kv=fp16",),

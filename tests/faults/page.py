@@ -30,6 +30,12 @@ KINDS = {
 
 ENGINES = {"native": "", "graph": ", graph", "torch": ", torch"}
 
+REASONS = {
+    "subnormals_flushed": "FP8 subnormals are below 1/28,000 of the largest number. Zeros in their place change a vector less "
+    "than a neighbouring code of a large number, which a sound engine may choose",
+}
+"""Why faults pass although they cost something."""
+
 COMMAND = " \\\n  ".join(["kvgate kv=int8 tracking=none", shlex.join(BACKENDS["native"]), *map(shlex.quote, SMALL)])
 """The small evaluation of one sound cache, as a user runs it."""
 
@@ -47,7 +53,7 @@ tiny model, and judged by the evaluation and the gates that judge every candidat
 - **Names.** A gate has the name of its key under `gates.`, or its own name.
 - **Costs.** A day of service runs with the fault and without: batches, turns, forks, prompts that begin alike, crowds,
   `generate` (`tests/faults/drill.py`). `costs` is the largest KL of a token in nats, independent of the gates. Faults that
-  cost memory or break a claim are marked; "no day" marks a fault that this service never meets.
+  cost memory or break a claim are marked.
 - **Engines** are ONNX with the compiled kernel unless the table names another."""
 
 SOUND = f"""The small evaluation of int8, here with the default stress test, ends in PASS after a minute or two:
@@ -94,7 +100,8 @@ def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
         found = now[fault.name]
         verdict = found.verdict + (f", by default {found.default}" if found.default else "")
         sizes = f"mean KL from the baseline {_size(found.mean_kl)}, costs {_cost(costs.get(fault.name), fault)}"
-        yield f"- `{fault.name}` ({fault.models}): {verdict}, {sizes}"
+        reason = f". {REASONS[fault.name]}." if fault.name in REASONS else ""
+        yield f"- `{fault.name}` ({fault.models}): {verdict}, {sizes}{reason}"
 
 
 def _size(number: float | None) -> str:
@@ -104,7 +111,7 @@ def _size(number: float | None) -> str:
 def _cost(found: Cost | None, fault: Fault) -> str:
     """Return a fault's cost to a user."""
     if fault.harm != "answers":
-        return {"memory": "memory", "claim": "a claim", "rare": "no day"}[fault.harm]
+        return {"memory": "memory", "claim": "a claim"}[fault.harm]
     return "an error" if found is not None and found.error else _size(None if found is None else found.worst_kl)
 
 

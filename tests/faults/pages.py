@@ -107,6 +107,35 @@ def third_fork_loses_a_token(fork: Any, engine: Any, handle: int) -> int:
     return child
 
 
+def late_fork_shares(fork: Any, engine: Any, handle: int) -> int:
+    """Share the partial page of a long sequence with its fork."""
+    child: int = fork(handle)
+    source, row = engine.pool.sequences[handle], engine.pool.sequences[child]
+    if row.length > 1261 and row.length % PAGE_TOKENS:
+        engine.pool.pages.free(row.pages[-1])
+        row.pages[-1] = engine.pool.pages.share(source.pages[-1])
+    return child
+
+
+def lost_in_a_pause(table: Array, step: Step) -> Any:
+    """Wipe a head's keys in the newest full page of sequences that no step touched for 60 steps."""
+    last = step.memo.setdefault("last steps", {})
+    for handle in step.handles:
+        pages = step.engine.pool.sequences[handle].pages
+        if step.number - last.get(handle, step.number) > 60 and len(pages) > 1:
+            step.engine.pool.arrays["key_pool.1"][pages[-2], 0] = 0
+        last[handle] = step.number
+    return table
+
+
+def third_of_eight(table: Array, step: Step) -> Any:
+    """Let the third of eight rows of 430 to 980 tokens read a page of the fourth."""
+    rows = [row for row, length in enumerate(step.lengths) if 430 <= length <= 980]
+    if len(rows) >= 8:
+        table[rows[2], 1] = table[rows[3], 1]
+    return table
+
+
 of = partial(Fault, "pages")
 crowd = partial(Fault, "crowds")
 
@@ -122,6 +151,12 @@ FAULTS = [
     of("context_beyond_1024", "fp8", "beyond 1,024 tokens the first page is read: a table of fixed width", beyond(1024)),
     of("third_fork_loses_a_token", "int8", "a fork of a fork of a fork does not get the last token of a partial page",
        method("pool.fork", third_fork_loses_a_token)),
+    of("late_fork_shares_a_page", "int8", "a fork of more than 1,261 tokens shares the partial page instead of copying it",
+       method("pool.fork", late_fork_shares)),
+    of("page_lost_in_a_pause", "int8", "a sequence loses keys of its newest full page if no step touches it for 60 steps",
+       given("page_table", lost_in_a_pause)),
+    crowd("third_of_eight_rows", "int8", "the third of eight rows of 430 to 980 tokens reads a page of the fourth",
+          given("page_table", third_of_eight)),
     crowd("page_of_another_request_rarely", "fp8", "another request's page, in one request of 200",
           page(of_one_request_in(200), 0)),
     crowd("foreign_page_one_step_in_20", "int8", "another request's third page in one step of 20, in long requests in a crowd",

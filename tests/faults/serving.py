@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from faults.fault import KEPT_CHUNK, Fault
-from faults.hooks import Array, Plant, Step, every, given, logits, method, reads, zero
+from faults.hooks import Array, Plant, Step, every, given, logits, method, reads, write, zero
 from stages.policies.policy import PAGE_TOKENS
 
 
@@ -63,6 +63,28 @@ def calm(x: Array, step: Step) -> Any:
     return np.maximum(x - PAGE_TOKENS, 1) if len(step.handles) == 1 and x[0] > 512 else x
 
 
+def first_row_of_a_large_step(table: Array, step: Step) -> Any:
+    """Let the first row read its second page twice in a step of more than 6,275 tokens."""
+    if step.lengths.sum() > 6275 and table.shape[1] > 1:
+        table[0, 0] = table[0, 1]
+    return table
+
+
+def ends_at(offset: int) -> Callable[[Step], Any]:
+    """Apply to the last token of a prompt that ends at one offset of a page."""
+    return lambda step: (step.ids.shape[1] % PAGE_TOKENS == offset) & last_of_prompt(step) & (step.lengths[0] == 0)
+
+
+def short_last_chunk(step: Step) -> Any:
+    """Apply to the last token of a chunk of fewer than 200 tokens that follows whole chunks."""
+    begins = step.lengths[0] > 0 and step.lengths[0] % step.engine.prefill_chunk == 0
+    return last_of_prompt(step) & begins & (step.ids.shape[1] < 200)
+
+
+def last_of_prompt(step: Step) -> Any:
+    return (np.arange(step.ids.shape[1]) == step.ids.shape[1] - 1) & (step.mode == "prefill")
+
+
 def prefix(edit: Callable[..., Any]) -> Plant:
     """Change the lookup of kept prefixes: `edit(prefixes, begin, prompt, start, prefill)`."""
 
@@ -111,6 +133,12 @@ FAULTS = [
        batch(of_last_prompt)),
     first("long_prompts_last_token", "int8", "a prompt of more than 512 tokens returns the logits of the token before its last",
           given("last", lambda x, _: np.where(x > 512, x - 1, x), mode="prefill")),
+    first("short_last_chunk", "int8", "a few tokens after whole chunks: the last token's value is lost",
+          write("value", zero, short_last_chunk, layers=[1])),
+    first("prompts_of_51_tokens", "int8", "prompts of 64 k + 51 tokens store no key for their last token",
+          write("key", zero, ends_at(51), layers=[0])),
+    of("first_row_of_a_large_step", "int8", "the first row of a step of more than 6,275 tokens reads its second page twice",
+       given("page_table", first_row_of_a_large_step)),
     of("rows_above_16", "fp8", "rows of a batch from 16 on read other rows' pages: a grid of fixed size",
        given("page_table", rows_from(16))),
     of("logits_swapped", "int8", "two rows get each other's logits in batches of 13",
@@ -127,7 +155,7 @@ FAULTS = [
     of("generate_other_callers", "int8", "with more prompts than sequences at once, answers go to other callers",
        generating(turned)),
     of("nan_rarely", "fp8", "logits are NaN in one step of 2,000",
-       logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000)), harm="rare"),
+       logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000))),
     of("first_40_steps", "fp8", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",
        reads("key", zero, lambda s: s.number < 40, layers=[1]), by="conformance"),
     kept("prefix_hash_without_parent", models="kept chunks are found by their own tokens alone",
