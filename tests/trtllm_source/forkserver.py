@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import runpy
-import signal
 import socket
 import sys
 import traceback
@@ -29,7 +28,6 @@ def serve(path: str) -> None:
         traceback.print_exc()
         sys.exit(print(f"{type(error).__name__}: {' '.join(str(error).split())}", flush=True))
     gc.freeze()  # a build collects garbage, and would look at every object of the imports
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
@@ -37,12 +35,14 @@ def serve(path: str) -> None:
         while True:
             connection, _ = listening.accept()
             if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
                 listening.close()
                 connection.sendall(bytes([run(connection)]))
                 os._exit(0)
             connection.close()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
 
 
 def run(connection: socket.socket) -> int:
