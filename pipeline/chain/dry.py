@@ -35,6 +35,7 @@ from stages.verdict.candidate import not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Verdict
+from stages.workloads.config import LONG_QUESTIONS
 
 COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds", "time\n(s)", ",.1f")
 
@@ -196,6 +197,8 @@ def _say_questions(config: Config) -> None:
     """Print the number of samples per workload, and the time and memory of a verdict with the embedded engine."""
     workloads, path = config.workloads, locate_checkpoint(config.model.path)
     kinds = [f"{count} of {name}" for name, count in workloads.samples.items() if count]
+    documents = f"{workloads.length_documents} documents with {LONG_QUESTIONS} questions each"
+    kinds += [f"{documents} of {length:,} tokens" for length in workloads.lengths]
     kinds += [f"those of {workloads.jsonl}"] if workloads.jsonl is not None else []
     kinds += [f"{workloads.gsm8k} of gsm8k"] if workloads.gsm8k else []
     said = f"asks {', '.join(kinds)}, in {len(workloads.rounds)} rounds at most"

@@ -6,6 +6,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from psutil import virtual_memory
+
 from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.policies import tuned_policies
 from pipeline.loading import open_backend, required_libraries
@@ -13,7 +15,7 @@ from pipeline.registry import summary
 from pipeline.registry.routing.files import read_routing_file, read_snapshot
 from pipeline.registry.tracking import locate
 from pipeline.store.store import check_store
-from pipeline.store.workdir import check_memory, check_room, check_workdir
+from pipeline.store.workdir import check_memory, check_room, check_workdir, lacks
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.vocabulary import UNUSED
@@ -25,7 +27,8 @@ from stages.core.records import Sample
 from stages.engines.backend import Job
 from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.capacity import memory_budget
-from stages.policies.policy import FP16_POLICY
+from stages.policies.policy import FP16_POLICY, PAGE_TOKENS
+from stages.workloads.config import LONG_QUESTIONS
 
 UNRECORDED = ("verify", "audit", "status", "prune")
 """Stages that summary.json does not record. They do not write to the work directory, except that prune removes artifacts."""
@@ -96,6 +99,7 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         tuned_policies(config, checkpoint.shape)
     if config.stage in JUDGING:
         _check_load(config, checkpoint)
+        _check_lengths(config, checkpoint)
     if checkpoint.path.is_dir():
         tensors_on_disk(checkpoint)
     if config.stage != "tune":
@@ -114,6 +118,8 @@ def _check_model(config: Config, opened: set[Path]) -> None:
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
+        if job.judges and config.workloads.lengths and checkpoint.path.is_dir():
+            _check_shortest(config, checkpoint)
         if checkpoint.path.is_dir():  # last, since it imports torch and transformers
             from stages.checkpoints.loading import expected_tensors
 
@@ -174,6 +180,37 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
         check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", cache_bytes(config, checkpoint))
 
 
+def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
+    """Refuse lengths that exceed the model, the engine or the memory, or that have too few documents for a PASS."""
+    workloads, (limit, limited), memory = config.workloads, _context(config, checkpoint), virtual_memory().total
+    together = -(-workloads.batch_size // LONG_QUESTIONS) + 1  # documents whose questions are decoded or wait at the same time
+    for length in workloads.lengths:
+        if length > limit:
+            raise UserError(f"workloads.lengths={length}: {limited} tokens; ask at most {limit:,}")
+        cache = together * max(policy.sequence_bytes(checkpoint.shape, length) for policy in (config.kv, FP16_POLICY))
+        if config.backend.in_process and cache > memory:
+            fits = length * memory // cache // PAGE_TOKENS * PAGE_TOKENS
+            raise UserError(
+                f"workloads.lengths={length}: "
+                + lacks(f"the caches of {together} documents take", cache, "this machine has", memory, "of memory")
+                + f"; ask at most {fits:,} tokens"
+            )
+    if workloads.lengths and workloads.length_documents < config.gates.min_samples:
+        raise UserError(
+            f"workloads.length_documents={workloads.length_documents}: no length can pass with fewer than gates.min_samples "
+            f"documents ({config.gates.min_samples}); ask at least that many"
+        )
+
+
+def _check_shortest(config: Config, checkpoint: CheckpointInfo) -> None:
+    """Refuse lengths that the records and questions of a document exceed in this model's tokens."""
+    from stages.evaluate.inputs.lengths import fit_lengths, long_samples
+    from stages.evaluate.inputs.tokens import BundleTokenizer
+
+    shortest = config.workloads.model_copy(update={"lengths": [min(config.workloads.lengths)]})
+    fit_lengths(long_samples(shortest), BundleTokenizer(checkpoint.path), shortest)
+
+
 def cache_bytes(config: Config, checkpoint: CheckpointInfo) -> int:
     load = config.workloads.load
     return load.batch * max(policy.sequence_bytes(checkpoint.shape, load.tokens) for policy in (config.kv, FP16_POLICY))
@@ -202,7 +239,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
         return []
     from stages.evaluate.inputs.samples import load_samples
 
-    samples = load_samples(config.workloads)
+    samples = load_samples(config.workloads.model_copy(update={"lengths": []}))  # `_check_lengths` checks long documents
     for token in tokens_beyond(checkpoint) if checkpoint.path.is_dir() else ():
         for sample in samples:
             if any(token in text for text in (sample.prompt, sample.reference, *(said for _, said in sample.messages))):

@@ -24,6 +24,7 @@ from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
 from stages.verdict.gates import decide, is_final
 from stages.verdict.report import EvaluationReport
 from stages.verdict.thresholds import Verdict
+from stages.workloads.config import long_cost
 
 if TYPE_CHECKING:
     from stages.evaluate.conformance.engine import ReferenceEngine
@@ -182,7 +183,7 @@ class Chain(BuildChain):
         if limit is not None and limit > judged:
             console.say(
                 f"[yellow]note:[/] {key}={limit}: a promotion will refuse the engine, since the samples have at most {longest} "
-                f"tokens; give {key}={judged}, or ask longer samples"
+                f"tokens; give {key}={judged}, or workloads.lengths=[{limit}] ({long_cost(limit)})"
             )
 
     def _require_able(self, answers: Artifact) -> None:

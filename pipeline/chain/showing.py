@@ -93,6 +93,11 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
     try:
         workloads = requested_workloads(evidence)
         samples = load_samples(workloads)
+        if workloads.lengths:
+            from stages.evaluate.inputs.lengths import fit_lengths
+            from stages.evaluate.inputs.tokens import BundleTokenizer
+
+            samples = fit_lengths(samples, BundleTokenizer(candidate.engine.path), workloads)
         if workloads.jsonl is not None:
             generated = load_samples(workloads.model_copy(update={"jsonl": None}))
             own = {sample.id for sample in samples} - {sample.id for sample in generated}

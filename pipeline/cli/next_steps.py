@@ -19,7 +19,7 @@ from stages.core.strict import StrictModel
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import LINES
-from stages.workloads.config import GSM8K_PROBLEMS, TRAINED
+from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, TRAINED, more_documents
 
 MOST_SAMPLES = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
@@ -102,7 +102,10 @@ def after_weak(
     config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False
 ) -> NextStep:
     """Return the next step if the baseline fails the workloads in `weak` but can answer the workloads in `able`."""
-    asked = config.workloads.samples
+    asked, lengths = config.workloads.samples, [name.removeprefix(LONG) for name in able if name.startswith(LONG)]
+    if lengths and all(name.startswith(LONG) for name in weak):
+        why = f"judge it at the lengths where the model itself answers ({', '.join(lengths)} tokens)"
+        return NextStep(why=why, command=judging(base, f"workloads.lengths=[{','.join(lengths)}]", sweep=sweep))
     if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
         without = [f"++workloads.samples.{name}=0" for name in weak]
         return NextStep(why=f"judge it on what it can do ({', '.join(able)})", command=judging(base, *without, sweep=sweep))
@@ -133,13 +136,20 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     }
     changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
     changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
-    own = [f"{count:,} of {name}" for name, count in needed.items() if name not in (*counts, "all", "gsm8k")]
+    if config.workloads.lengths:
+        now = math.ceil(more * config.workloads.length_documents) * LONG_QUESTIONS
+        changes += more_documents({**needed, LONG: now})
+    own = [
+        f"{count:,} of {name}"
+        for name, count in needed.items()
+        if name not in (*counts, "all", "gsm8k") and not name.startswith(LONG)
+    ]
     # More questions do not decide checks without a bound, such as the engine's own noise.
     stuck = [check.reason for check in still_open if not needed and check.bound is None]
     if stuck or not (changes or own):
         reason = next(iter([*stuck, *(check.reason for check in still_open)]), "no check was recorded")
         return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
-    if max((*counts.values(), *needed.values())) > MOST_SAMPLES:
+    if max((*counts.values(), *needed.values()), default=0) > MOST_SAMPLES:
         finer = _finer(config, undecided, base, swept)
         return finer.model_copy(update={"why": f"{said}, too near the limit for any number of questions: {finer.why}"})
     only_policies = all(key == "kv" for key in swept)

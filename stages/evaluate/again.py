@@ -14,6 +14,7 @@ from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import SampleRun, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.checks import judge
+from stages.evaluate.inputs.lengths import fit_lengths
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.verdict.record import Number
 from stages.verdict.report import SampleRow
@@ -55,7 +56,8 @@ def decode_again(
         Rows without answers, by sample id. Samples are left out if their own tokens are not a right answer.
     """
     baseline, batch_size, encoded = open_baseline(), config.batch_size, list[EncodedSample]()
-    asked = encode([*samples, *beside], tokenizer, config.max_scored_tokens, tokenizer.stop_tokens(config)[0])
+    every = fit_lengths([*samples, *beside], tokenizer, config)
+    asked = encode(every, tokenizer, config.max_scored_tokens, tokenizer.stop_tokens(config)[0])
     for item in asked[: len(samples)]:
         own = own_tokens.get(item.sample.id, ())
         if not own:

@@ -24,6 +24,7 @@ from stages.planning.use import CapacityConfig
 from stages.policies.policy import KVPolicy, whole_pages
 from stages.verdict.coverage import Limits
 from stages.verdict.thresholds import Status
+from stages.workloads.config import LONG, more_documents
 
 NO_EVIDENCE = "no evidence"
 
@@ -151,8 +152,9 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     passes = [one for one in of_engine if one.status == "PASS"]
     if not passes:
         last = of_engine[0]
-        more = [f"++workloads.samples.{name}={count}" for name, count in last.samples_needed.items() if name != "all"]
-        again = " ".join([*more, f"gates.attempt={last.attempt + 1}"])
+        short = {name: count for name, count in last.samples_needed.items() if name != "all" and not name.startswith(LONG)}
+        more = [f"++workloads.samples.{name}={count}" for name, count in short.items()]
+        again = " ".join([*more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
         return last, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}"
     best = min(passes, key=lambda one: bool(_missing(one, use)))
     missing = _missing(best, use)
@@ -171,7 +173,7 @@ def _missing(one: Judged, use: CapacityConfig) -> list[str]:
     tokens, batch = one.limits.tokens or 0, one.limits.batch or 0
     if whole_pages(tokens) < use.longest:
         missing.append(
-            f"covered up to {tokens:,} tokens and {use.longest:,} are asked: ask samples that long (workloads=jsonl)"
+            f"covered up to {tokens:,} tokens and {use.longest:,} are asked: workloads.lengths=[{whole_pages(use.longest)}]"
         )
     if one.longest_decode < use.new_tokens:
         missing.append(

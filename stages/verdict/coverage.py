@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from stages.policies.policy import PAGE_TOKENS, whole_pages
 from stages.verdict.record import Record
+from stages.workloads.config import long_cost
 
 
 @dataclass(config=ConfigDict(extra="forbid"))
@@ -301,8 +302,8 @@ class Limits(Record):
             covered = whole_pages(max(self.tokens, self.room or 0))
             if bundle.tokens > covered:
                 return (
-                    f"it was judged {self}, and its bundle allows {bundle.tokens:,} tokens: build it for {covered}, or ask "
-                    "samples that long"
+                    f"it was judged {self}, and its bundle allows {bundle.tokens:,} tokens: build it for {covered}, or judge "
+                    f"it with workloads.lengths=[{bundle.tokens}] ({long_cost(bundle.tokens)})"
                 )
         if bundle.batch is not None and self.batch is not None and bundle.batch > self.batch:
             return (

@@ -1,8 +1,9 @@
 """Configuration of an evaluation's samples, their batches, and the fixed load for timing."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +17,11 @@ model."""
 
 TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
 PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
+
+LONG = "long_"
+"""Prefix of the workloads of `workloads.lengths`, followed by the length in tokens."""
+LONG_DOCUMENTS, LONG_QUESTIONS = 15, 7
+"""Default number of documents per length, which is the default of `gates.min_samples`; number of questions per document."""
 
 LEAST_PRESSED = 8
 """Minimum number of requests that are sent into a pool of a third of their pages."""
@@ -95,6 +101,17 @@ class SpeculationConfig(StrictModel):
         return self
 
 
+def more_documents(needed: Mapping[str, int]) -> list[str]:
+    """Return the override that asks these numbers of questions by workload, if some of the workloads are lengths."""
+    counts = [count for name, count in needed.items() if name.startswith(LONG)]
+    return [f"workloads.length_documents={-(-max(counts) // LONG_QUESTIONS)}"] if counts else []
+
+
+def long_cost(length: int) -> str:
+    """Return a clause with the cost of asking a length."""
+    return f"{LONG_DOCUMENTS} documents, {LONG_DOCUMENTS * length:,} tokens to prefill on each engine"
+
+
 class WorkloadsConfig(StrictModel):
     """The samples of an evaluation and its measurements."""
 
@@ -102,6 +119,10 @@ class WorkloadsConfig(StrictModel):
     """Number of samples per built-in workload; 0 or an absent key disables the workload."""
     jsonl: PathText | None
     """File of additional samples, one JSON object per line with the keys of docs/start.md#my-questions; null for none."""
+    lengths: list[Annotated[int, Field(ge=128, le=1 << 20)]] = Field(default=[])
+    """Lengths in tokens of long documents, whose questions replace `samples` and whose lengths replace `context_bins`."""
+    length_documents: Annotated[int, Field(ge=1, le=10_000)] = LONG_DOCUMENTS
+    """Number of documents per length, with seven questions each."""
     gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
     """Number of additional GSM8K problems, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
@@ -144,9 +165,20 @@ class WorkloadsConfig(StrictModel):
     def file(self) -> Path | None:
         return Path(self.jsonl).expanduser() if self.jsonl is not None else None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _lengths_replace(cls, values: Any) -> Any:
+        lengths = values.get("lengths") if isinstance(values, dict) else None
+        if not lengths or not all(isinstance(length, int) for length in lengths):
+            return values
+        bins = [0, *(3 * length // 4 for length in sorted(lengths))]
+        return {**values, "samples": {}, "context_bins": bins}
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k:
+        if len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(f"lengths must be different, got {self.lengths}")
+        if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k and not self.lengths:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins
         if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):

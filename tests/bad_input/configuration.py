@@ -39,6 +39,8 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("workloads.samples={prose:0,retrieval:0,tool_call:0,copy:0,multi_turn:0}", "workloads.samples must ask for at least one"),
     ("workloads.jsonl=/nowhere", "workloads.jsonl=/nowhere", "no such file"),
     ("workloads.speculation={draft:/nowhere}", "workloads.speculation.draft=/nowhere", "no such directory"),
+    ("workloads.lengths=[64]", "workloads.lengths.0", "128"),
+    ("workloads.lengths=[2048,2048]", "workloads.lengths must be different", "give"),
     ("workloads.pressure=7", "pressure=7: a third of so few holds no two requests; give at least 8, or 0"),
     ("gates.max_mean_k=0.1", "gates.max_mean_k", "did you mean max_mean_kl?"),
     ("bundle=engine", "bundle=engine: only stage=verify reads it"),

@@ -229,7 +229,8 @@ def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
     vars(chain).update(_encoded=Mock(items=[item]))
     chain._note_length()
     said = " ".join(capsys.readouterr().out.split())
-    assert ("the samples have at most 591 tokens; give backend.max_tokens=640, or ask longer samples" in said) is noted
+    advice = "the samples have at most 591 tokens; give backend.max_tokens=640, or workloads.lengths=[704] (15 documents"
+    assert (advice in said) is noted
 
 
 def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:

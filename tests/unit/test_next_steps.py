@@ -138,6 +138,8 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
         ([], {}, "noise_floor", "more questions would not decide: mean KL"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more questions would not decide: mean KL"),
+        (["workloads.lengths=[2048,4096]"], {"long_2048": 700}, RECOVERY, "workloads.length_documents=100 gates.attempt=2"),
+        (["workloads.lengths=[2048]"], {}, "max_mean_kl", "workloads.length_documents=58 gates.attempt=2"),
         ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )
@@ -157,6 +159,7 @@ def test_what_to_change_depends_on_what_is_open(
         ([], ["copy"], ["tool_call"], "workloads.samples.copy=0"),
         ([], ["copy", "retrieval"], [], "workloads=chat calibration=chat"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], ["custom"], ["other"], "ask questions that this model answers"),
+        (["workloads.lengths=[2048,4096]"], ["long_4096"], ["long_2048"], "judge it at the lengths where the model itself"),
         (["workloads=chat"], ["lookup"], [], "ask questions that this model answers"),
     ],
 )
@@ -166,8 +169,9 @@ def test_what_a_baseline_cannot_answer_is_left_out_or_asked_otherwise(
     step = next_steps.after_weak(config_of(*base), weak, able, base)
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
-        after = composed(step).workloads.samples
-        assert not any(after.get(name) for name in weak)  # type: ignore[call-overload]
+        after = composed(step).workloads
+        assert not any(after.samples.get(name) for name in weak)  # type: ignore[call-overload]
+        assert not {f"long_{length}" for length in after.lengths} & {*weak}
 
 
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])

@@ -110,9 +110,10 @@ def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are asked: ask samples that long"),
+        ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are asked: workloads.lengths=[960]"),
         ({"limits": Limits(tokens=900, batch=4)}, [], "batch 4 and 8 requests at once are asked: workloads.probe.max_batch=8"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with ++workloads.samples.copy=9 gates.attempt=2"),
+        ({"status": "INCONCLUSIVE", "samples_needed": {"long_2048": 106}}, [], "with workloads.length_documents=16 gates.at"),
         ({"limits": None}, [], "its report does not say how far it holds"),
         ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are asked"),
         ({"forks": 0}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),

@@ -18,6 +18,7 @@ from stages.core.errors import UserError
 from stages.core.records import LineCheck, Sample
 from stages.core.strict import CONTROLS, read_given
 from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
+from stages.evaluate.inputs.lengths import long_samples
 from stages.workloads.config import Workload, WorkloadsConfig
 from stages.workloads.generated import generate
 from stages.workloads.gsm8k import gsm8k_samples
@@ -68,9 +69,10 @@ _FIXES = {
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Return all samples of an evaluation: generated samples, GSM8K, then the user's JSONL file.
+    """Return all samples of an evaluation: generated samples, long documents, GSM8K, then the user's JSONL file.
 
-    The function loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
+    The function loads no model and no tokenizer, so that a bad file is reported before anything expensive starts. Therefore
+    `lengths.fit_lengths` has to cut the long documents.
 
     Args:
         config: Number of samples per built-in workload, their seed, and the path of the user's file, if any.
@@ -82,6 +84,7 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     # Use the order of the Workload type, not of the configuration, because the workloads' digest depends on the order.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
+    samples += long_samples(config)
     if config.gsm8k:
         samples += gsm8k_samples(config.gsm8k, config.seed)
     if config.file is not None:

@@ -13,6 +13,7 @@ from stages.checkpoints.ends import named_ends
 from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample
+from stages.evaluate.inputs.lengths import fit_lengths
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.policies.policy import PAGE_TOKENS
 from stages.workloads.config import WorkloadsConfig
@@ -74,7 +75,8 @@ class BundleTokenizer:
         """
         if not self._tokenizer.is_fast:
             raise UserError(
-                "workloads.gsm8k: the tokenizer says of no token where it stands; give the checkpoint a tokenizer.json"
+                "workloads: the tokenizer cannot locate tokens in a text, which lengths and gsm8k need; give the checkpoint a "
+                "tokenizer.json"
             )
         offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         holding = [[n for n, (a, b) in enumerate(offsets) if a < stop and b > start] for start, stop in parts]
@@ -253,7 +255,11 @@ def read_encoded(directory: Path) -> Encoded:
 
 
 def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Encoded:
-    """Encode the samples of an evaluation and divide them into rounds. Raises UserError like `encode`."""
+    """Cut and encode the samples of an evaluation, and divide them into rounds.
+
+    Raises UserError like `fit_lengths` and `encode`.
+    """
+    samples = fit_lengths(samples, tokenizer, config)
     rounds = enumerate(assign_rounds(samples, config.rounds), start=1)
     numbers = {sample.id: number for number, chosen in rounds for sample in chosen}
     items = encode(samples, tokenizer, config.max_scored_tokens, tokenizer.stop_tokens(config)[0])

@@ -1,0 +1,95 @@
+"""Cuts the documents of `workloads.lengths` to their lengths in the model's own tokens."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from stages.core.errors import UserError
+from stages.core.records import Sample
+from stages.policies.policy import PAGE_TOKENS, whole_pages
+from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
+from stages.workloads.conversation import Slot
+from stages.workloads.long import document_of, questions
+
+SLACK = 32
+"""Maximum tokens that the longest question leaves of a document's length: less than a page, because a promotion compares the
+judged length with the engine's limit in whole pages."""
+TOKENS_PER_WORD = 1.5
+"""First estimate for prose. Measurements replace it."""
+
+
+class PromptTokenizer(Protocol):
+    """The parts of `tokens.BundleTokenizer` that are used here."""
+
+    def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]: ...
+    def text_ids(self, text: str) -> list[int]: ...
+
+
+def long_samples(config: WorkloadsConfig) -> list[Sample]:
+    """Return the questions of `workloads.lengths` before `fit_lengths` cuts their documents."""
+    documents = (document_of(length, n, config.seed) for length in config.lengths for n in range(config.length_documents))
+    return [sample for document in documents for sample in questions(document, _length(document))]
+
+
+def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: WorkloadsConfig) -> list[Sample]:
+    """Return the samples with every long document cut to its length.
+
+    The longest question of a document takes at most the document's length, with its longest allowed answer, and leaves at
+    most SLACK tokens. The cut depends on the document, the tokenizer and the configuration, never on the other samples.
+
+    Args:
+        samples: The samples. Samples of other workloads are returned unchanged.
+        tokenizer: The tokenizer of the engine bundle.
+        config: The workloads of the evaluation.
+
+    Raises:
+        UserError: The records and questions of a document alone exceed its length.
+    """
+    asked = {sample.document for sample in samples}
+    documents = (document_of(length, n, config.seed) for length in config.lengths for n in range(config.length_documents))
+    words = {document: 0 for document in documents if document.id in asked}
+    longest, bare = _longest(list(words), tokenizer, config)
+    fitted, tried = dict[str, Sample](), set[tuple[Slot, int]]()
+    while words:
+        made = {document: questions(document, count) for document, count in words.items()}
+        sizes = _sizes([every[longest[document]] for document, every in made.items()], tokenizer, config)
+        for (document, every), size in zip(made.items(), sizes, strict=True):
+            length = _length(document)
+            tried.add((document, words[document]))
+            if length - SLACK <= size <= length:
+                fitted |= {sample.id: sample for sample in every}
+                del words[document]
+            else:
+                rate = (size - bare[document]) / words[document] if words[document] else TOKENS_PER_WORD
+                count = round((length - SLACK / 2 - bare[document]) / rate)
+                while (document, count) in tried:  # a line break can change the number of tokens
+                    count -= 1
+                words[document] = count
+    return [fitted.get(sample.id, sample) for sample in samples]
+
+
+def _longest(
+    documents: Sequence[Slot], tokenizer: PromptTokenizer, config: WorkloadsConfig
+) -> tuple[dict[Slot, int], dict[Slot, int]]:
+    """Return each document's longest question by index, and its tokens in a document without prose."""
+    sizes = _sizes([sample for document in documents for sample in questions(document, 0)], tokenizer, config)
+    by_document = {document: sizes[i * LONG_QUESTIONS : (i + 1) * LONG_QUESTIONS] for i, document in enumerate(documents)}
+    bare = {document: max(of) for document, of in by_document.items()}
+    least = max(bare.values(), default=0) + PAGE_TOKENS  # leaves room for prose
+    for document in documents:
+        if _length(document) < least:
+            raise UserError(
+                f"workloads.lengths={_length(document)}: the records and questions of a document alone take up to "
+                f"{least - PAGE_TOKENS:,} tokens of this model; ask at least {whole_pages(least):,}"
+            )
+    return {document: of.index(max(of)) for document, of in by_document.items()}, bare
+
+
+def _length(document: Slot) -> int:
+    return int(document.workload.rpartition("_")[2])
+
+
+def _sizes(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: WorkloadsConfig) -> list[int]:
+    """Return the number of tokens per sample, with the longest allowed answer."""
+    prompts = tokenizer.all_prompt_ids(samples)
+    room = 1 + config.extra_new_tokens
+    return [len(ids) + len(tokenizer.text_ids(sample.reference)) + room for sample, ids in zip(samples, prompts, strict=True)]

@@ -1,0 +1,123 @@
+"""Documents of given lengths, and seven questions about each document, which share its tokens.
+
+A document is prose from Python's documentation with a record after every few words: codes, homes, and wares as JSON. Documents
+of all lengths have the same number of records, so only the distances grow. Every asked code has more than 20 similar codes.
+Answers repeat sentences or records of the conversation, as in `stages.workloads.pages`, so that small models can answer. Only
+the probability of the values counts (`Sample.results`).
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import chain
+
+from stages.core.records import Sample
+from stages.workloads import documentation
+from stages.workloads.config import LONG
+from stages.workloads.conversation import Message, Slot, Split, compact_json
+from stages.workloads.pages import COLOURS, HOMES, PLACES, RESIDENTS, WARES, Fact
+
+CODES, OTHERS = 24, 6
+"""Number of codes in a document; number of homes, and of wares. They are spread evenly over the thirds of a document."""
+
+
+def document_of(length: int, number: int, seed: int, split: Split = "evaluation") -> Slot:
+    """Return the slot of a document. The slot's id is the document's id, its workload names the length."""
+    return Slot(split, f"{LONG}{length}", seed, number)
+
+
+def questions(document: Slot, words: int) -> list[Sample]:
+    """Return the questions about a document.
+
+    Args:
+        document: The slot from `document_of`.
+        words: Number of words of prose in the document, without its records.
+    """
+    rng = document.rng()
+    keys = rng.sample([f"{colour} {place}" for colour in COLOURS for place in PLACES], CODES + 1)
+    numbers = rng.sample(range(1000, 10_000), CODES + 1)
+    *codes, told = (Fact("code", key, (str(number),)) for key, number in zip(keys, numbers, strict=True))
+    names, places = rng.sample(RESIDENTS, OTHERS), rng.sample(HOMES, OTHERS)
+    homes = [Fact("home", name, (place,)) for name, place in zip(names, places, strict=True)]
+    wares = [
+        compact_json({"ware": ware, "euros": rng.randrange(100, 1000), "kilos": rng.randrange(10, 100)})
+        for ware in rng.sample(WARES, OTHERS)
+    ]
+    thirds = [[*(fact.sentence for fact in (*codes[i::3], *homes[i::3])), *wares[i::3]] for i in range(3)]
+    for third in thirds:
+        rng.shuffle(third)
+    lines = list(chain(*thirds))
+    pages = [" ".join(page) for page in documentation.pages(document.split)]
+    rng.shuffle(pages)
+    text = _between(lines, " ".join(pages).split(), words)
+
+    early, middle, late = (codes[i::3] for i in range(3))
+    shared = [*_worked(early[0]), *_worked(homes[1]), ("user", _ware_question(wares[1])), ("assistant", wares[1])]
+    shared[0] = ("user", f"{text}\n\n{early[0].question}")
+    instruction = f"Instruction: first name the home of {homes[0].key}, then give the code of the {late[1].key}."
+    summary = f"Summarize the codes of the {early[1].key} and the {middle[1].key}, and the home of {homes[2].key}."
+    remember: list[Message] = [
+        ("user", f"Please remember this as well.\n{told.sentence}"),
+        ("assistant", "I will remember it."),
+        *_worked(middle[2]),
+    ]
+
+    def mention(kind: str, question: str, facts: Sequence[Fact], history: Sequence[Message] = ()) -> Sample:
+        placed = len(facts) == 1 and facts[0] is not told
+        values = tuple(fact.values[0] for fact in facts)
+        reference = " ".join(fact.sentence for fact in facts)
+        return Sample(
+            id=f"{document.id}-{kind}",
+            workload=document.workload,
+            reference=reference,
+            messages=(*shared, *history, ("user", question)),
+            check="mention",
+            document=document.id,
+            depth=lines.index(facts[0].sentence) / len(lines) if placed else None,
+            mentions=values,
+            distractors=tuple(fact.values[0] for fact in (*codes, *homes, told) if fact not in facts),
+            results=_places(reference, values),
+        )
+
+    values = [str(value) for value in list(json.loads(wares[2]).values())[1:]]
+    return [
+        mention("early", early[2].question, [early[2]]),
+        mention("middle", middle[0].question, [middle[0]]),
+        mention("late", late[0].question, [late[0]]),
+        mention("instruction", instruction, [homes[0], late[1]]),
+        mention("turn", told.question, [told], remember),
+        mention("summary", summary, [early[1], middle[1], homes[2]]),
+        Sample(
+            id=f"{document.id}-json",
+            workload=document.workload,
+            reference=wares[2],
+            messages=(*shared, ("user", _ware_question(wares[2]))),
+            check="json",
+            document=document.id,
+            results=_places(wares[2], values),
+        ),
+    ]
+
+
+def _between(lines: Sequence[str], prose: Sequence[str], words: int) -> str:
+    """Return the lines with `words` words of prose spread between them. Prose that ends begins again."""
+    prose = (list(prose) * (words // len(prose) + 1))[:words]
+    ends = [words * number // len(lines) for number in range(len(lines) + 1)]
+    parts = [(" ".join(prose[low:high]), line) for low, high, line in zip(ends, ends[1:], lines, strict=False)]
+    return "\n".join(part for pair in parts for part in pair if part)
+
+
+def _worked(fact: Fact) -> list[Message]:
+    return [("user", fact.question), ("assistant", fact.sentence)]
+
+
+def _ware_question(record: str) -> str:
+    return f"What is the JSON record of the {json.loads(record)['ware']}?"
+
+
+def _places(reference: str, values: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Return the character ranges of values that the reference has in this order."""
+    places, start = [], 0
+    for value in values:
+        start = reference.index(value, start)
+        places.append((start, start + len(value)))
+    return tuple(places)

@@ -1,0 +1,170 @@
+"""Questions about long documents: their facts, the cut to a length, and refusals."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from evaluations import builtin_workloads
+from judged_engine import config_of
+
+from pipeline.chain.inputs import _check_lengths
+from stages.checkpoints.description import inspect_checkpoint
+from stages.core.errors import UserError
+from stages.core.records import Sample
+from stages.evaluate.inputs.checks import judge
+from stages.evaluate.inputs.lengths import SLACK, fit_lengths, long_samples
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode, encode_rounds
+from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
+from stages.workloads.documentation import SPLITS, pages
+from stages.workloads.long import CODES, document_of, questions
+
+DOCUMENTS = [document_of(2048, number, seed=0) for number in range(20)]
+RECORD = re.compile(r"The (code|home) of |\{\"ware")
+CODE = re.compile(r"The code of the (\w+ \w+) is (\d{4})\.")
+
+
+def document(sample: Sample) -> str:
+    return sample.messages[0][1].rpartition("\n\n")[0]
+
+
+def long_workloads(**changes: Any) -> WorkloadsConfig:
+    return builtin_workloads(**{"lengths": [1216, 1536], "length_documents": 2, **changes})
+
+
+def test_a_document_is_the_same_at_every_call_and_another_for_another_number_seed_and_split() -> None:
+    first = DOCUMENTS[0]
+    assert questions(first, 300) == questions(first, 300)
+    others = [DOCUMENTS[1], replace(first, seed=1), replace(first, split="calibration"), document_of(4096, 0, seed=0)]
+    texts = {document(questions(slot, 300)[0]) for slot in (first, *others)}
+    assert len(texts) == 5
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_document_quotes_the_pages_of_its_split_only(split: Any) -> None:
+    slot = document_of(2048, 0, seed=0, split=split)
+    lines = document(questions(slot, 30_000)[0]).split("\n")
+    prose = " ".join(line for line in lines if not RECORD.match(line))
+    for other in SPLITS:
+        paragraphs = [paragraph for page in pages(other) for paragraph in page]
+        assert sum(paragraph in prose for paragraph in paragraphs) == (len(paragraphs) if other == split else 0)
+
+
+@pytest.mark.parametrize("slot", DOCUMENTS, ids=lambda slot: slot.id)
+def test_questions_ask_each_third_an_instruction_a_turn_a_summary_and_json(slot: Any) -> None:
+    asked = {sample.id.rpartition("-")[2]: sample for sample in questions(slot, 500)}
+    assert list(asked) == ["early", "middle", "late", "instruction", "turn", "summary", "json"]
+    assert len(asked) == LONG_QUESTIONS
+    assert len({document(sample) for sample in asked.values()}) == 1
+    text = document(asked["early"])
+    for third, kind in enumerate(("early", "middle", "late")):
+        sample = asked[kind]
+        assert sample.depth is not None
+        assert int(sample.depth * 3) == third
+        assert text.count(sample.reference) == 1
+    home, code = asked["instruction"].mentions
+    assert text.index(home) < text.index(code)  # a late instruction reads an early fact
+    assert asked["turn"].reference not in text
+    assert asked["turn"].reference in asked["turn"].messages[-5][1]
+    assert len(asked["summary"].mentions) == 3
+    assert asked["json"].reference in text
+
+
+@pytest.mark.parametrize("slot", DOCUMENTS, ids=lambda slot: slot.id)
+def test_every_asked_code_has_twenty_similar_codes_and_no_worked_answer_gives_it_away(slot: Any) -> None:
+    for sample in questions(slot, 0):
+        codes = dict(CODE.findall(document(sample)))
+        assert len(codes) == len(set(codes.values())) == CODES
+        answers = " ".join(text for role, text in sample.messages if role == "assistant")
+        assert not any(value in answers for value in sample.mentions)
+        wrong = set(codes.values()) - set(sample.mentions)
+        assert sample.check == "json" or (len(wrong) > 20 and wrong <= {*sample.distractors})
+
+
+def test_references_are_right_other_records_are_wrong_and_only_values_are_scored() -> None:
+    for sample in (sample for slot in DOCUMENTS for sample in questions(slot, 100)):
+        assert judge(sample, sample.reference).correct
+        scored = [sample.reference[start:stop] for start, stop in sample.results]
+        if sample.check == "json":
+            record = json.loads(sample.reference)
+            assert scored == [str(record["euros"]), str(record["kilos"])]
+            assert not judge(sample, sample.reference.replace(scored[0], "1")).correct
+        else:
+            assert scored == list(sample.mentions)
+            for distractor in sample.distractors:
+                assert not judge(sample, sample.reference.replace(sample.mentions[0], distractor)).correct
+
+
+def test_more_words_make_a_longer_document_with_the_same_records_also_beyond_all_documentation() -> None:
+    texts = [document(questions(DOCUMENTS[0], words)[0]) for words in (0, 500, 100_000)]
+    assert [len(CODE.findall(text)) for text in texts] == [CODES] * 3
+    counts = [len(text.split()) for text in texts]
+    assert (counts[1] - counts[0], counts[2] - counts[0]) == (500, 100_000)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_documents_fill_their_lengths_and_their_questions_share_one_prefix(chat: bool, tiny_checkpoint: Path) -> None:
+    tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads()
+    if not chat:
+        tokenizer._tokenizer.chat_template = None
+    encoded = encode_rounds(long_samples(config), tokenizer, config).items
+    assert len(encoded) == 2 * 2 * LONG_QUESTIONS
+    for name in dict.fromkeys(item.sample.document for item in encoded):
+        items = [item for item in encoded if item.sample.document == name]
+        length = int(items[0].sample.workload.removeprefix("long_"))
+        longest = max(len(item.prompt) + len(item.reference) + config.extra_new_tokens for item in items)
+        assert length - SLACK <= longest <= length
+        (shared,) = {item.prompt[: item.shared] for item in items}
+        assert len(tokenizer.text_ids(document(items[0].sample))) < len(shared) < min(len(item.prompt) for item in items)
+        assert all(item.results for item in items)
+
+
+def test_the_cut_of_a_document_depends_on_no_other_sample(tiny_checkpoint: Path) -> None:
+    tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads()
+    samples, other = long_samples(config), Sample("mine", "custom", "a", prompt="b c")
+    fitted = {sample.id: sample for sample in fit_lengths([other, *samples], tokenizer, config)}
+    assert fitted["mine"] == other
+    last = [sample for sample in samples if sample.document == samples[-1].document]
+    assert fit_lengths(last, tokenizer, config) == [fitted[sample.id] for sample in last]
+
+
+def test_a_length_that_the_records_exceed_is_refused_with_one_that_they_do_not(tiny_checkpoint: Path) -> None:
+    tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads(lengths=[512])
+    with pytest.raises(UserError, match=r"workloads.lengths=512: .* alone take up to .* ask at least 1,\d+") as refusal:
+        fit_lengths(long_samples(config), tokenizer, config)
+    least = int(str(refusal.value).rpartition(" ")[2].replace(",", ""))
+    enough = long_workloads(lengths=[least])
+    assert encode(fit_lengths(long_samples(enough), tokenizer, enough), tokenizer, 64)
+
+
+def test_lengths_replace_the_samples_and_the_bins() -> None:
+    config = long_workloads(lengths=[8192, 1024])
+    assert (config.samples, config.context_bins) == ({}, [0, 768, 6144])
+    assert WorkloadsConfig.model_validate(config.model_dump()) == config
+    with pytest.raises(ValueError, match="lengths must be different"):
+        long_workloads(lengths=[1024, 1024])
+
+
+@pytest.mark.parametrize(
+    ("given", "memory", "refusal"),
+    [
+        (["workloads.lengths=[40000]"], 1 << 40, "workloads.lengths=40000: the model was made for 32,768 tokens; ask at most"),
+        (["backend=tensorrt_rtx", "backend.max_tokens=640", "workloads.lengths=[1024]"], 1 << 40, "is configured for 640 tok"),
+        (["workloads.lengths=[1024]", "workloads.length_documents=8"], 1 << 40, "length_documents=8: .* gates.min_samples"),
+        (
+            ["workloads.lengths=[1024,32768]"],
+            100 << 20,
+            "lengths=32768: the caches of 4 documents .* ask at most 12,800 tokens",
+        ),
+    ],
+)
+def test_lengths_that_cannot_be_judged_are_refused_in_one_line(
+    given: list[str], memory: int, refusal: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.chain.inputs.virtual_memory", lambda: SimpleNamespace(total=memory))
+    with pytest.raises(UserError, match=refusal) as refused:
+        _check_lengths(config_of(*given), inspect_checkpoint(tiny_checkpoint))
+    assert "\n" not in str(refused.value)
