@@ -11,6 +11,7 @@ import numpy as np
 from stages.core.errors import GateRefusal, UserError
 from stages.core.records import Progress
 from stages.engines.interface import Engine
+from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.comparison import Comparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
@@ -90,17 +91,9 @@ def measure(
     repeated = {item.sample.id for item in repeated_samples(scored, config)}
     comparison = None
     if reference is not None:  # the baseline determines the allowed distance of a candidate from its reference engine
-        limit, layers = reference.limits(usual)
+        comparer = Comparer(engine, reference.with_rounding_of(usual), *reference.limits(usual))
         chosen = spread(scored, config.conformance_samples)
-        comparison = Comparison(
-            engine,
-            reference.with_rounding_of(usual),
-            SampleRun(scored, heads, named),
-            chosen,
-            batch_size=config.batch_size,
-            limit=limit,
-            layers=layers,
-        )
+        comparison = Comparison(comparer, SampleRun(scored, heads, named), chosen, batch_size=config.batch_size)
 
     with unfinished(out, workloads_digest(scored)) as folder:
 

@@ -71,9 +71,6 @@ class Spec:
     """The only group_size of another library's type; such a type is symmetric and has dynamic scales."""
     reference_only: bool = False
     """Whether only the reference engine supports the format."""
-    neighbour: str | None = None
-    """Format of equal size that an engine could confuse with this one."""
-
     native: tuple[int | None, int | None] = (None, None)
     """Numbers in stages/engines/onnx/native/codes.h for symmetric and asymmetric codes; None if the kernel lacks them."""
     modelopt_bits: int | tuple[int, int] | None = None

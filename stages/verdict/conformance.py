@@ -107,11 +107,9 @@ class Deviation(Record):
     position: int
     """Position in the sequence, from 0."""
     page_offset: int
-    """Position within the page."""
     batch_row: int | None
     """Row of the decode step that computed this token; null for a token of the prompt."""
     batch_size: int | None
-    """Number of sequences in that step."""
     act: Literal["stored", "read", "computed"]
     """stored: the policy would store another vector. read: the decode step of this token misread the cache.
     computed: the logits differ, and the engine does not expose its cache."""
@@ -121,15 +119,12 @@ class Deviation(Record):
     side: str | None
     head: int | None
 
-    def __str__(self) -> str:
-        return self.told(f" of sample {self.sample}")
-
-    def told(self, of_whom: str = "") -> str:
-        """Return a description of the place. `of_whom` is inserted after the position."""
+    def told(self, sample: str = "") -> str:
+        """Return a description of the place. `sample` is inserted after the position."""
         where = f"position {self.position} (page offset {self.page_offset}"
         if self.batch_row is not None:
             where += f", row {self.batch_row} of a batch of {self.batch_size}"
-        where += f"){of_whom}"
+        where += f"){sample}"
         if self.layer is not None:
             head = "" if self.head is None else f" head {self.head}"
             upto = "up to " if self.act == "read" and self.layer else ""
@@ -138,16 +133,12 @@ class Deviation(Record):
 
 
 class Explanation(Record):
-    """A variant of the policy that explains a deviation: the reference engine under this variant is much closer to
-    the engine than the reference engine is."""
+    """A mistake that explains a deviation: a reference engine with this mistake is much closer to the engine."""
 
     what: str
-    """Behaviour of the variant, as a clause."""
+    """Behaviour of the engine, as a clause."""
     kl: float
-    """Mean KL(variant || engine) of the request, nats."""
-
-    def __str__(self) -> str:
-        return f"{self.what} (KL {self.kl:.1e} from an reference engine that does so)"
+    """Mean KL(reference engine with the mistake || engine) of the request, nats."""
 
 
 class EngineConformance(Record):
@@ -155,20 +146,21 @@ class EngineConformance(Record):
 
     policy: str
     requests: list[ComparedRequest]
+    limit: float = ALLOWED
+    """Maximum distance of a request's logits, in roundings."""
     deviation: Deviation | None = None
     """First deviation of the worst request; null if no request is off by more than rounding allows."""
     kl: Number = None
     """Mean KL(reference engine || engine) of that request, each over its own cache; null if no request deviates."""
-    twin_kl: Number = None
+    reference_kl: Number = None
     """Mean KL(FP16 baseline || reference engine) of that request: the cost of the policy itself; null for the baseline."""
     explanation: Explanation | None = None
-    """Variant of the policy that the engine seems to compute; null if no variant that was tried fits."""
-    limit: Number = None
-    """Allowed distance in roundings if the rounding is measured; null if it is assumed (`allowed` then applies)."""
+    """Mistake that the engine seems to make; null if no mistake that was tried fits."""
 
-    def ranked(self, limit: float) -> list[float]:
-        """Return each request's worst figure as a multiple of its allowed maximum, the worst request first."""
-        return sorted((request.times_allowed(limit) for request in self.requests), reverse=True)
+    @property
+    def ranked(self) -> list[float]:
+        """Each request's worst figure as a multiple of its allowed maximum, the worst request first."""
+        return sorted((request.times_allowed(self.limit) for request in self.requests), reverse=True)
 
 
 class Conformance(Record):
@@ -191,13 +183,6 @@ def allowed(baseline: Sequence[ComparedRequest]) -> float:
     return ALLOWED * min(max(1.0, worst), ALLOWED)
 
 
-def limits(record: Conformance) -> dict[str, float]:
-    """Return the maximum distance in roundings by engine."""
-    usual = {"baseline": ALLOWED, "candidate": allowed(record.baseline.requests)}
-    engines = {"baseline": record.baseline, "candidate": record.candidate}
-    return {name: usual[name] if engine.limit is None else engine.limit for name, engine in engines.items()}
-
-
 def bounded(count: int, fault: str) -> str:
     """Return a clause with the largest share of requests that may still have a fault after `count` requests without it.
 
@@ -206,29 +191,30 @@ def bounded(count: int, fault: str) -> str:
     return f"so that at most {100 * (1 - 0.05 ** (1 / count)):.2g} % of requests {fault} (95 %)"
 
 
-def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
+def describe(engine: EngineConformance, *, judged: bool) -> str:
     """Return a line that says whether an engine computes its policy, and the place of the first deviation if it does not."""
-    ranked = engine.ranked(limit)
+    policy, ranked = engine.policy, engine.ranked
     if not ranked:
         return "no request was compared with the reference engine (workloads.conformance_samples=0), so that nothing passes"
     count = len(ranked)
     largest = max(or_infinite(request.engine.kl_max) for request in engine.requests)
     if not judged:
         mean = sum(or_infinite(request.engine.kl_mean) for request in engine.requests) / count
-        return f"{engine.policy} in an arithmetic of its own: KL {mean:.1e} from the reference engine's, at most {largest:.1e}"
+        return f"{policy} in an arithmetic of its own: KL {mean:.1e} from the reference engine's, at most {largest:.1e}"
     deviating = sum(times > 1 for times in ranked)
     if not deviating:
         return (
-            f"computes {engine.policy} as the reference engine does: none of {count} requests differs by more than rounding "
+            f"computes {policy} as the reference engine does: none of {count} requests differs by more than rounding "
             f"(KL at most {largest:.1e}, {ranked[0]:.2g} of what is allowed), {bounded(count, 'deviate')}"
         )
-    cost = "" if engine.twin_kl is None else f", which is {engine.twin_kl:.1e} from FP16"
-    kl = "not finite" if engine.kl is None else f"{engine.kl:.1e}"
-    place = "" if engine.deviation is None else f", {engine.deviation}"
-    problem = next((f", {request.problem}" for request in engine.requests if request.problem), "")
-    second = "" if count < 2 else f", the next {ranked[1]:.2g}"
-    fits = "" if engine.explanation is None else f": it is as if {engine.explanation}"
-    return (
-        f"does not compute {engine.policy} (KL {kl} from the reference engine{cost}){fits}{place}{problem}; {deviating} of "
-        f"{count} requests differ by more than rounding, the worst by {ranked[0]:.2g} times what is allowed{second}"
+    said = f"does not compute {policy} (KL {or_infinite(engine.kl):.1e} from the reference engine"
+    said += ")" if engine.reference_kl is None else f", which is {engine.reference_kl:.1e} from FP16)"
+    if engine.explanation is not None:
+        said += f": it is as if {engine.explanation.what} (KL {engine.explanation.kl:.1e} from a reference engine like that)"
+    if engine.deviation is not None:
+        said += f", {engine.deviation.told(f' of sample {engine.deviation.sample}')}"
+    said += next((f", {request.problem}" for request in engine.requests if request.problem), "")
+    said += (
+        f"; {deviating} of {count} requests differ by more than rounding, the worst by {ranked[0]:.2g} times what is allowed"
     )
+    return said if count < 2 else f"{said}, the next {ranked[1]:.2g}"

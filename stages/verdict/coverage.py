@@ -125,28 +125,28 @@ class Probe(Record):
     `failures` name the sequences that deviate, and the places.
     """
 
-    tokens: int
-    """Tokens of the longest sequence."""
-    decoded: int
-    """Maximum decoded tokens of a sequence."""
-    batch: int
-    """Maximum sequences in a decode step."""
-    page_offsets: int
-    """Number of offsets within a page for which a token was compared."""
-    forks: int
-    requests: int
-    """Number of sequences that were started and released."""
-    rows: int
-    """Number of decoded tokens and prompts that were compared with the reference engine."""
     failures: list[str]
     allocation: Allocation
-    together: int
+    tokens: int = 0
+    """Tokens of the longest sequence."""
+    decoded: int = 0
+    """Maximum decoded tokens of a sequence."""
+    batch: int = 0
+    """Maximum sequences in a decode step."""
+    page_offsets: int = 0
+    """Number of offsets within a page for which a token was compared."""
+    forks: int = 0
+    requests: int = 0
+    """Number of sequences that were started and released."""
+    rows: int = 0
+    """Number of decoded tokens and prompts that were compared with the reference engine."""
+    together: int = 0
     """Length in tokens that two sequences of one batch, or more, reached at once."""
-    prompts: int
+    prompts: int = 0
     """Number of prompts and of their later chunks whose logits were compared."""
-    turns: int
+    turns: int = 0
     """Number of prompt chunks that were added to sequences after decoding."""
-    prefixes: int
+    prefixes: int = 0
     """Number of prompts that began like an earlier prompt, on an engine with prefix caching."""
     steps: int = 0
     """Decode steps of the engine."""

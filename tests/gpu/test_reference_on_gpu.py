@@ -18,7 +18,7 @@ from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine, load_engine
 from stages.engines.reference.formats import dequantize, quantize
 from stages.engines.reference.formats import static_scales as static_of
-from stages.engines.reference.relatives import relatives
+from stages.evaluate.conformance.explanation import relatives
 from stages.policies.formats import Format
 from stages.policies.policy import Eviction, Side
 from stages.policies.scales import SideScales

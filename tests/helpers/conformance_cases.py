@@ -15,6 +15,7 @@ from stages.core.records import no_progress
 from stages.engines.interface import Engine
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
+from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.comparison import Comparison
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.rows import SampleRun
@@ -50,9 +51,8 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
 
 def compare(engine: Engine, reference: ReferenceEngine, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
     """Force-decode samples on an engine and compare every sample with the reference."""
-    comparison = Comparison(
-        engine, reference, SampleRun(encoded, None, no_progress), range(len(encoded)), batch_size=batch_size
-    )
+    run = SampleRun(encoded, None, no_progress)
+    comparison = Comparison(Comparer(engine, reference), run, range(len(encoded)), batch_size=batch_size)
     comparison.decode_missing()
     return comparison.result()
 

@@ -17,7 +17,7 @@ from stages.engines.reference import attention, engine, formats, placing
 from stages.engines.reference.attention import AttentionPiece, Block, Fed
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import head
-from stages.engines.reference.relatives import relatives
+from stages.evaluate.conformance.explanation import relatives
 from stages.policies.policy import Eviction, KVPolicy, Side
 
 DEVICE = torch.device("meta")

@@ -22,7 +22,7 @@ from stages.engines.reference.formats import CPU
 from stages.engines.reference.heavy import SIDES, HeavyCache, HeavyView
 from stages.engines.reference.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.reference.placing import place, within_memory
-from stages.engines.reference.replay import Replay, ReplayView, Tape, disturbed
+from stages.engines.reference.replay import Replay, ReplayView, disturbed
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
@@ -208,15 +208,15 @@ class TorchEngine(ChunkedEngine):
         lengths, passes = [len(one.tokens) for one in sequences], 2 if rounding else 1
         ids = [token for one in sequences for token in one.tokens]
         positions = torch.cat([torch.arange(length) for length in lengths])
-        tapes = [Tape(self.policy, self.storages, layers) for layers in caches or [()] * len(sequences)]
-        parts: list[list[View]] = []
-        for one, tape in zip(sequences, tapes, strict=True):
+        parts: list[Sequence[View]] = []
+        for one, layers in zip(sequences, caches or [()] * len(sequences), strict=True):
             spans = one.spans(self.prefill_chunk, itself=self.reads_itself)
             if self._keeps_heavy:
                 parts.append([self._whole(spans) for _ in range(passes)])
             else:
                 blocks = self._plan(spans)
-                parts.append([ReplayView(tape, blocks, disturbed=second) for second in (False, True)[:passes]])
+                first = ReplayView(self.policy, self.storages, layers, blocks)
+                parts.append([first, ReplayView(self.policy, self.storages, layers, blocks, first)][:passes])
         views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
         with disturbed(self.model, rounding) if rounding else nullcontext():
             hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
@@ -225,7 +225,8 @@ class TorchEngine(ChunkedEngine):
             [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
             for row in hidden
         ]
-        errors = [[{side: found.cpu() for side, found in layer.items()} for layer in tape.errors] for tape in tapes]
+        firsts = [part[0].errors if isinstance(part[0], ReplayView) else [] for part in parts]
+        errors = [[{side: error.cpu() for side, error in layer.items()} for layer in layers] for layers in firsts]
         return [Replay(sound, off, found) for sound, off, found in zip(rows[0], rows[-1], errors, strict=True)]
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:

@@ -11,8 +11,8 @@ Shapes: H KV heads, T tokens of the sequence, n tokens of a copy, D head_dim, W 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,69 +66,69 @@ class Replay:
         return replace(self, logits=self.logits[-rows:], disturbed=self.disturbed[-rows:])
 
 
-@dataclass
-class Tape:
-    """State that the undisturbed and the disturbed row of a sequence share."""
-
-    policy: KVPolicy
-    storages: Sequence[LayerStorage]
-    caches: Sequence[Mapping[Side, StoredCopy]]
-    """The engine's stored copies by layer. If empty, the reference engine's own copies are read."""
-    errors: list[dict[Side, Errors]] = field(default_factory=list)
-    exact: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
-    """Vectors (H, T, D) that the undisturbed row computed in the current layer; `nearest` has their nearest codes."""
-    nearest: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
-
-
 class ReplayView(BlockView):
-    """A sequence in one row of a replay. The undisturbed row comes first in the batch."""
+    """A sequence in one row of a replay. The undisturbed row of a sequence comes first in the batch."""
 
     first_row = 0
 
-    def __init__(self, tape: Tape, blocks: Sequence[Block], *, disturbed: bool) -> None:
-        self.tape, self.blocks, self.disturbed = tape, blocks, disturbed
+    def __init__(
+        self,
+        policy: KVPolicy,
+        storages: Sequence[LayerStorage],
+        shown: Sequence[Mapping[Side, StoredCopy]],
+        blocks: Sequence[Block],
+        undisturbed: "ReplayView | None" = None,
+    ) -> None:
+        """Prepare a row.
+
+        Args:
+            policy: The policy.
+            storages: The reference engine's storages by layer.
+            shown: The engine's stored copies by layer. If empty, the reference engine's own copies are read.
+            blocks: The plan of the row's attention.
+            undisturbed: The undisturbed row of the sequence; None for this row itself.
+        """
+        self.policy, self.storages, self.shown, self.blocks, self.undisturbed = policy, storages, shown, blocks, undisturbed
+        self.errors: list[dict[Side, Errors]] = []
+        """Errors by layer. Both rows' errors are in the undisturbed row."""
+        self.computed: dict[Side, tuple[Tensor, Tensor]] = {}
+        """Computed vectors (H, T, D) of the current layer, and their nearest codes as numbers."""
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        if not self.disturbed:
-            self.tape.errors.append({})
-            self.tape.exact.clear()
-            self.tape.nearest.clear()
+        self.errors.append({})
+        self.computed.clear()
         return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
-        tape = self.tape
-        storages = tape.storages[layer]
-        exact, own, window, recent, new = one_pass(tape.policy, storages, base, x, None)
-        shown = tape.caches[layer] if tape.caches else {}
+        exact, own, window, recent, new = one_pass(self.policy, self.storages[layer], base, x, None)
+        shown = self.shown[layer] if self.shown else {}
         if base in shown and own is not None:
-            own = self._replaced(layer, base, own, x, read_copy(shown[base], storages[base], x.device), shown[base].evicted)
+            own = self._replaced(layer, base, own, x, shown[base])
         if base.window in shown and window is not None:
-            copy = read_copy(shown[base.window], storages[base.window], x.device)
-            window = self._replaced(layer, base.window, window, x, copy)
+            window = self._replaced(layer, base.window, window, x, shown[base.window])
         return exact, own, window, recent, new
 
-    def _replaced(
-        self, layer: int, side: Side, own: Copies, x: Tensor, shown: Copies, evicted: tuple[int, int] = (0, 0)
-    ) -> Copies:
+    def _replaced(self, layer: int, side: Side, own: Copies, x: Tensor, copy: StoredCopy) -> Copies:
         """Record the errors of the engine's copy; return the reference engine's own copy with the engine's tokens in it.
 
         Evicted tokens keep the reference engine's values.
         """
-        tape, first = self.tape, shown.begin
-        end = min(own.tokens.shape[1], first + shown.tokens.shape[1])
-        part = slice(first, end)
-        theirs, lost = shown.tokens[:, : end - first], slice(*evicted)
-        theirs[:, lost] = own.tokens[:, part][:, lost]
-        if not self.disturbed:
-            tape.exact[layer, side], tape.nearest[layer, side] = x, own.tokens
-            error = _excess(theirs, x[:, part], own.tokens[:, part])
-            tape.errors[layer][side] = Errors(first, error, torch.zeros_like(error))
+        stored = read_copy(copy, self.storages[layer][side], x.device)
+        part, lost = slice(copy.first, min(own.tokens.shape[1], copy.first + stored.shape[1])), slice(*copy.evicted)
+        stored = stored[:, : part.stop - part.start]
+        stored[:, lost] = own.tokens[:, part][:, lost]
+        if self.undisturbed is None:
+            self.computed[side] = x, own.tokens
+            error = _excess(stored, x[:, part], own.tokens[:, part])
+            self.errors[layer][side] = Errors(copy.first, error, torch.zeros_like(error))
         else:
-            error = _excess(own.tokens[:, part], tape.exact[layer, side][:, part], tape.nearest[layer, side][:, part])
+            exact, nearest = self.undisturbed.computed[side]
+            error = _excess(own.tokens[:, part], exact[:, part], nearest[:, part])
             error[:, lost] = 0
-            tape.errors[layer][side] = Errors(first, tape.errors[layer][side].engine, error)
+            errors = self.undisturbed.errors[layer]
+            errors[side] = replace(errors[side], disturbed=error)
         joined = own.tokens.clone()
-        joined[:, part] = theirs
+        joined[:, part] = stored
         return Copies(joined)
 
 
@@ -139,24 +139,19 @@ def _excess(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
     return excess.nan_to_num(nan=torch.inf)
 
 
-def read_copy(copy: StoredCopy, storage: Storage, device: torch.device) -> Copies:
+def read_copy(copy: StoredCopy, storage: Storage, device: torch.device) -> Tensor:
     """Dequantize an engine's codes and scales: (H, n, D) float32 on a device."""
-    code, scales = storage.form.code, _tensor(copy.scale, device)
-    codes = _tensor(copy.codes, device).view(getattr(torch, code.storage.torch))
-    if scales is not None:
-        scales = scales.view(getattr(torch, code.scale_storage.torch))
-    stored = Stored(codes, scales, _tensor(copy.zero, device))
-    scale = _tensor(copy.static_scale, device)
-    static = None if scale is None else Static(scale, _tensor(copy.static_zero, device))
-    return Copies(dequantize(stored, storage.form, static), copy.first)
 
+    def tensor(array: npt.NDArray[Any] | None, dtype: str | None = None) -> Any:
+        if array is None:
+            return None
+        moved = torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return moved if dtype is None else moved.view(getattr(torch, dtype))
 
-@overload
-def _tensor(array: npt.NDArray[Any], device: torch.device) -> Tensor: ...
-@overload
-def _tensor(array: npt.NDArray[Any] | None, device: torch.device) -> Tensor | None: ...
-def _tensor(array: npt.NDArray[Any] | None, device: torch.device) -> Tensor | None:
-    return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    code = storage.form.code
+    scale, zero = tensor(copy.scale, code.scale_storage.torch), tensor(copy.zero)
+    static = None if copy.static_scale is None else Static(tensor(copy.static_scale), tensor(copy.static_zero))
+    return dequantize(Stored(tensor(copy.codes, code.storage.torch), scale, zero), storage.form, static)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stages.engines.interface import Engine
-from stages.evaluate.conformance.request import PASS_TOKENS
-from stages.evaluate.conformance.sequence import StressSequence
+from stages.evaluate.conformance.deviations import PASS_TOKENS
+from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.decoding.system import STATM, resident_bytes
 
@@ -75,7 +75,7 @@ def wear(test: StressTest) -> None:
     pair = [test.sequence(f"one of {count} equal requests", length, WEAR_STEPS) for length in (37, 5)[: test.largest]]
     first, changed, resident = list[Marks](), list[float](), list[int]()
     for number in range(count):
-        again = [StressSequence(one.role, one.prompt, list(one.ahead), watched=number == 0) for one in pair]
+        again = [ForcedSequence(one.name, one.prompt, list(one.ahead), watched=number == 0) for one in pair]
         test.prefill(*again)
         test.decode(*again, steps=WEAR_STEPS)
         test.release(*again)
@@ -109,7 +109,7 @@ def _start_sleepers(test: StressTest) -> list[int]:
     return first + [engine.fork(first[0]) for _ in range(count - 1)]
 
 
-def _kinds(test: StressTest) -> list[StressSequence]:
+def _kinds(test: StressTest) -> list[ForcedSequence]:
     """Return the watched requests, which are sent repeatedly."""
     most = test.max_tokens
     shapes = [(test.length(low, high), steps) for low, high, steps in SHORT if high + steps <= most]
@@ -119,31 +119,31 @@ def _kinds(test: StressTest) -> list[StressSequence]:
     return [test.sequence(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
 
 
-def _arrivals(test: StressTest, kinds: Sequence[StressSequence], strangers: int) -> Iterator[StressSequence]:
-    """Yield the requests in order of arrival. All runs have the same lengths in the same order. Strangers have no role."""
+def _arrivals(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int) -> Iterator[ForcedSequence]:
+    """Yield the requests in order of arrival. All runs have the same lengths in the same order. Strangers have no name."""
     order, tokens = np.random.default_rng([test.seed, 0]), np.random.default_rng([test.seed, strangers])
     long = len(kinds) - len(LONG)
     for is_long in order.permutation(np.arange(test.config.requests) % 5 == 4):  # not periodic: rare faults may be
         kind = kinds[int(order.integers(long, len(kinds)) if is_long else order.integers(long))]
         parts = order.integers(4) == 0
         if order.integers(3):
-            yield StressSequence(kind.role, kind.prompt, list(kind.ahead))
+            yield ForcedSequence(kind.name, kind.prompt, list(kind.ahead))
             continue
         drawn: list[int] = tokens.integers(0, test.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
         prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # some strangers begin like a watched request
-        yield StressSequence("", prompt, drawn[len(kind.prompt) :], watched=False)
+        yield ForcedSequence("", prompt, drawn[len(kind.prompt) :], watched=False)
 
 
-def _serve(test: StressTest, kinds: Sequence[StressSequence], strangers: int, *, compared: bool = False) -> list[Marks]:
+def _serve(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int, *, compared: bool = False) -> list[Marks]:
     """Serve the crowd; return some logits per watched token, in order."""
     waiting = deque(_arrivals(test, kinds, strangers))
     marks: list[Marks] = []
-    live: list[StressSequence] = []
+    live: list[ForcedSequence] = []
     while waiting or live:
         arrived = [waiting.popleft() for _ in range(min(test.largest - len(live), len(waiting)))]
         for sequence in arrived:
             sequence.watched &= compared
-            sequence.role = sequence.role and f"{sequence.role}, quarter {4 - 4 * len(waiting) // (test.config.requests + 1)}"
+            sequence.name = sequence.name and f"{sequence.name}, quarter {4 - 4 * len(waiting) // (test.config.requests + 1)}"
         if test.engine.can(Engine.forced_together):
             test.serve(arrived)
             live, leaving = [], arrived
@@ -155,13 +155,13 @@ def _serve(test: StressTest, kinds: Sequence[StressSequence], strangers: int, *,
             leaving = [sequence for sequence in live if not sequence.ahead]
             live = [sequence for sequence in live if sequence.ahead]
             test.release(*leaving)
-        marks += [mark for sequence in leaving if sequence.role for mark in _marks(sequence)]
+        marks += [mark for sequence in leaving if sequence.name for mark in _marks(sequence)]
         test.compare(PASS_TOKENS)
     return marks
 
 
-def _marks(sequence: StressSequence) -> list[Marks]:
-    return [row[:: max(1, len(row) // WATCHED_LOGITS)].copy() for row in sequence.request.logits]
+def _marks(sequence: ForcedSequence) -> list[Marks]:
+    return [row[:: max(1, len(row) // WATCHED_LOGITS)].copy() for row in sequence.logits]
 
 
 def _difference(one: Sequence[Marks], other: Sequence[Marks]) -> npt.NDArray[np.float64]:

@@ -28,7 +28,7 @@ LEAST_MEASURED = 1 / 16
 
 @dataclass(frozen=True)
 class ReferenceEngine:
-    """An `TorchEngine` and the activation type of the engine under comparison."""
+    """A `TorchEngine` and the activation type of the engine under comparison."""
 
     engine: TorchEngine
     compute_dtype: str | None
@@ -50,10 +50,9 @@ class ReferenceEngine:
         worst = max(request.roundings for request in baseline.requests)
         return replace(self, measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)))
 
-    def run_as(self, engine: Engine) -> "ReferenceEngine":
-        """Use the engine's prefill chunks and its `reads_itself` from now on; return self."""
+    def run_as(self, engine: Engine) -> None:
+        """Use the engine's prefill chunks and its `reads_itself` from now on."""
         self.engine.prefill_chunk, self.engine.reads_itself = engine.prefill_chunk, engine.reads_itself
-        return self
 
     @property
     def model_tokens(self) -> int | None:
@@ -62,18 +61,10 @@ class ReferenceEngine:
         return positions
 
     def replay(
-        self,
-        sequences: Sequence[Fed],
-        caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (),
-        reference: TorchEngine | None = None,
-        *,
-        disturbed: bool = True,
+        self, sequences: Sequence[Fed], caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (), *, disturbed: bool = True
     ) -> list[Replay]:
-        """Replay sequences on this or another `TorchEngine`. `disturbed` adds rows with disturbed activations.
-
-        For the other arguments see `stages.engines.reference.engine.TorchEngine.replay`.
-        """
-        return (reference or self.engine).replay(sequences, caches, rounding=self.rounding if disturbed else 0.0)
+        """Replay sequences as `TorchEngine.replay` does. `disturbed` adds rows with disturbed activations."""
+        return self.engine.replay(sequences, caches, rounding=self.rounding if disturbed else 0.0)
 
     def limits(self, baseline: EngineConformance | None) -> tuple[float, tuple[float, ...]]:
         """Return the maximum distance in roundings, and the baseline's errors of stored vectors by layer.

@@ -1,73 +1,85 @@
-"""Explains an engine that misses its policy, by the most similar variant (relative) of the policy.
+"""Explains an engine that misses its policy by the relative that is most similar to the engine.
 
-Legend: R = decoded tokens of a request, V = vocab_size.
+A relative is a reference engine with one mistake that engines are known to make: its cache is written or read in a wrong way.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from stages.engines.reference.cache import Storage
 from stages.engines.reference.engine import TorchEngine
-from stages.engines.reference.relatives import relatives
-from stages.engines.reference.replay import Replay
-from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.decoding.batches import Logits
-from stages.evaluate.distances.distance import kl_of_logits
-from stages.evaluate.inputs.tokens import EncodedSample
-from stages.verdict.conformance import Explanation
-from stages.verdict.record import finite
+from stages.engines.reference.formats import quantize
+from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.sequence import ForcedSequence
+from stages.policies.arithmetic_torch import Static, Stored
+from stages.policies.policy import FP16_POLICY
+from stages.verdict.conformance import ComparedRequest, Explanation
+from stages.verdict.record import or_infinite
 
 CLOSER = 4.0
-"""Minimum ratio of the reference engine's distance to the relative's distance, for the relative to explain an engine."""
-
-FAR = 1e6
-"""Error assigned to stored vectors that are not finite."""
+"""Minimum ratio of an engine's distances from the reference engine and from a relative that explains the engine."""
 
 
-def explained(reference: ReferenceEngine, item: EncodedSample, logits_RV: Logits, twin_kl: float | None) -> Explanation | None:
-    """Return the relative closest to the engine; None unless it is CLOSER than the reference engine."""
-    found = []
-    for what, relative in relatives(reference.engine):
-        kl = finite(_kl_of_relative(relative, item, logits_RV))
-        if kl is not None and (twin_kl is None or kl * CLOSER < twin_kl):
-            found.append(Explanation(what=what, kl=kl))
-    return min(found, key=lambda explanation: explanation.kl, default=None)
+@dataclass(frozen=True)
+class TowardsZero(Storage):
+    """Storage that rounds codes towards zero."""
+
+    def write(self, x: Tensor) -> Stored:
+        return quantize(x, self.form, self.static, towards_zero=True)
 
 
-def explained_by_codes(
-    reference: ReferenceEngine, item: EncodedSample, logits_RV: Logits, replayed: Callable[[TorchEngine], Replay]
-) -> Explanation | None:
-    """Return the relative whose stored vectors match the engine's; None without a match.
+def relatives(reference: TorchEngine) -> Iterator[tuple[str, TorchEngine]]:
+    """Yield (description of the mistake, engine) for each relative of the reference engine's policy."""
 
-    Use it if 16-bit logits are too imprecise for `explained`.
+    def relative(change: Callable[[Storage], Storage], **policy: object) -> TorchEngine:
+        storages = [{side: change(storage) for side, storage in layer.items()} for layer in reference.storages]
+        changed = reference.policy.model_copy(update=policy)
+        return TorchEngine(reference.model, changed, reference.shape, storages, reference.prefill_chunk)
 
-    Args:
-        reference: The reference engine.
-        item: The request.
-        logits_RV: The engine's logits.
-        replayed: Replays the request on a given `TorchEngine` over the engine's codes.
+    if reference.policy != FP16_POLICY:
+        yield "keys and values are not quantized", TorchEngine.from_model(reference.model, FP16_POLICY)
+        yield "codes are rounded towards zero", relative(lambda storage: TowardsZero(storage.form, storage.static))
+    if any(storage.static for layer in reference.storages for storage in layer.values()):
+        yield "every static scale is 1.0", relative(_scaled_one)
+    if reference.policy.eviction is not None:
+        yield "nothing is evicted", relative(lambda storage: storage, eviction=None)
+
+
+def _scaled_one(storage: Storage) -> Storage:
+    static = storage.static
+    return storage if static is None else Storage(storage.form, Static(torch.ones_like(static.scale), static.zero))
+
+
+def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | None:
+    """Return the relative that a deviating engine conforms to, or at least is CLOSER to than to the reference engine.
+
+    The relatives are judged by the figures of conformance, over the engine's codes if these have the relative's formats.
     """
+    reference = comparer.reference.engine
+    own = _compared(comparer, sequence, reference)
+    limit = max(1.0, own.times_allowed(comparer.limit) / CLOSER)
     found = []
-    least = _stored(replayed(reference.engine)) / CLOSER
-    for what, relative in relatives(reference.engine):
-        if relative.policy != reference.engine.policy:
-            continue  # the codes may have a different width
-        stored = _stored(replayed(relative))
-        if stored < least:
-            found.append((stored, what, relative))
-    if not found:
-        return None
-    _, what, relative = min(found, key=lambda part: part[0])
-    kl = finite(_kl_of_relative(relative, item, logits_RV))
-    return None if kl is None else Explanation(what=what, kl=kl)
+    for what, relative in relatives(reference):
+        # A relative may be more sensitive to rounding than the reference engine, so the reference engine's rounding counts.
+        record = _compared(comparer, sequence, relative).model_copy(update={"rounding": own.rounding})
+        times = record.times_allowed(comparer.limit)
+        if math.isfinite(times) and times <= limit:
+            found.append((times, Explanation(what=what, kl=or_infinite(record.engine.kl_mean))))
+    return min(found, key=lambda part: part[0])[1] if found else None
 
 
-def _kl_of_relative(relative: TorchEngine, item: EncodedSample, logits_RV: Logits) -> float:
-    rows = relative.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
-    return float(kl_of_logits(rows, logits_RV).mean())
-
-
-def _stored(replay: Replay) -> float:
-    """Return the absolute mean error of the engine's stored vectors in a replay."""
-    errors = [copy.engine.flatten() for layer in replay.errors for copy in layer.values()]
-    return abs(float(torch.cat(errors).mean().nan_to_num(nan=FAR, posinf=FAR)))
+def _compared(comparer: Comparer, sequence: ForcedSequence, engine: TorchEngine) -> ComparedRequest:
+    """Compare a sequence with another `TorchEngine` in place of the reference engine."""
+    other = replace(comparer, reference=replace(comparer.reference, engine=engine))
+    if engine.policy.formats != comparer.reference.engine.policy.formats:
+        sequence = replace(sequence, layers=[])
+    ((replay, _),) = other.replay([sequence])
+    record = other.compare(sequence, replay, problem="").record
+    # A vector may be closer than the relative's own codes, for example if only the relative rounds towards zero.
+    stored, layers = record.engine.stored_mean, tuple(map(abs, record.engine.stored_by_layer))
+    changes = {"stored_mean": None if stored is None else abs(stored), "stored_by_layer": layers}
+    return record.model_copy(update={"engine": record.engine.model_copy(update=changes)})

@@ -11,7 +11,7 @@ import numpy as np
 
 from stages.engines.interface import Engine
 from stages.evaluate.conformance.crowd import crowd, wear
-from stages.evaluate.conformance.sequence import StressSequence
+from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.decoding.pressure import press
 from stages.policies.policy import PAGE_TOKENS
@@ -73,7 +73,7 @@ def batch(test: StressTest) -> None:
     test.serve(sequences)
 
 
-def ragged(test: StressTest) -> list[StressSequence]:
+def ragged(test: StressTest) -> list[ForcedSequence]:
     """Return the rows of the ragged batch. The first row and the last but one are long, the others short."""
     size, most, config = test.largest, test.max_tokens, test.config
     steps = 1 + min(config.offset_steps, most // 2)  # the first step runs alone
@@ -135,7 +135,7 @@ def turns(test: StressTest) -> None:
         for number in range(2):
             test.decode(*sequences, steps=3)
             if number == 1 and forks:
-                sequences += [test.fork(sequence, f"{sequence.role}, forked before the last") for sequence in sequences[::2]]
+                sequences += [test.fork(sequence, f"{sequence.name}, forked before the last") for sequence in sequences[::2]]
                 chunks += chunks[::2]
             for sequence, chunk in zip(sequences, chunks, strict=True):
                 test.extend(sequence, chunk[number])
@@ -194,7 +194,7 @@ def prefix(test: StressTest) -> None:
     for number, (role, prompt) in enumerate([*alike, *others]):
         sequence = test.sequence(role, prompt, STEPS)
         test.prefill(sequence)
-        test.prefixes += 0 < number < len(alike)
+        test.counts["prefixes"] += 0 < number < len(alike)
         test.finish([sequence])
 
 
@@ -280,7 +280,7 @@ def lengths(test: StressTest) -> None:
     test.decode(*rows, steps=STEPS)
     for number in range(test.largest - len(rows) if test.engine.can(Engine.fork) else 0):
         row = rows[number % len(fitting)]
-        branch = test.fork(row, f"{row.role}, forked")
+        branch = test.fork(row, f"{row.name}, forked")
         branch.ahead = list(row.ahead)  # equal tokens, so that one replay serves all
         rows.append(branch)
     for _ in range(2):
@@ -331,8 +331,8 @@ def full_pool(test: StressTest) -> None:
         tokens = [*begin, *test.draw(length - PAGE_TOKENS + PRESSED_STEPS)]
         named.append((f"request {number} of {length} and {PRESSED_STEPS} tokens", (tokens, length)))
     found = press(test.engine, named)
-    test.requests += found.requests
-    test.preempted += found.preempted
+    test.counts["requests"] += found.requests
+    test.counts["preempted"] += found.preempted
     test.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]
 
 

@@ -1,26 +1,39 @@
-"""Sequences of the stress test's scenarios."""
+"""A sequence that an engine was fed, with its logits and its copies in the engine's cache."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
+import numpy as np
+
+from stages.core.records import StoredCopy
+from stages.engines.base import Logits
 from stages.engines.reference.attention import Fed
-from stages.evaluate.conformance.request import Request
+from stages.policies.policy import Side
 
 
 @dataclass(eq=False)
-class StressSequence:
-    """A sequence in a scenario of the stress test."""
+class ForcedSequence:
+    """A sequence of the forced decode or of the stress test. It grows with every `feed`."""
 
-    role: str
-    """Name of the sequence in failure messages."""
+    name: str
+    """Name in failure messages."""
     prompt: list[int]
     ahead: list[int] = field(default_factory=list)
-    """Tokens still to be fed."""
+    """Tokens that the stress test still decodes."""
     watched: bool = True
-    """Whether the sequence is compared with the reference engine."""
+    """Whether the stress test compares the sequence with the reference engine."""
     handle: int = -1
+    """Handle in the engine; -1 before the start and after the release."""
     tokens: list[int] = field(default_factory=list)
     pieces: list[tuple[int, bool]] = field(default_factory=list)
-    request: Request = field(default_factory=lambda: Request(""))
+    """See `Fed.pieces`."""
+    logits: list[Logits] = field(default_factory=list)
+    """Logits (V) of the sequence's last rows."""
+    places: list[tuple[int, int] | None] = field(default_factory=list)
+    """(row in the batch, batch size) of each row; None if unknown."""
+    layers: list[dict[Side, StoredCopy]] = field(default_factory=list)
+    """Copies in the engine's cache by layer; empty if the engine does not show them."""
 
     @property
     def decoded(self) -> int:
@@ -31,6 +44,63 @@ class StressSequence:
         return Fed(self.tokens, self.pieces)
 
     @property
+    def positions(self) -> list[int]:
+        """Position of each row."""
+        return self.fed.shown[-len(self.places) :]
+
+    @property
     def key(self) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
-        """Key of the sequence's sensitivity to rounding, which depends on the tokens and on how they were fed."""
+        """Key of the sensitivity to rounding, which depends on the tokens and on how they were fed."""
         return tuple(self.tokens), tuple(self.pieces)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 digest of the stored codes, scales and zero points."""
+        digest = sha256()
+        for copy in (copy for layer in self.layers for copy in layer.values()):
+            for array in (copy.codes, copy.scale, copy.zero):
+                digest.update(b"" if array is None else array.tobytes())
+        return digest.digest()
+
+    def feed(self, tokens: Sequence[int], logits_V: Logits, place: tuple[int, int] | None, *, decoded: bool) -> None:
+        """Append tokens and the logits of the last of them."""
+        self.tokens += tokens
+        if decoded and self.pieces and self.pieces[-1][1]:
+            self.pieces[-1] = (self.pieces[-1][0] + len(tokens), True)
+        else:
+            self.pieces.append((len(tokens), decoded))
+        self.logits.append(logits_V.copy())
+        self.places.append(place)
+
+    def branch(self, name: str, handle: int, ahead: list[int]) -> "ForcedSequence":
+        """Return a fork, which has the tokens and copies but no logits."""
+        layers = [dict(layer) for layer in self.layers]
+        return ForcedSequence(
+            name, self.prompt, ahead, self.watched, handle, tokens=list(self.tokens), pieces=list(self.pieces), layers=layers
+        )
+
+    def observe(self, shown: Sequence[Mapping[Side, StoredCopy]]) -> None:
+        """Record the copies that the engine holds now. Tokens whose page was freed since keep their earlier record."""
+        held = self.layers or [{} for _ in shown]
+        self.layers = [
+            before | {side: _after(before.get(side, copy), copy) for side, copy in layer.items()}
+            for before, layer in zip(held, shown, strict=True)
+        ]
+
+
+def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
+    """Return `copy`, with the tokens that it has lost restored from the earlier copy `before`."""
+    # A window loses its first tokens. An evicting cache loses tokens after its sinks, and shows them as zeros.
+    start, stop = copy.evicted
+    count = stop if stop > start else copy.first - before.first
+    if count <= 0 or count > before.codes.shape[1]:
+        return copy
+    skipped = count if stop > start else 0
+
+    def joined(old: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
+        return None if old is None or new is None else np.concatenate([old[:, :count], new[:, skipped:]], axis=1)
+
+    codes = joined(before.codes, copy.codes)
+    assert codes is not None
+    scale, zero = joined(before.scale, copy.scale), joined(before.zero, copy.zero)
+    return replace(copy, first=before.first, codes=codes, scale=scale, zero=zero, evicted=before.evicted)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.engines.interface import Engine
+from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS
 from stages.evaluate.conformance.stress import StressTest
@@ -20,12 +21,6 @@ from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Probe
 from stages.workloads.config import ProbeConfig
-
-COUNTS = (
-    *("tokens", "decoded", "batch", "requests", "rows", "together", "prompts", "forks", "turns", "prefixes", "steps"),
-    "preempted",
-)
-"""Fields of `Probe` that `StressTest` counts under the same name."""
 
 IDLE_SECONDS = 1 / 50
 """Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.probe.requests`."""
@@ -59,22 +54,23 @@ def probe(
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
     held = process_memory(engine, max_tokens)
     seed = secrets.randbits(32) if config.seed is None else config.seed
-    test = StressTest(engine, reference, config, max_tokens, largest, claimed, *reference.limits(baseline), seed=seed)
+    comparer = Comparer(engine, reference, *reference.limits(baseline))
+    test = StressTest(comparer, config, max_tokens, largest, claimed, seed)
     for ended in _run_scenarios(test):
         progress("stress test [scenarios]", ended, len(SCENARIOS))
-    said = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations()]
+    failures = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations.messages()]
     if engine.can(Engine.forget_prefixes):
         engine.forget_prefixes()
     left = engine.memory()
     if left.live_tokens or left.held_pages:
         what = f"{left.live_tokens} tokens and {left.held_pages} pages"
-        said.append(f"{what} stayed in the cache after every sequence was released")
+        failures.append(f"{what} stayed in the cache after every sequence was released")
     return Probe(
         seed=seed,
         page_offsets=len(test.offsets),
-        failures=said,
+        failures=failures,
         allocation=(test.allocation or allocation(engine)).model_copy(update={"process": held}),
-        **{name: getattr(test, name) for name in COUNTS},
+        **test.counts,
     )
 
 

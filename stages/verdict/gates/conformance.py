@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from stages.verdict.conformance import describe, limits
+from stages.verdict.conformance import describe
 from stages.verdict.gate import GateInput
 from stages.verdict.record import finite
 from stages.verdict.thresholds import Check, Gates, Status
@@ -15,8 +15,7 @@ def conformance(evidence: GateInput, _: Gates) -> Iterator[Check]:
         return
     judged = record.compute_dtype is not None
     for where, engine in (("baseline", record.baseline), ("candidate", record.candidate)):
-        limit = limits(record)[where]
-        ranked = engine.ranked(limit)
+        ranked = engine.ranked
         status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
         yield Check(
             gate="conformance",
@@ -24,5 +23,5 @@ def conformance(evidence: GateInput, _: Gates) -> Iterator[Check]:
             value=finite(ranked[0]) if ranked else None,
             threshold=1.0 if judged else None,
             status=status,
-            reason=f"{where}: {describe(engine, limit, judged=judged)}",
+            reason=f"{where}: {describe(engine, judged=judged)}",
         )

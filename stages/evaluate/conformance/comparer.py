@@ -1,0 +1,218 @@
+"""Compares an engine's sequences with replays on the reference engine. Conformance and the stress test share these rules.
+
+If the engine shows its stored codes, the reference engine replays a sequence over these codes
+(`stages.engines.reference.replay`), otherwise over its own codes.
+
+Legend: R = rows of logits.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from stages.engines.interface import Engine
+from stages.engines.reference.replay import Errors, Replay
+from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.sequence import ForcedSequence
+from stages.evaluate.distances.distance import Array, kl_of_logits
+from stages.policies.policy import PAGE_TOKENS, Side
+from stages.policies.spec import E4M3
+from stages.verdict.conformance import (
+    ALLOWED,
+    E4M3_SCALE_STEP,
+    LEAST_KL,
+    MEAN_STEP,
+    SCALE_STEP,
+    STORED_ALLOWED,
+    ComparedRequest,
+    Deviation,
+    Distance,
+    allowed_in_layer,
+)
+from stages.verdict.record import finite, or_infinite
+
+NOTICED = 8.0
+"""Distance in roundings above which a token's logits count as wrong in a deviating sequence. Sound engines stay below."""
+
+FAR = 1e6
+"""Error by layer that stands for stored vectors that are not finite."""
+
+
+@dataclass(frozen=True)
+class ComparedSequence:
+    """Distances of a sequence from its replay."""
+
+    record: ComparedRequest
+    kl: Array
+    """KL by row (R), in nats."""
+    errors: list[dict[Side, Errors]]
+
+
+@dataclass(frozen=True)
+class Comparer:
+    """Compares sequences of one engine with its reference engine."""
+
+    engine: Engine
+    reference: ReferenceEngine
+    limit: float = ALLOWED
+    """Maximum distance of a sequence in roundings."""
+    layers: tuple[float, ...] = ()
+    """The 16-bit engine's mean errors of stored vectors by layer, if a rounding is measured."""
+
+    def __post_init__(self) -> None:
+        self.reference.run_as(self.engine)
+
+    @property
+    def frees_pages(self) -> bool:
+        """Whether live sequences free pages (eviction or window). Such pages must be observed before."""
+        return self.engine.policy.window is not None or self.engine.policy.latest_tokens(self.engine.shape) is not None
+
+    def frees_next(self, sequence: ForcedSequence) -> bool:
+        """Return whether the next token may free a page of the sequence."""
+        return self.frees_pages and (len(sequence.tokens) + 1) % PAGE_TOKENS == 0
+
+    def observe(self, sequence: ForcedSequence, handle: int) -> None:
+        """Record the copies of a live sequence, if the engine shows them."""
+        if self.engine.can(Engine.stored):
+            sequence.observe(self.engine.stored(handle))
+
+    def observe_request(self, sequence: ForcedSequence, number: int) -> None:
+        """Record the copies of request `number` of the last `forced_together`, if the engine shows them."""
+        if self.engine.can(Engine.stored_request):
+            sequence.observe(self.engine.stored_request(number))
+
+    def replay(self, sequences: Sequence[ForcedSequence], *, disturbed: bool = True) -> list[tuple[Replay, str]]:
+        """Replay sequences together. Also return the problem of each sequence's copies; such copies are not replayed."""
+        problems = [self._problem(sequence) for sequence in sequences]
+        caches = [[] if problem else sequence.layers for sequence, problem in zip(sequences, problems, strict=True)]
+        feds = [sequence.fed for sequence in sequences]
+        return list(zip(self.reference.replay(feds, caches, disturbed=disturbed), problems, strict=True))
+
+    def compare(self, sequence: ForcedSequence, replay: Replay, problem: str) -> ComparedSequence:
+        """Compare the rows and the stored vectors of a sequence with its replay."""
+        policy, replay = self.engine.policy, replay.tail(len(sequence.logits))
+        kl, by_layer, rounding = (
+            kl_of_logits(replay.logits, np.stack(sequence.logits)),
+            tuple[float, ...](),
+            tuple[float, ...](),
+        )
+        if self.reference.measures and any(replay.errors):
+            by_layer = _means(replay.errors, "engine")
+            # Rounding may disturb more than the 16-bit engine's error shows: if it swaps a block's two largest numbers, the
+            # sign of a q4_0 scale changes, and with it all codes of the block.
+            rounding = tuple(map(max, self.layers, _means(replay.errors, "disturbed")))
+
+        def distance(kl_R: Array, part: str, stored_by_layer: tuple[float, ...]) -> Distance:
+            errors = [getattr(copy, part).flatten() for layer in replay.errors for copy in layer.values()]
+            stored = torch.cat([*errors, torch.zeros(0)])
+            return Distance(
+                kl_mean=finite(kl_R.mean()),
+                kl_max=finite(kl_R.max()),
+                stored_error=finite(float(stored.max())) if len(stored) else 0.0,
+                stored_mean=finite(float(stored.mean())) if len(stored) else 0.0,
+                stored_by_layer=stored_by_layer,
+            )
+
+        record = ComparedRequest(
+            sample=sequence.name,
+            prompt_tokens=len(sequence.prompt),
+            decoded_tokens=sequence.decoded,
+            engine=distance(kl, "engine", by_layer),
+            rounding=distance(kl_of_logits(replay.logits, replay.disturbed), "disturbed", rounding),
+            problem=problem,
+            scale_step=max(E4M3_SCALE_STEP if form.code.scale_storage is E4M3 else SCALE_STEP for _, form in policy.formats),
+        )
+        return ComparedSequence(record, kl, replay.errors)
+
+    def _problem(self, sequence: ForcedSequence) -> str:
+        """Return why the copies cannot belong to the policy; empty if they can, or if the engine does not show them."""
+        policy, shape, tokens = self.engine.policy, self.engine.shape, len(sequence.tokens)
+        for number, layer in enumerate(sequence.layers):
+            for side, form in policy.sides(number).items():
+                where, expected = f"layer {number} {side}s", form.token_bytes(shape.head_dim)
+                if side not in layer:
+                    return f"{where} are not stored"
+                copy = layer[side]
+                scales = [part for part in (copy.scale, copy.zero) if part is not None]
+                width = copy.codes.shape[2] + sum(part.itemsize * part.shape[2] for part in scales)
+                if width != expected or (copy.scale is None) != (form.scales_per_token(shape.head_dim) == 0):
+                    return f"{where} take {width} bytes a token and head, {form.dtype} takes {expected}"
+                if (copy.static_scale is None) == form.has_static_scales:
+                    return f"{where} have {'no' if form.has_static_scales else 'a'} static scale"
+                if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
+                    return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
+                (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens, shape)
+                if stop > start and not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS:
+                    return f"{where} have lost tokens {start} to {stop - 1}, some of which the policy keeps"
+        return ""
+
+    def first_deviation(self, sequence: ForcedSequence, compared: ComparedSequence) -> Deviation:
+        """Locate the first position at which a sequence deviates, and the faulty operation.
+
+        The replay uses the engine's own cache, so errors do not spread between tokens. Wrong codes show at their own position
+        and change no logits. A wrong read changes the logits of its own step, and the vectors that higher layers store for its
+        token.
+        """
+        positions = sequence.positions
+        rows = [positions[row] for row in self._wrong_rows(compared)]
+        limits = _stored_limits(compared.record, len(compared.errors))
+        wrong = sorted(
+            (copy.first + token, layer, side, head)
+            for layer, copies in enumerate(compared.errors)
+            for side, copy in copies.items()
+            for head, token in (copy.engine > limits[layer]).nonzero().tolist()
+        )
+        position = min(rows[:1] + [place[0] for place in wrong[:1]], default=positions[0])
+        act: Literal["stored", "read", "computed"] = "stored"
+        layer, side, head = wrong[0][1:] if wrong and wrong[0][0] == position else (None, None, None)
+        if layer is None or position in rows:
+            act, side, head = "computed", None, None
+            if any(compared.errors):
+                act, layer = "read", len(compared.errors) - 1 if layer is None else max(0, layer - 1)
+            else:
+                layer = None
+        place = sequence.places[positions.index(position)] if position in positions else None
+        batch_row, batch_size = place or (None, None)
+        return Deviation(
+            sample=sequence.name,
+            position=position,
+            page_offset=position % PAGE_TOKENS,
+            batch_row=batch_row,
+            batch_size=batch_size,
+            act=act,
+            layer=layer,
+            side=side,
+            head=head,
+        )
+
+    def _wrong_rows(self, compared: ComparedSequence) -> list[int]:
+        """Return the rows with wrong logits, or the worst row if only the sequence as a whole deviates."""
+        unit = (compared.record.rounding.kl_max or 0.0) + LEAST_KL
+        noticed: list[int] = np.flatnonzero(compared.kl > NOTICED**2 * unit).tolist()
+        return noticed or ([int(compared.kl.argmax())] if compared.record.roundings > self.limit else [])
+
+
+def _means(errors: Sequence[dict[Side, Errors]], part: str) -> tuple[float, ...]:
+    """Return the mean error by layer."""
+    joined = (torch.cat([getattr(copy, part).flatten() for copy in layer.values()]) for layer in errors)
+    return tuple(float(layer.mean().nan_to_num(nan=FAR, posinf=FAR)) for layer in joined)
+
+
+def _stored_limits(record: ComparedRequest, layers: int) -> list[float]:
+    """Return the error by layer above which a stored vector counts as wrong.
+
+    It is the limit of the layer if a layer exceeds its own limit, else the limit of single vectors, or the limit of the mean if
+    only the mean exceeds its limit.
+    """
+    engine, rounding, times = record.engine, record.rounding, record.layers_times_allowed
+    if any(part > 1 for part in times):
+        allowed = map(allowed_in_layer, rounding.stored_by_layer)
+        return [limit if part > 1 else math.inf for limit, part in zip(allowed, times, strict=True)]
+    single = STORED_ALLOWED * (rounding.stored_error or 0.0) + record.scale_step
+    mean = STORED_ALLOWED * (rounding.stored_mean or 0.0) + MEAN_STEP
+    only_mean = or_infinite(engine.stored_error) <= single and or_infinite(engine.stored_mean) > mean
+    return [mean if only_mean else single] * layers

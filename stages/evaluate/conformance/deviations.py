@@ -1,0 +1,157 @@
+"""Decides which sequences of the stress test deviate from the reference engine.
+
+The rules are the rules of conformance, except that the whole run determines how large a rounding is at least: short sequences
+of random tokens may show too small a rounding by chance.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from stages.evaluate.conformance.comparer import ComparedSequence, Comparer
+from stages.evaluate.conformance.sequence import ForcedSequence
+from stages.evaluate.distances.distance import Array
+from stages.verdict.conformance import Distance
+from stages.verdict.record import or_infinite
+
+PASS_TOKENS = 4096
+"""Maximum tokens per pass of the reference engine; a longer sequence gets its own pass."""
+
+MANY_ROWS = 16
+"""Minimum rows for a meaningful median in 16 bits. By rounding alone, a row of random tokens may differ 100 times more."""
+
+WORST_SHARE = 1 / 8
+"""Lower limit of a rounding's KL, as a fraction of the rounding's KL in the run's worst sequence.
+It is needed because sound engines have shown 65 times the KL of a rounding."""
+
+UNUSUAL = 30.0
+"""Maximum mean KL of a sequence as a multiple of the median sequence's mean KL, if no rounding is known."""
+UNUSUAL_KL = 0.02
+"""Mean KL in nats that is always allowed if no rounding is known."""
+
+
+class HasTokens(Protocol):
+    """A sequence or its inputs."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+
+S = TypeVar("S", bound=HasTokens)
+
+
+class Deviations:
+    """The compared sequences of a stress test, and the messages about those that deviate."""
+
+    def __init__(self, comparer: Comparer) -> None:
+        reference = comparer.reference
+        self.comparer = comparer
+        self.by_median = reference.measures or reference.compute_dtype is None
+        """Whether logits are judged by medians over sequences: a single flipped code outweighs all roundings."""
+        self.kl_means: list[float] = []
+        """Mean KL of every sequence."""
+        self.kl: dict[str, list[Array]] = defaultdict(list)
+        """KL by row, by sequence name; only if logits are judged by medians."""
+        self.roundings: dict[object, Distance] = {}
+        """Distances caused by a rounding, by `ForcedSequence.key`."""
+        self.suspects: list[tuple[ForcedSequence, ComparedSequence]] = []
+        """Sequences above their limit. The final limit may be higher."""
+
+    def compare(self, sequences: Sequence[ForcedSequence]) -> None:
+        """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay."""
+        by_codes = defaultdict[object, list[ForcedSequence]](list)
+        for sequence in sequences:
+            by_codes[sequence.key, sequence.digest].append(sequence)
+        alike = {group[0]: group for group in by_codes.values()}
+        fresh = list({sequence.key: sequence for sequence in alike if sequence.key not in self.roundings}.values())
+        again = [sequence for sequence in alike if sequence not in fresh]
+        for group, disturbed in [*((part, True) for part in passes(fresh)), *((part, False) for part in passes(again))]:
+            for first, (replay, problem) in zip(group, self.comparer.replay(group, disturbed=disturbed), strict=True):
+                for sequence in alike[first]:
+                    self._add(sequence, self.comparer.compare(sequence, replay, problem))
+                    sequence.logits, sequence.layers = [], []
+
+    def _add(self, sequence: ForcedSequence, compared: ComparedSequence) -> None:
+        rounding = self.roundings.setdefault(sequence.key, compared.record.rounding)
+        compared = replace(compared, record=compared.record.model_copy(update={"rounding": rounding}))
+        self.kl_means.append(or_infinite(compared.record.engine.kl_mean))
+        if self.by_median:
+            self.kl[sequence.name].append(compared.kl)
+        if self._times_allowed(compared) > 1:
+            self.suspects.append((sequence, compared))
+
+    def _times_allowed(
+        self, compared: ComparedSequence, usual_kl: float = 0.0, rounding_mean: float = 0.0, rounding_max: float = 0.0
+    ) -> float:
+        """Return the worst figure of a sequence as a multiple of its allowed maximum.
+
+        Args:
+            compared: The sequence.
+            usual_kl: Mean KL of the run's median sequence. It replaces a rounding if the engine does not show its cache.
+            rounding_mean: Lower limit of a rounding's mean KL.
+            rounding_max: Lower limit of a rounding's largest KL.
+        """
+        record, own, limit = compared.record, compared.record.rounding, self.comparer.limit
+        if self.by_median and record.engine.kl_max is not None:  # only the logits of medians are judged, see `messages`
+            without_kl = record.engine.model_copy(update={"kl_mean": 0.0, "kl_max": 0.0})
+            return record.model_copy(update={"engine": without_kl}).times_allowed(limit)
+        if not (record.problem or self.by_median or any(compared.errors)):
+            return or_infinite(record.engine.kl_mean) / max(UNUSUAL_KL, UNUSUAL * usual_kl)
+        least = {
+            "kl_mean": max(or_infinite(own.kl_mean), rounding_mean),
+            "kl_max": max(or_infinite(own.kl_max), rounding_max),
+        }
+        return record.model_copy(update={"rounding": own.model_copy(update=least)}).times_allowed(limit)
+
+    def messages(self) -> Iterator[str]:
+        """Yield messages about deviating sequences, worst first and only the worst sequence per name."""
+        # A few sequences are sensitive to rounding: attention depends on a single number, or hidden exact tokens are rounded.
+        known = [(one.kl_mean or 0.0, one.kl_max or 0.0) for one in self.roundings.values()] or [(0.0, 0.0)]
+        mean, largest = WORST_SHARE * np.max(known, axis=0)
+        usual = float(np.median(self.kl_means or [0.0])), float(mean), float(largest)
+        times = [(self._times_allowed(compared, *usual), sequence, compared) for sequence, compared in self.suspects]
+        ranked = sorted((suspect for suspect in times if suspect[0] > 1), key=lambda suspect: -suspect[0])
+        for name, count in Counter(sequence.name for _, sequence, _ in ranked).items():
+            worst, sequence, compared = next(suspect for suspect in ranked if suspect[1].name == name)
+            kl_max, problem = compared.record.engine.kl_max, compared.record.problem
+            off = "logits are not finite" if kl_max is None else f"KL up to {kl_max:.1e} from the reference engine"
+            more = f"; and {count - 1} more such" if count > 1 else ""
+            place = problem or self.comparer.first_deviation(sequence, compared).told()
+            yield f"{name}: {place}, {off}, {worst:.2g} times as far as allowed{more}"
+        if self.kl and self.comparer.reference.compute_dtype is None:
+            usual_row = float(np.median(np.concatenate([rows for parts in self.kl.values() for rows in parts])))
+            yield from far_medians(self.kl, max(UNUSUAL_KL, UNUSUAL * usual_row))
+        elif self.kl:
+            yield from far_medians(self.kl, self.comparer.limit**2 * float(np.median(known, axis=0)[0]))
+
+
+def passes(sequences: Sequence[S]) -> list[list[S]]:
+    """Group sequences into passes of at most PASS_TOKENS tokens."""
+    groups: list[list[S]] = []
+    tokens = 0
+    for sequence in sequences:
+        tokens += len(sequence.tokens)
+        if not groups or tokens > PASS_TOKENS:
+            groups.append([])
+            tokens = len(sequence.tokens)
+        groups[-1].append(sequence)
+    return groups
+
+
+def far_medians(kl: Mapping[str, Sequence[Array]], allowed: float) -> Iterator[str]:
+    """Yield messages about sequence names whose median KL from the reference engine exceeds `allowed`.
+
+    `kl` has the KL by row in nats, by "scenario: role". Roles with few rows are pooled per scenario.
+    """
+    pooled: dict[str, list[Array]] = defaultdict(list)
+    for name, rows in kl.items():
+        few = sum(map(len, rows)) < MANY_ROWS
+        pooled[f"{name.partition(':')[0]}: roles of few tokens" if few else name] += rows
+    for name, rows in pooled.items():
+        joined = np.concatenate(rows)
+        if len(joined) >= MANY_ROWS and not np.median(joined) <= allowed:
+            far = f"KL {np.median(joined):.1e} from the reference engine in the median of {len(joined)} tokens"
+            yield f"{name}: {far} ({allowed:.1e} allowed)"
