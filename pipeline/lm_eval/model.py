@@ -32,6 +32,7 @@ from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError, short
 from stages.core.files import store_of
 from stages.core.records import Sample
+from stages.engines.capabilities import SupportsRequests
 from stages.engines.interface import NOT_FINITE, Engine
 from stages.evaluate.decoding.batches import DecodeStep
 from stages.evaluate.decoding.decode import decode
@@ -221,7 +222,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         answers: list[list[int]] = [[] for _ in prompts]
         while waiting or live:
             rows: dict[int, Any] = {}
-            places = 0 if live and self.engine.can(Engine.forced_together) else self.batch_size - len(live)
+            places = 0 if live and isinstance(self.engine, SupportsRequests) else self.batch_size - len(live)
             joining = [waiting.popleft() for _ in range(min(places, len(waiting)))]
             if joining:
                 # The last token of a prompt is decoded, except for prompts of one token, which can only be prefilled.

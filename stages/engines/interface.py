@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stages.core.errors import UserError
-from stages.core.records import PREFILL_CHUNK, Drafting, LoadTimes, MemoryReport, Pressed, StoredCopy
-from stages.policies.policy import KVPolicy, KVShape, Side
-from stages.policies.scales import LayerDelivery
+from stages.core.records import PREFILL_CHUNK, MemoryReport
+from stages.policies.policy import KVPolicy, KVShape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +45,7 @@ class Engine(ABC):
     """A loaded engine bundle. Sequences are integer handles; logits are float32 of shape (batch, vocab_size).
 
     A subclass implements the abstract methods. The public methods check the arguments, so the methods that begin with `_` may
-    rely on valid input. The methods below `can` are optional capabilities: an engine has a capability if it overrides it.
+    rely on valid input. `stages.engines.capabilities` has the optional capabilities.
     """
 
     prefill_chunk: int = PREFILL_CHUNK
@@ -206,92 +205,9 @@ class Engine(ABC):
     def _release(self, sequence: int) -> None:
         """Free the memory of one sequence."""
 
-    def can(self, capability: Callable[..., object]) -> bool:
-        """Return whether the engine implements an optional method, for example `engine.can(Engine.fork)`."""
-        return getattr(type(self), capability.__name__) is not getattr(Engine, capability.__name__)
-
+    @abstractmethod
     def corrupt_key_scale(self, factor: float) -> None:
         """Plant the must-fail control's fault: multiply the key scales that decoding reads, or unscaled stored keys."""
-        self.corrupt_scale(Side.KEY, factor)
-
-    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        """Multiply the scales that decoding dequantizes keys or values with; without scales, multiply the stored numbers.
-
-        `layer` and `head` (a KV head) limit the fault; None means all. If the heads of a layer share a scale, all heads are
-        affected. The fault applies to stored and to later tokens and leaves the codes unchanged. The inverse factor undoes it.
-        """
-        raise NotImplementedError
-
-    def forget_prefixes(self) -> None:
-        raise NotImplementedError
-
-    def fork(self, sequence: int) -> int:
-        """Start a sequence with the same tokens that shares the original's full pages, and return its handle."""
-        raise NotImplementedError
-
-    def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
-        """Append prompt tokens to a sequence as a later chunk of its prefill; return the last token's logits (vocab_size,)."""
-        raise NotImplementedError
-
-    def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """Compute the forced decode of a whole sequence in one pass; no sequence stays in the engine.
-
-        Return logits (len(tokens) - first, vocab_size). Row r equals the result of `decode` for tokens[first + r] after
-        `prefill` of tokens[:first] and `decode` of the tokens between. Raises UserError if `tokens` is empty or holds ids
-        outside the vocabulary; ValueError if `first` leaves an empty prefix or no token to score.
-        """
-        raise NotImplementedError
-
-    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """Return the logits of `forced` for each (tokens, first), with all requests in flight at once.
-
-        For engines that serve whole requests and batch them by themselves.
-        """
-        raise NotImplementedError
-
-    def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """Return the logits of `forced` for each (tokens, first); every prefix comes from the cache of earlier requests."""
-        raise NotImplementedError
-
-    def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
-        """Answer each (prompt, number of tokens) greedily, with the engine's own prompt lookup.
-
-        The lookup matches at most the last `ngram` tokens and proposes at most `tokens` tokens.
-        """
-        raise NotImplementedError
-
-    def press(
-        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
-    ) -> list[list[Pressed]]:
-        """Serve rounds (`plays`) of requests, (tokens, first) as in `forced`. The requests of a round are sent at once.
-
-        A request's result includes the logits of its last `rows` tokens. With `pages`, all rounds share a pool of that
-        number of pages of PAGE_TOKENS tokens, which keeps prompt prefixes: requests wait, are preempted by older requests, and
-        are recomputed. Without `pages`, every request has room and no prefix is reused.
-        """
-        raise NotImplementedError
-
-    def stored(self, sequence: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return, for each layer, the copies in the pages of a sequence, without the buffers of exact tokens."""
-        raise NotImplementedError
-
-    def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return the cache content of request `number` of the last `forced_together`, in the form of `stored`.
-
-        The result is empty if the engine cannot describe the memory layout of its cache.
-        """
-        raise NotImplementedError
-
-    def delivery(self) -> Sequence[LayerDelivery]:
-        """Return, by layer, the scales that another library's engine loaded from its checkpoint."""
-        raise NotImplementedError
-
-    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Time `steps` decode steps after the first token of every prompt.
-
-        For engines that serve whole requests, whose steps cannot be timed from outside.
-        """
-        raise NotImplementedError
 
     def _check_forced(self, tokens: Sequence[int], first: int) -> None:
         check_tokens(tokens, self.vocab_size)

@@ -10,6 +10,7 @@ import numpy as np
 
 from stages.core.errors import GateRefusal, UserError
 from stages.core.records import Progress
+from stages.engines.capabilities import SupportsDelivery
 from stages.engines.interface import Engine
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.comparison import Comparison, spread
@@ -189,7 +190,7 @@ def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[S
     Raises:
         GateRefusal: `gates.allow_scale_changes` does not accept some of the changes.
     """
-    if not engine.can(Engine.delivery):
+    if not isinstance(engine, SupportsDelivery):
         return None
     policy = engine.policy
     static = {

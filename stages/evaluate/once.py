@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stages.core.records import Progress
+from stages.engines.capabilities import SupportsForced, SupportsRequests
 from stages.engines.interface import Engine
 from stages.evaluate.canary import canary
 from stages.evaluate.conformance.engine import ReferenceEngine
@@ -61,10 +62,10 @@ def once(
     # Choose another batch composition: a quarter of the sequences (pairs if the batch was small or of size one). If the
     # first run computed samples in one pass, decode them token by token in full batches. An engine that serves whole requests
     # keeps serving whole requests, because it would make every single step a request.
-    in_requests = engine.can(Engine.forced_together)
+    in_requests = isinstance(engine, SupportsRequests)
     together = min(batch, len(subset))
     fewer = max(1, min(2, together - 1), together // 4) if batch > 1 else 2
-    size = batch if engine.can(Engine.forced) and not in_requests else fewer
+    size = batch if isinstance(engine, SupportsForced) and not in_requests else fewer
     second = run_samples(engine, SampleRun(subset, own, floor, greedy), size, one_pass=in_requests)
     longest = max(map(greedy.longest, [*planned, *encoded]))
     found = Once(

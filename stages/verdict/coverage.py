@@ -210,7 +210,8 @@ class PoolDeviation(Record):
     """A request whose logits changed in a full pool, with the counters that the engine exposes."""
 
     request: str
-    play: int
+    round: int
+    """Number of the round, from 1."""
     kl: float | None
     """Mean KL over the request's tokens, nats; null if a logit is not finite."""
     position: int
@@ -226,7 +227,7 @@ class PoolDeviation(Record):
         off = "logits that are not finite" if self.kl is None else f"KL {self.kl:.1e} from itself with room"
         held = ", ".join(map(str, self.pages)) if self.pages else "unknown"
         return (
-            f"{self.request} (play {self.play}): {off}, most at position {self.position}, {self.changed} of its tokens "
+            f"{self.request} (round {self.round}): {off}, most at position {self.position}, {self.changed} of its tokens "
             f"changed; it gave way {self.preempted} times, reused {self.reused} tokens, held pages {held}"
         )
 
@@ -235,13 +236,13 @@ class Pressure(Record):
     """Requests in a pool with room for a third of all requests, compared with the same requests in a large pool."""
 
     asked: int
-    """Number of requests per play."""
+    """Number of requests per round."""
     requests: int = 0
-    """Number of compared requests over all plays; 0 for an engine whose pool cannot be made small."""
+    """Number of compared requests over all rounds; 0 for an engine whose pool cannot be made small."""
     pages: int = 0
     """Pages of the pool."""
     wanted_pages: int = 0
-    """Pages that all requests of a play need without sharing."""
+    """Pages that all requests of a round need without sharing."""
     preempted: int = 0
     """Number of times that a request was preempted and then recomputed."""
     reused: int = 0

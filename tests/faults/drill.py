@@ -6,6 +6,7 @@ No gate takes part. An engine is compared with the same engine without the fault
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.special import log_softmax
@@ -13,6 +14,7 @@ from scipy.special import log_softmax
 from faults.record import Cost
 from stages.core.errors import UserError
 from stages.engines.base import Logits
+from stages.engines.capabilities import SupportsFork, SupportsPressure
 from stages.engines.interface import Engine
 
 LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
@@ -32,7 +34,7 @@ class Day:
 class _Desk:
     """Client that sends random tokens from a fixed seed and records the results."""
 
-    def __init__(self, engine: Engine, day: Day, seed: int) -> None:
+    def __init__(self, engine: Any, day: Day, seed: int) -> None:
         self.engine, self.day, self.rng = engine, day, np.random.default_rng(seed)
 
     def tokens(self, count: int) -> list[int]:
@@ -40,6 +42,7 @@ class _Desk:
         return found
 
     def start(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        handles: list[int]
         handles, logits = self.engine.prefill(prompts)
         self.day.rows.extend(logits.copy())
         return handles
@@ -57,9 +60,9 @@ def serve(engine: Engine, *, long: bool) -> Day:
     day = Day([], [])
     try:
         desk = _Desk(engine, day, 7)
-        turns = [_turns] if engine.can(Engine.fork) else []
-        forks = [_conversation, _many_forks, _large_step] if engine.can(Engine.fork) else []
-        pools = [_full_pool] if engine.can(Engine.press) else []
+        turns = [_turns] if isinstance(engine, SupportsFork) else []
+        forks = [_conversation, _many_forks, _large_step] if isinstance(engine, SupportsFork) else []
+        pools = [_full_pool] if isinstance(engine, SupportsPressure) else []
         more = [*forks, _schedule, _answers, *pools, _alone, _many, *[_crowd] * 7, _idle_and_worn] if long else []
         for part in (_large_batch, *turns, _prefixes, _generated, _crowd, *more):
             part(desk)

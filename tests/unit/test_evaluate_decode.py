@@ -11,7 +11,7 @@ from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine
 
 from stages.core.errors import UserError
 from stages.core.records import Sample
-from stages.engines.interface import Engine
+from stages.engines.capabilities import SupportsForced
 from stages.evaluate.decoding import noise
 from stages.evaluate.decoding.batches import DecodeStep, Finished, Greedy, Logits
 from stages.evaluate.decoding.decode import decode
@@ -130,8 +130,8 @@ def test_the_corruption_comes_after_the_prefill_and_before_the_first_decode() ->
 
 def test_an_engine_that_can_is_asked_for_one_pass_and_gives_the_same_steps() -> None:
     stepwise, engine = fake_engine(SAMPLES), OnePassFake(fake_engine(SAMPLES).answers)
-    assert engine.can(Engine.forced)
-    assert not stepwise.can(Engine.forced)
+    assert isinstance(engine, SupportsForced)
+    assert not isinstance(stepwise, SupportsForced)
     assert_same(rows_of(engine, encoded(), 3), rows_of(stepwise, encoded(), 1))
     assert engine.prefilled == []
     list(decode(engine, encoded(), 3, one_pass=False))

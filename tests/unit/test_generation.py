@@ -55,6 +55,9 @@ class HistoryEngine(Engine):
     def _release(self, sequence: int) -> None:
         del self.sequences[sequence]
 
+    def corrupt_key_scale(self, factor: float) -> None:
+        raise AssertionError(f"no generation plants a fault, got {factor}")
+
     def memory(self) -> MemoryReport:
         return MemoryReport(0, 0, 0, 0, sum(map(len, self.sequences.values())))
 

@@ -8,6 +8,7 @@ from fake_engine import VOCAB, FakeEngine
 from gate_reports import pressure_line
 
 from stages.core.records import Pressed, Sample, no_progress
+from stages.engines.capabilities import ForcedRequest
 from stages.evaluate.decoding.pressure import LEAST_KL, pressure, requests
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import PoolDeviation, Pressure
@@ -19,7 +20,7 @@ ITEMS = [
     for i in range(120)
 ]
 DEVIATION = PoolDeviation(
-    request="sample 3", play=2, kl=0.5, position=201, changed=4, preempted=1, reused=64, pages=[7, 9]
+    request="sample 3", round=2, kl=0.5, position=201, changed=4, preempted=1, reused=64, pages=[7, 9]
 )  # fmt: skip
 
 
@@ -29,31 +30,29 @@ class PressedEngine(FakeEngine):
     The noise grows from round to round, and one request gets another request's rows.
     """
 
-    noise_of_plays = 0.0
+    noise_of_rounds = 0.0
     wrong_request = -1
     asked: int = 0
 
-    def press(
-        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
-    ) -> list[list[Pressed]]:
-        return [[self._pressed(rows, request, number, pages) for number, request in enumerate(play)] for play in plays]
+    def press(self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None) -> list[list[Pressed]]:
+        return [[self._pressed(rows, request, number, pages) for number, request in enumerate(part)] for part in rounds]
 
     def _pressed(self, rows: int, request: tuple[Sequence[int], int], number: int, pages: int | None) -> Pressed:
         self.asked += 1
         tokens = request[0] if pages is None or number != self.wrong_request else request[0][:-1]
         seed = int(np.dot(np.arange(1, len(tokens) + 1), tokens))
         logits = np.random.default_rng(seed).normal(size=(min(4, rows), VOCAB))
-        logits += self.noise_of_plays * np.random.default_rng(self.asked).normal(size=logits.shape)
+        logits += self.noise_of_rounds * np.random.default_rng(self.asked).normal(size=logits.shape)
         return Pressed(logits.astype(np.float32), preempted=int(pages is not None), reused=64, pages=(3, 5))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
     engine = PressedEngine({})
-    engine.noise_of_plays, engine.wrong_request = noise, 17
+    engine.noise_of_rounds, engine.wrong_request = noise, 17
     found = pressure(engine, ITEMS, 200, no_progress)
     assert found is not None
-    assert {one.play for one in found.deviations} == {1, 2}
+    assert {one.round for one in found.deviations} == {1, 2}
     assert len(found.deviations) == 2  # the 18th request of each order
     names = {name for name, _ in requests(ITEMS, 200, None)}
     assert {one.request for one in found.deviations} < names
@@ -62,7 +61,7 @@ def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
 
 def test_noise_of_the_engine_itself_is_no_deviation() -> None:
     engine = PressedEngine({})
-    engine.noise_of_plays = 0.05
+    engine.noise_of_rounds = 0.05
     found = pressure(engine, ITEMS, 40, no_progress)
     assert found is not None
     assert not found.deviations
@@ -104,8 +103,8 @@ def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
         (
             Pressure(asked=24, requests=48, preempted=3, limit_kl=1e-5, deviations=(DEVIATION,)),
             "FAIL",
-            "sample 3 (play 2): KL 5.0e-01 from itself with room, most at position 201, 4 of its tokens changed; it gave way 1 "
-            "times, reused 64 tokens, held pages 7, 9",
+            "sample 3 (round 2): KL 5.0e-01 from itself with room, most at position 201, 4 of its tokens changed; it gave way "
+            "1 times, reused 64 tokens, held pages 7, 9",
         ),
     ],
 )

@@ -10,11 +10,11 @@ import torch
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from stages.engines.base import LOGIT_STEP, Logits, check_positive
+from stages.engines.base import LOGIT_STEP, InProcessEngine, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.device import resolve_device
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
-from stages.engines.interface import Continuation, Engine
+from stages.engines.interface import Continuation
 from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.reference.build import open_bundle
 from stages.engines.reference.model import scales_for, shape_for
@@ -40,7 +40,7 @@ def load_engine(
     )
 
 
-class KernelEngine(Engine):
+class KernelEngine(InProcessEngine):
     """An engine over the attention kernels.
 
     It deliberately has no `forced` method: forced decoding of a whole sequence at once would bypass the judged kernels, and

@@ -53,10 +53,6 @@ class PagedEngine(ChunkedEngine, PooledEngine):
     def keeps_prefixes(self) -> bool:  # type: ignore[override]  # a subclass's may change while it runs
         return self.prefixes is not None
 
-    def forget_prefixes(self) -> None:
-        while self.prefixes is not None and self.prefixes.evict():
-            pass
-
     def _reserve(self, handles: Sequence[int], tokens: int) -> None:
         """Reserve pages as `pool.reserve` does, and evict kept prefixes if the pool is full."""
         while True:
@@ -80,10 +76,6 @@ class PagedEngine(ChunkedEngine, PooledEngine):
 
     def _release(self, sequence: int) -> None:
         self.pool.release(sequence)
-
-    def fork(self, sequence: int) -> int:
-        """Start a sequence with the same tokens, which shares the full pages, and return its handle."""
-        return self.pool.fork(sequence)
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
         """Append tokens of a prompt to a live sequence.

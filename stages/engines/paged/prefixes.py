@@ -11,18 +11,25 @@ exact tokens and window, so prefix caching works with every policy.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from stages.core.errors import UserError
-from stages.engines.interface import Engine
+from stages.engines.capabilities import SupportsFork
 from stages.policies.policy import PAGE_TOKENS
+
+
+class PrefixEngine(SupportsFork, Protocol):
+    """An engine that can fork its sequences."""
+
+    def release(self, sequences: Sequence[int]) -> None: ...
 
 
 class PrefixCache:
     """The prefixes that one engine keeps. The least recently used prefix is evicted first."""
 
-    def __init__(self, engine: Engine, *, chunk: int, most_tokens: int) -> None:
+    def __init__(self, engine: PrefixEngine, *, chunk: int, most_tokens: int) -> None:
         """Create an empty cache.
 
         Raises:

@@ -14,6 +14,7 @@ import numpy as np
 
 from stages.core.records import Pressed
 from stages.engines.base import Logits
+from stages.engines.capabilities import ForcedRequest
 from stages.engines.interface import Continuation, Engine
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.prefixes import PrefixCache
@@ -28,18 +29,23 @@ class PooledEngine(Engine):
     prefixes: PrefixCache | None = None
     """Cache of prompts' prefixes; None disables prefix caching."""
 
+    def fork(self, sequence: int) -> int:
+        return self.pool.fork(sequence)
+
+    def forget_prefixes(self) -> None:
+        while self.prefixes is not None and self.prefixes.evict():
+            pass
+
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
         moved, logits = advance(self, live)
         rows = [row for row, one in enumerate(moved) if one.stored == len(one.tokens)]
         return [moved[row] for row in rows], logits[rows]
 
-    def press(
-        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
-    ) -> list[list[Pressed]]:
-        for tokens, first in chain.from_iterable(plays):
+    def press(self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None) -> list[list[Pressed]]:
+        for tokens, first in chain.from_iterable(rounds):
             self._check_forced(tokens, first)
         with pool_of(self, pages):
-            return [serve(self, play, rows) for play in plays]
+            return [serve(self, requests, rows) for requests in rounds]
 
 
 def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:

@@ -165,7 +165,7 @@ class TorchEngine(ChunkedEngine):
         return logits
 
     def forced(self, tokens: Sequence[int], first: int, known: LayerInput | None = None) -> Logits:
-        """Return the logits as in `Engine.forced`. Layers before `known` are skipped: another engine may have computed them."""
+        """Return the logits as in `SupportsForced`. Layers before `known` are skipped: they may have been computed already."""
         self._check_forced(tokens, first)
         return self._one_pass(tokens, first, known)
 

@@ -12,6 +12,7 @@ import numpy as np
 from stages.core.errors import MissingRequirement
 from stages.core.records import Drafting, MemoryReport, Pressed, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
+from stages.engines.capabilities import ForcedRequest
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import Bytes, ShowingEngine, whole
@@ -80,23 +81,21 @@ class VllmEngine(ShowingEngine):
             seen = self._call("draft", Drafted, requests=asked)
         return Drafting(seen.tokens, seen.passes, seen.drafts, seen.draft_tokens, seen.accepted_tokens)
 
-    def press(
-        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
-    ) -> list[list[Pressed]]:
-        for tokens, first in chain.from_iterable(plays):
+    def press(self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None) -> list[list[Pressed]]:
+        for tokens, first in chain.from_iterable(rounds):
             self._check_forced(tokens, first)
         if pages is None:
-            return [self._pressed(play, rows) for play in plays]
+            return [self._pressed(requests, rows) for requests in rounds]
         size = int(self._described.arguments["block_size"])
         blocks = -(-pages * PAGE_TOKENS // size)
         # One more block: vLLM's null block stores no tokens. No sequence may be longer than the pool.
         longest = min(self.max_tokens, blocks * size)
         with self._restarted(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest):
-            return [self._pressed(play, rows) for play in plays]
+            return [self._pressed(requests, rows) for requests in rounds]
 
-    def _pressed(self, play: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
-        requests = [(prompt, known, count, max(1, count - rows)) for prompt, known, count, _ in starmap(whole, play)]
-        return [Pressed(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(requests)]
+    def _pressed(self, requests: Sequence[ForcedRequest], rows: int) -> list[Pressed]:
+        asked = [(prompt, known, count, max(1, count - rows)) for prompt, known, count, _ in starmap(whole, requests)]
+        return [Pressed(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(asked)]
 
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the scales of the checkpoint and the scales that the loaded layers read.

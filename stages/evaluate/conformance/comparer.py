@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from stages.engines.capabilities import SupportsStored, SupportsStoredRequest
 from stages.engines.interface import Engine
 from stages.engines.reference.replay import Errors, Replay
 from stages.evaluate.conformance.engine import ReferenceEngine
@@ -77,12 +78,12 @@ class Comparer:
 
     def observe(self, sequence: ForcedSequence, handle: int) -> None:
         """Record the copies of a live sequence, if the engine shows them."""
-        if self.engine.can(Engine.stored):
+        if isinstance(self.engine, SupportsStored):
             sequence.observe(self.engine.stored(handle))
 
     def observe_request(self, sequence: ForcedSequence, number: int) -> None:
         """Record the copies of request `number` of the last `forced_together`, if the engine shows them."""
-        if self.engine.can(Engine.stored_request):
+        if isinstance(self.engine, SupportsStoredRequest):
             sequence.observe(self.engine.stored_request(number))
 
     def replay(self, sequences: Sequence[ForcedSequence], *, disturbed: bool = True) -> list[tuple[Replay, str]]:

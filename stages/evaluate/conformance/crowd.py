@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from stages.engines.interface import Engine
+from stages.engines.capabilities import SupportsFork, SupportsRequests
 from stages.evaluate.conformance.deviations import PASS_TOKENS
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
@@ -70,7 +70,7 @@ def crowd(test: StressTest) -> None:
 def wear(test: StressTest) -> None:
     """Repeat two short requests many times. Their logits must not change, and the process must not grow."""
     count = test.config.requests
-    if test.engine.can(Engine.forced_together) or test.max_tokens < 4 * WEAR_STEPS:
+    if isinstance(test.engine, SupportsRequests) or test.max_tokens < 4 * WEAR_STEPS:
         return
     pair = [test.sequence(f"one of {count} equal requests", length, WEAR_STEPS) for length in (37, 5)[: test.largest]]
     first, changed, resident = list[Marks](), list[float](), list[int]()
@@ -103,7 +103,7 @@ def _start_sleepers(test: StressTest) -> list[int]:
     """Start sequences of one page that are never decoded. They are forks, and only started if forks cost only their page."""
     engine, count = test.engine, ASLEEP_PAGES - test.largest
     small = engine.policy.pool_bytes(engine.shape, ASLEEP_PAGES) <= ASLEEP_BYTES
-    if engine.max_sequences is not None or not engine.can(Engine.fork) or not small:
+    if engine.max_sequences is not None or not isinstance(engine, SupportsFork) or not small:
         return []
     first = engine.prefill([test.draw(1)])[0]
     return first + [engine.fork(first[0]) for _ in range(count - 1)]
@@ -144,7 +144,7 @@ def _serve(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int, *,
         for sequence in arrived:
             sequence.watched &= compared
             sequence.name = sequence.name and f"{sequence.name}, quarter {4 - 4 * len(waiting) // (test.config.requests + 1)}"
-        if test.engine.can(Engine.forced_together):
+        if isinstance(test.engine, SupportsRequests):
             test.serve(arrived)
             live, leaving = [], arrived
         else:

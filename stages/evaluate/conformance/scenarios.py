@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.engines.interface import Engine
+from stages.engines.capabilities import SupportsExtend, SupportsFork, SupportsPressure, SupportsRequests
 from stages.evaluate.conformance.crowd import crowd, wear
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
@@ -47,10 +47,10 @@ PRESSED, PRESSED_STEPS = 8, 24
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario and the engine methods that it needs."""
+    """A scenario and the capabilities that it needs."""
 
     run: Callable[[StressTest], None]
-    needs: tuple[Callable[..., object], ...] = ()
+    needs: tuple[type, ...] = ()
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ def turns(test: StressTest) -> None:
     """Decode sequences with three turns together: prompt, decode, chunk, decode, chunk, decode. Fork every second sequence."""
     drawn: tuple[int, int, int] = tuple(test.rng.integers(1, PAGE_TOKENS + 1, 3).tolist())
     fitting = [turn for turn in (*TURNS, drawn) if sum(turn) + 9 <= test.max_tokens]
-    forks = test.engine.can(Engine.fork) and test.largest > 1
+    forks = isinstance(test.engine, SupportsFork) and test.largest > 1
     for begin in range(0, len(fitting), each := max(1, test.largest // (1 + forks))):
         together = fitting[begin : begin + each]
         sequences = [test.sequence(f"turns of {', '.join(map(str, turn))} tokens", turn[0]) for turn in together]
@@ -215,7 +215,7 @@ def talk(test: StressTest) -> None:
         test.extend(origin, length)
     test.decode(origin, steps=3)
     rows = [origin]
-    if test.engine.can(Engine.fork) and test.largest > 1:
+    if isinstance(test.engine, SupportsFork) and test.largest > 1:
         rows.append(test.fork(origin, "a fork of a long conversation"))
         test.decode(*rows[::-1], steps=STEPS)
     test.extend(rows[-1], lengths[-1])
@@ -242,7 +242,7 @@ def shared(test: StressTest) -> None:
 
 def schedule(test: StressTest) -> None:
     """Reorder rows, let rows skip steps and pause, cancel a row after its prompt, and release a row with a full page."""
-    if test.engine.can(Engine.forced_together) or test.largest < 4 or test.max_tokens < 4 * PAGE_TOKENS:
+    if isinstance(test.engine, SupportsRequests) or test.largest < 4 or test.max_tokens < 4 * PAGE_TOKENS:
         return
     rows = [test.sequence(f"row {number}", test.length(1, 2 * PAGE_TOKENS)) for number in range(min(4, test.largest - 2))]
     test.prefill(*rows)
@@ -272,13 +272,13 @@ def lengths(test: StressTest) -> None:
     drawn = (chunk + test.length(1, PAGE_TOKENS), test.length(430, 980))
     fitting = [length for length in (256, 512, chunk, 510, *drawn) if length + 8 <= test.max_tokens]
     rows = [test.sequence(f"a prompt of {length} tokens", length, STEPS + 2) for length in fitting[: test.largest]]
-    if rows and test.engine.can(Engine.forced_together):
+    if rows and isinstance(test.engine, SupportsRequests):
         test.serve(rows)
-    if not rows or test.engine.can(Engine.forced_together):
+    if not rows or isinstance(test.engine, SupportsRequests):
         return
     test.prefill(*rows)
     test.decode(*rows, steps=STEPS)
-    for number in range(test.largest - len(rows) if test.engine.can(Engine.fork) else 0):
+    for number in range(test.largest - len(rows) if isinstance(test.engine, SupportsFork) else 0):
         row = rows[number % len(fitting)]
         branch = test.fork(row, f"{row.name}, forked")
         branch.ahead = list(row.ahead)  # equal tokens, so that one replay serves all
@@ -339,16 +339,16 @@ def full_pool(test: StressTest) -> None:
 SCENARIOS = (
     Scenario(batch),
     Scenario(equal),
-    Scenario(turns, (Engine.extend,)),
-    Scenario(fork, (Engine.fork,)),
-    Scenario(evicted_fork, (Engine.fork,)),
+    Scenario(turns, (SupportsExtend,)),
+    Scenario(fork, (SupportsFork,)),
+    Scenario(evicted_fork, (SupportsFork,)),
     Scenario(prefix),
-    Scenario(talk, (Engine.extend,)),
-    Scenario(shared, (Engine.fork,)),
+    Scenario(talk, (SupportsExtend,)),
+    Scenario(shared, (SupportsFork,)),
     Scenario(schedule),
     Scenario(lengths),
     Scenario(answers),
-    Scenario(full_pool, (Engine.press,)),
+    Scenario(full_pool, (SupportsPressure,)),
     Scenario(crowd),
     Scenario(offsets),
     Scenario(wear),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stages.engines.base import Logits
-from stages.engines.interface import Engine
+from stages.engines.capabilities import SupportsExtend, SupportsFork, SupportsRequests
 from stages.engines.reference.attention import Fed
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.deviations import Deviations, passes
@@ -121,6 +121,7 @@ class StressTest:
         """Append a chunk of `count` random tokens."""
         tokens, observed = self.draw(count), [sequence] if self.comparer.frees_pages else []
         self._observe(observed)
+        assert isinstance(self.engine, SupportsExtend)
         logits_V = self.engine.extend(sequence.handle, tokens)
         self.counts["turns"] += sequence.decoded > 0
         self._take(sequence, tokens, logits_V, 0, 1, decoded=False)
@@ -128,6 +129,7 @@ class StressTest:
 
     def fork(self, sequence: ForcedSequence, role: str, steps: int = 0) -> ForcedSequence:
         """Fork a sequence."""
+        assert isinstance(self.engine, SupportsFork)
         ahead = self.draw(steps)
         branch = sequence.branch(role, self.engine.fork(sequence.handle), ahead)
         self.counts.update(forks=1, requests=1)
@@ -178,7 +180,7 @@ class StressTest:
     def serve(self, sequences: Sequence[ForcedSequence]) -> None:
         """Prefill sequences together and decode them to their ends. The first sequence decodes a step in a batch of one."""
         self.prefill(*sequences)
-        if self.engine.can(Engine.forced_together):
+        if isinstance(self.engine, SupportsRequests):
             self._serve_requests(sequences)
         else:
             self.decode(sequences[0])
@@ -209,6 +211,7 @@ class StressTest:
 
     def _serve_requests(self, sequences: Sequence[ForcedSequence]) -> None:
         """Implement `serve` for an engine that serves whole requests. The sequences are prefilled already."""
+        assert isinstance(self.engine, SupportsRequests)
         self.engine.release([sequence.handle for sequence in sequences])
         answers = self.engine.forced_together(
             [([*sequence.prompt, *sequence.ahead], len(sequence.prompt)) for sequence in sequences]
@@ -267,7 +270,7 @@ class StressTest:
     def _forced(self, role: str, prompt: list[int], answer: list[int]) -> Logits:
         """Return the engine's logits of a forced answer. The sequence is compared with the reference engine, too."""
         sequence = ForcedSequence(f"{role}, forced", prompt, answer[:-1])
-        if self.engine.can(Engine.forced_together) and sequence.ahead:
+        if isinstance(self.engine, SupportsRequests) and sequence.ahead:
             self.serve([sequence])
         else:
             self.prefill(sequence)

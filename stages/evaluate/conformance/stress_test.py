@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
+from stages.engines.capabilities import SupportsForgetting, SupportsRequests
 from stages.engines.interface import Engine
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.engine import ReferenceEngine
@@ -48,7 +49,7 @@ def probe(
             engine itself.
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
-    if engine.can(Engine.forced_together):
+    if isinstance(engine, SupportsRequests):
         max_tokens -= 1  # a request also generates one token after its last fed token
     largest = max(batch_size, config.max_batch)
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
@@ -59,7 +60,7 @@ def probe(
     for ended in _run_scenarios(test):
         progress("stress test [scenarios]", ended, len(SCENARIOS))
     failures = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations.messages()]
-    if engine.can(Engine.forget_prefixes):
+    if isinstance(engine, SupportsForgetting):
         engine.forget_prefixes()
     left = engine.memory()
     if left.live_tokens or left.held_pages:
@@ -81,7 +82,7 @@ def _run_scenarios(test: StressTest) -> Iterator[int]:
     """
     yield 0
     engine = test.engine
-    if not engine.can(Engine.forced_together) and (engine.max_sequences is None or engine.max_sequences > test.largest):
+    if not isinstance(engine, SupportsRequests) and (engine.max_sequences is None or engine.max_sequences > test.largest):
         test.scenario = "rest"
         most = min(3 * PAGE_TOKENS, test.max_tokens - 2 * len(SCENARIOS))
         test.resting = test.sequence(
@@ -89,7 +90,7 @@ def _run_scenarios(test: StressTest) -> Iterator[int]:
         )
         test.prefill(test.resting)
     for ended, scenario in enumerate(SCENARIOS, start=1):
-        if all(test.engine.can(need) for need in scenario.needs):
+        if all(isinstance(engine, need) for need in scenario.needs):
             test.scenario = scenario.name
             try:
                 scenario.run(test)

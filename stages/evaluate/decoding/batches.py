@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stages.engines.capabilities import SupportsExtend, SupportsFork
 from stages.engines.interface import Engine
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
@@ -245,12 +246,14 @@ class SharingBatch(Batch):
         item = self.encoded[sample]
         if item.prefix not in self.prefixes:
             (self.prefixes[item.prefix],), _ = self.engine.prefill([item.prompt[: item.shared]])
+        assert isinstance(self.engine, SupportsFork)
         handle = self.engine.fork(self.prefixes[item.prefix])
         self.users[item.prefix] -= 1
         if not self.users[item.prefix]:
             self.engine.release([self.prefixes.pop(item.prefix)])
         rest = item.prompt[item.shared : -1]
         if rest:
+            assert isinstance(self.engine, SupportsExtend)
             self.engine.extend(handle, rest)
         self.traces[sample].shared_prefixes = 1
         return handle
@@ -267,6 +270,7 @@ class SharingBatch(Batch):
         if not goes_on:  # nothing is left to score, so the sequence itself generates freely
             sequence.answer, sequence.input_token = answer, token
             return True
+        assert isinstance(self.engine, SupportsFork)
         fork = self.engine.fork(sequence.handle)
         self.traces[sequence.sample].forks += 1
         self.forks.append(_SampleSequence(sequence.sample, fork, token, sequence.position + 1, answer))

@@ -11,6 +11,7 @@ Engines that cannot fork generate the differing answers in a second pass.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from stages.engines.capabilities import SupportsForced, SupportsFork, SupportsRequests
 from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import (
     Batch,
@@ -56,7 +57,7 @@ def decode(
         stopping: Called before samples are admitted. Once it returns True, only the samples in flight are finished.
     """
     indices = range(len(encoded)) if chosen is None else chosen
-    if one_pass and (engine.can(Engine.forced_together) or engine.can(Engine.forced)):
+    if one_pass and isinstance(engine, SupportsRequests | SupportsForced):
         events = _whole_samples(engine, encoded, indices, batch_size, after_prefill, stopping)
     elif _has_room(engine, batch_size):
         yield from SharingBatch(engine, encoded, batch_size, greedy, after_prefill, stopping).run(indices)
@@ -68,12 +69,12 @@ def decode(
 
 def shares(engine: Engine, batch_size: int) -> bool:
     """Return whether this engine prefills a prefix once for all samples that share it."""
-    return not engine.can(Engine.forced) and _has_room(engine, batch_size)
+    return not isinstance(engine, SupportsForced) and _has_room(engine, batch_size)
 
 
 def _has_room(engine: Engine, batch_size: int) -> bool:
     """Return whether the engine can fork and has room for a full batch, a fork per sequence, and a document."""
-    return engine.can(Engine.fork) and (engine.max_sequences is None or engine.max_sequences > 2 * batch_size)
+    return isinstance(engine, SupportsFork) and (engine.max_sequences is None or engine.max_sequences > 2 * batch_size)
 
 
 def _whole_samples(
@@ -91,7 +92,7 @@ def _whole_samples(
     """
     if after_prefill is not None:
         after_prefill()
-    in_requests = engine.can(Engine.forced_together)
+    in_requests = isinstance(engine, SupportsRequests)
     size = batch_size if in_requests else 1
     indices = in_order(encoded, indices) if in_requests else indices
     for begin in range(0, len(indices), size):
@@ -99,7 +100,11 @@ def _whole_samples(
         if stopping():
             return
         whole = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for _, item in group]
-        answers = engine.forced_together(whole) if in_requests else [engine.forced(*whole[0])]
+        if isinstance(engine, SupportsRequests):
+            answers = engine.forced_together(whole)
+        else:
+            assert isinstance(engine, SupportsForced)
+            answers = [engine.forced(*whole[0])]
         for number, ((i, item), logits_BV) in enumerate(zip(group, answers, strict=True)):
             if not in_requests:
                 yield from _scored(i, item, logits_BV, Exercised())

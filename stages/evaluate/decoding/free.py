@@ -11,6 +11,7 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.core.records import Progress, no_progress
 from stages.engines.base import Logits
+from stages.engines.capabilities import SupportsRequests, SupportsReuse
 from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.distances.distance import kl_of_logits
@@ -60,7 +61,7 @@ def free_answers(
     words = [greedy.said(answer, item) for item, answer in zip(encoded, answers, strict=True)]
     known = [greedy.words(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
     # An engine that serves whole requests returns no logits for the prompt, so the first token cannot be checked.
-    skipped = 1 if engine.can(Engine.forced_together) else 0
+    skipped = 1 if isinstance(engine, SupportsRequests) else 0
     left = [i for i, said in enumerate(words) if len(said) > skipped and answers[i] != known[i]]
     for begin in range(0, len(left), batch_size):
         together = left[begin : begin + batch_size]
@@ -104,7 +105,7 @@ def _forced(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int
 
     An engine that serves whole requests returns no logits for the prompt: the shape is (len(tokens), V).
     """
-    if engine.can(Engine.forced_together):
+    if isinstance(engine, SupportsRequests):
         return engine.forced_together([([*prompt, *tokens], len(prompt)) for prompt, tokens in requests])
     handles, first_BV = engine.prefill([prompt for prompt, _ in requests])
     rows: list[list[Logits]] = [[logits_V.copy()] for logits_V in first_BV]
@@ -129,7 +130,7 @@ def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedP
     Returns:
         The differences; None if the engine cannot reuse prefixes.
     """
-    if not engine.can(Engine.forced_reusing) or not encoded:
+    if not isinstance(engine, SupportsReuse) or not encoded:
         return None
     requests = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for item in encoded]
     alone, reused = engine.forced_together(requests), engine.forced_reusing(requests)

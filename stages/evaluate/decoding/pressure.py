@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stages.core.records import Pressed, Progress, no_progress
+from stages.engines.capabilities import SupportsPressure
 from stages.engines.interface import Engine
 from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
@@ -20,7 +21,7 @@ from stages.verdict.record import finite, or_infinite
 
 ROWS = 32
 """Number of compared tokens at the end of a request, where earlier errors have taken effect."""
-PLAYS = 2
+ROUNDS = 2
 SHARE = 3
 """Ratio of the requests' pages to the pages in the pool."""
 GROUP = 4
@@ -45,17 +46,18 @@ def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progr
     """
     if not count:
         return None
-    if not engine.can(Engine.press):
+    if not isinstance(engine, SupportsPressure):
         return Pressure(asked=count)
     return press(engine, list(requests(encoded, count, engine.max_tokens)), progress)
 
 
 def press(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> Pressure:
     """Compare requests in a pool that holds a third of their pages with the same requests in a pool with room for all."""
+    assert isinstance(engine, SupportsPressure)
     count = len(named)
     sizes = [page_count(len(tokens)) for _, (tokens, _) in named]
     pages = max(sum(sizes) // SHARE, max(sizes) + 1)
-    total = count * (PLAYS + 2)
+    total = count * (ROUNDS + 2)
 
     def served(done: int) -> None:
         progress("full pool [requests]", done, total)
@@ -73,12 +75,12 @@ def press(engine: Engine, named: Sequence[Named], progress: Progress = no_progre
             noise[place] = float(np.mean(_distances(calm[place], one)))
     served(2 * count)
     limit = max(LEAST_KL, FACTOR * max(noise)) if np.isfinite(noise).all() else LEAST_KL
-    orders = [np.random.default_rng(play).permutation(count).tolist() for play in range(PLAYS)]
-    plays = engine.press([[asked[i] for i in order] for order in orders], ROWS, pages)
+    orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(ROUNDS)]
+    rounds = engine.press([[asked[i] for i in order] for order in orders], ROWS, pages)
     served(total)
     found = [
-        _beside(named[i], play, calm[i], one)
-        for play, (order, pressed) in enumerate(zip(orders, plays, strict=True), start=1)
+        _deviation(named[i], number, calm[i], one)
+        for number, (order, pressed) in enumerate(zip(orders, rounds, strict=True), start=1)
         for i, one in zip(order, pressed, strict=True)
     ]
     return Pressure(
@@ -119,12 +121,12 @@ def _distances(calm: Pressed, pressed: Pressed) -> Array:
     return kl_of_logits(calm.logits[-rows:], pressed.logits[-rows:])
 
 
-def _beside(named: Named, play: int, calm: Pressed, pressed: Pressed) -> PoolDeviation:
+def _deviation(named: Named, number: int, calm: Pressed, pressed: Pressed) -> PoolDeviation:
     name, (tokens, _) = named
     kls = _distances(calm, pressed)
     return PoolDeviation(
         request=name,
-        play=play,
+        round=number,
         kl=finite(float(np.mean(kls))),
         position=len(tokens) - len(kls) + int(np.argmax(kls)),
         changed=int((calm.logits.argmax(-1) != pressed.logits.argmax(-1)).sum()),

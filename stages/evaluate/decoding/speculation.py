@@ -27,6 +27,7 @@ import torch
 from stages.checkpoints.loading import load_causal_lm
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.records import Progress
+from stages.engines.capabilities import SupportsDrafting
 from stages.engines.interface import Engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.decoding.batches import Greedy
@@ -155,7 +156,7 @@ def speculated_by(
     """
     pairs = zip(answers, encoded, strict=True)
     asked = [(item.prompt, greedy.said(answer.tokens, item)) for answer, item in pairs if answer is not None]
-    if config is None or not config.lookup_tokens or not asked or not engine.can(Engine.drafting):
+    if config is None or not config.lookup_tokens or not asked or not isinstance(engine, SupportsDrafting):
         return None
     seen = engine.drafting([(prompt, len(said)) for prompt, said in asked], config.lookup_tokens, config.ngram)
     counted = 0

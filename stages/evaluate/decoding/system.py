@@ -13,6 +13,7 @@ import numpy as np
 
 from stages.core.errors import UserError
 from stages.core.records import LoadTimes, Progress, give_back, give_back_freed, no_progress
+from stages.engines.capabilities import SupportsRequests, SupportsTiming
 from stages.engines.interface import Engine
 from stages.policies.policy import PAGE_TOKENS, live_tokens
 from stages.verdict.coverage import Allocation, ProcessMemory
@@ -40,7 +41,7 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     prompts = random_prompts(load, engine.vocab_size)
     steps = WARMUP_STEPS + load.new_tokens
     progress("system metrics", 0, 1)
-    times = engine.timed(prompts, steps) if engine.can(Engine.timed) else _timed(engine, prompts, steps, progress)
+    times = engine.timed(prompts, steps) if isinstance(engine, SupportsTiming) else _timed(engine, prompts, steps, progress)
     step_ms, memory = times.step_ms[WARMUP_STEPS:], times.memory
     p5, p50, p95, p99 = np.percentile(step_ms, [5, 50, 95, 99]).tolist()
     budget = int(LIVE_GIB * GIB)
@@ -108,7 +109,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     runs twice. A hidden copy that grows with the pool shows in the first run. A hidden copy that is freed with its sequences
     also shows in the second run, even if the whole pool was in use before.
     """
-    if engine.can(Engine.forced_together) or not STATM.exists():
+    if isinstance(engine, SupportsRequests) or not STATM.exists():
         return None
     policy, shape = engine.policy, engine.shape
     copied = 4 * shape.layers * shape.kv_heads * shape.head_dim
