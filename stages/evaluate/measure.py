@@ -4,6 +4,7 @@ While a round runs, `unfinished/` in its directory holds the results of finished
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import (
     Answer,
+    Interruption,
     Observer,
     SampleRun,
     greedy_of,
@@ -32,7 +34,7 @@ from stages.evaluate.decoding.rows import (
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import StoredHeads
+from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
@@ -80,62 +82,43 @@ def measure(
     """
     changes = audit_scales(engine, allow_scale_changes)
     digest, greedy = workloads_digest(encoded), greedy_of(tokenizer, config)
-    known, heads, usual, named, scored = None, None, None, labelled(progress, "baseline: "), list(encoded)
-    if baseline is not None:
-        known, heads, named = read_round(baseline), StoredHeads(baseline / LOGPROBS).sample, progress
-        if (known.record.samples_digest, known.record.vocab_size) != (digest, engine.vocab_size):
-            raise UserError(
-                f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
-                "directory, so that the baseline is measured again"
-            )
-        usual, scored = known.record.conformance, known.scored(encoded)
-    repeated = {item.sample.id for item in repeated_samples(scored, config)}
+    known = None if baseline is None else read_round(baseline)
+    if known is not None and (known.record.samples_digest, known.record.vocab_size) != (digest, engine.vocab_size):
+        raise UserError(
+            f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
+            "directory, so that the baseline is measured again"
+        )
+    items = list(encoded) if known is None else known.scored(encoded)
+    label = labelled(progress, "baseline: ") if baseline is None else progress
+    heads = None if baseline is None else StoredHeads(baseline / LOGPROBS).sample
     comparison = None
     if reference is not None:  # the baseline determines the allowed distance of a candidate from its reference engine
+        usual = None if known is None else known.record.conformance
         comparer = Comparer(engine, reference.with_rounding_of(usual), *reference.limits(usual))
-        chosen = spread(scored, config.conformance_samples)
-        comparison = Comparison(comparer, SampleRun(scored, heads, named), chosen, batch_size=config.batch_size)
+        chosen = spread(items, config.conformance_samples)
+        comparison = Comparison(comparer, SampleRun(items, heads, label), chosen, batch_size=config.batch_size)
 
-    with unfinished(out, workloads_digest(scored)) as folder:
-
-        def run(
-            items: Sequence[EncodedSample], into: ResultFolder, greedy: Greedy | None, label: Progress, observe: Observer | None
-        ) -> list[SampleResult]:
-            def keep(i: int, result: SampleResult) -> None:
-                if heads is None and not np.isfinite(result.statistics.baseline_nll).all():
-                    raise UserError(f"{NOT_FINITE} on sample {items[i].sample.id}")
-                into.save(i, result)
-
-            asked = SampleRun(items, heads, label, greedy, into.load(), keep, noted, repeated)
-            return run_samples(engine, asked, config.batch_size, observe=observe)
-
-        with interruption() as noted:
-            results = run(scored, folder, greedy, named, None if comparison is None else comparison.take)
-            said = judged_answers(scored, results, tokenizer, greedy)
-            own = in_own_words(scored, results, said, greedy) if heads is None else {}
-            items, kept = list(own.values()), [(folder, i) for i in range(len(scored))]
-            if items:
-                again = folder.beside(workloads_digest(items))
-                anew = run(items, again, None, labelled(named, "own answers: "), None)
-                for place, (i, result) in enumerate(zip(own, anew, strict=True)):
-                    if likelier(result, results[i]):
-                        scored[i], results[i], kept[i] = items[place], results[i].scored_anew(result), (again, place)
-        stored = (
-            (item.sample.id, of.heads(i))
-            for item, (of, i) in zip(scored, kept, strict=True)
-            if heads is None or item.sample.id in repeated
+    with unfinished(out, workloads_digest(items)) as folder, interruption() as noted:
+        repeated = {item.sample.id for item in repeated_samples(items, config)}
+        runner = _Runner(engine, config.batch_size, heads, repeated, noted)
+        scored = runner.run(items, folder, label, greedy, None if comparison is None else comparison.take)
+        answers = judged_answers(items, [one.result for one in scored], tokenizer, greedy)
+        if baseline is None:
+            scored = runner.score_own_answers(scored, answers, greedy, labelled(label, "own answers: "))
+        StoredHeads.write(
+            out / LOGPROBS,
+            ((one.item.sample.id, one.heads()) for one in scored if heads is None or one.item.sample.id in repeated),
         )
-        StoredHeads.write(out / LOGPROBS, stored)
-        beside: Sequence[Answer | None] = known.answers_to(encoded) if known is not None else ()
-        said = speculated(said, scored, config.speculation, greedy, named, beside)
+        items, results = [one.item for one in scored], [one.result for one in scored]
+        others = () if known is None else known.answers_to(encoded)
+        answers = speculated(answers, items, config.speculation, greedy, label, others)
         conformance = None
         if comparison is not None:
             comparison.decode_missing()  # requests that had finished before an interruption
-            named("conformance", 0, 1)
+            label("conformance", 0, 1)
             conformance = comparison.result()
         elif not config.conformance_samples:
             conformance = EngineConformance(policy=engine.policy.name, requests=[])  # no gate passes an empty list
-        answers = {item.sample.id: answer for item, answer in zip(encoded, said, strict=True) if answer is not None}
         record = Measured(
             samples_digest=digest,
             vocab_size=engine.vocab_size,
@@ -145,9 +128,71 @@ def measure(
             conformance=conformance,
             compute_dtype=None if reference is None else reference.compute_dtype,
             scale_changes=changes,
-            right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
+            right_answers={item.sample.id: list(item.reference) for item in items if item.replaced and heads is None},
         )
-        Round(record, answers, StepStatistics.joined([result.statistics for result in results])).write(out)
+        by_id = {item.sample.id: answer for item, answer in zip(items, answers, strict=True) if answer is not None}
+        Round(record, by_id, StepStatistics.joined([result.statistics for result in results])).write(out)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A sample and its result, which is saved in a folder."""
+
+    item: EncodedSample
+    result: SampleResult
+    folder: ResultFolder
+    index: int
+    """Index of the sample in the folder."""
+
+    def heads(self) -> SampleHeads:
+        """Return the engine's own heads."""
+        return self.folder.heads(self.index)
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Runs samples on an engine and saves the result of each sample as it finishes."""
+
+    engine: Engine
+    batch_size: int
+    baseline: Heads | None
+    """The baseline's heads; None if the engine is the baseline."""
+    repeated: Collection[str]
+    """Ids of samples for which a candidate's own heads are recorded."""
+    interruption: Interruption
+
+    def run(
+        self,
+        items: Sequence[EncodedSample],
+        folder: ResultFolder,
+        progress: Progress,
+        greedy: Greedy | None = None,
+        observe: Observer | None = None,
+    ) -> list[_Scored]:
+        """Run the samples that the folder does not hold yet."""
+
+        def save(i: int, result: SampleResult) -> None:
+            if self.baseline is None and not np.isfinite(result.statistics.baseline_nll).all():
+                raise UserError(f"{NOT_FINITE} on sample {items[i].sample.id}")
+            folder.save(i, result)
+
+        run = SampleRun(items, self.baseline, progress, greedy, folder.load(), save, self.interruption, self.repeated)
+        results = run_samples(self.engine, run, self.batch_size, observe=observe)
+        return [_Scored(item, result, folder, i) for i, (item, result) in enumerate(zip(items, results, strict=True))]
+
+    def score_own_answers(
+        self, scored: Sequence[_Scored], answers: Sequence[Answer | None], greedy: Greedy, progress: Progress
+    ) -> list[_Scored]:
+        """Force the baseline's own right answers, and return each sample with the likelier wording of its right answer."""
+        own = in_own_words([one.item for one in scored], [one.result for one in scored], answers, greedy)
+        best = list(scored)
+        if own:
+            items = list(own.values())
+            folder = scored[0].folder.beside(workloads_digest(items))
+            for i, again in zip(own, self.run(items, folder, progress), strict=True):
+                if likelier(again.result, best[i].result):
+                    best[i] = replace(again, result=best[i].result.scored_anew(again.result))
+        return best
 
 
 UNLIKELY = 0.1
