@@ -16,7 +16,7 @@ from stages.core.records import no_progress
 from stages.engines.onnx.engine import load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.conformance.stress_test import probe
+from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import KVPolicy
 from stages.workloads.config import ProbeConfig
 
@@ -58,7 +58,7 @@ def main() -> None:
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))
                         engine = load_engine(bundle, threads=1, attention=kind)
                     config = CONFIG.model_copy(update={"seed": seed})
-                    found = probe(engine, reference, config, BATCH, CLAIMED, no_progress)
+                    found = run_stress_test(engine, reference, config, BATCH, CLAIMED, no_progress)
                     failures += [f"seed {seed}: {failure}" for failure in found.failures[:1]]
             rows[name, kind] = {
                 **{"policy": name, "engine": kind, "seeds": options.seeds, "failures": failures},

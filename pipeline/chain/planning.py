@@ -170,7 +170,7 @@ def _judged(
     except UserError as error:
         yield replace(judged, problem=str(error))
         return
-    probe = report.probes.candidate
+    stress = report.engine_tests.stress_candidate
     exercised = report.coverage or Exercised()
     kl_mean = report.overall.fidelity.kl_mean
     yield replace(
@@ -180,7 +180,7 @@ def _judged(
         samples_needed=verdict.samples_needed,
         limits=report.limits,
         longest_decode=exercised.longest_decode,
-        forks=exercised.forks + exercised.shared_prefixes + (probe.forks if probe is not None else 0),
+        forks=exercised.forks + exercised.shared_prefixes + (stress.forks if stress is not None else 0),
         kl_mean=kl_mean if kl_mean is not None else float("inf"),
     )
 

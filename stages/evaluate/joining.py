@@ -15,7 +15,7 @@ from stages.evaluate.distances.distance import Array
 from stages.evaluate.inputs.rounds import planned_shares
 from stages.evaluate.inputs.tokens import Encoded
 from stages.verdict.conformance import Conformance
-from stages.verdict.coverage import EngineProbes, Exercised
+from stages.verdict.coverage import EngineTests, Exercised
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
 from stages.workloads.config import WorkloadsConfig
 
@@ -71,7 +71,7 @@ def join(
         conformance = Conformance(
             compute_dtype=first.compute_dtype, baseline=first_base.conformance, candidate=first.conformance
         )
-    assert own.canary is not None, "a candidate has a must-fail control"
+    assert own.control is not None, "a candidate has a must-fail control"
     report = EvaluationReport(
         schema_version=SCHEMA_VERSION,
         policy=first.policy,
@@ -84,15 +84,15 @@ def join(
         planned_workloads=_planned_workloads(encoded),
         slices=metrics.slices(rows, parts, config.context_bins),
         noise=base.noise,
-        canary=own.canary,
+        control=own.control,
         system=own.system,
         baseline_system=base.system,
         conformance=conformance,
         candidate_noise=own.noise,
         coverage=Exercised.merged([*(record.coverage for record in records), own.coverage]),
-        probes=EngineProbes(
-            candidate=own.probe,
-            baseline=base.probe,
+        engine_tests=EngineTests(
+            stress_candidate=own.stress,
+            stress_baseline=base.stress,
             free_candidate=own.free_answers,
             free_baseline=base.free_answers,
             reused_candidate=own.reused,

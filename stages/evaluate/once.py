@@ -7,9 +7,9 @@ from pathlib import Path
 from stages.core.records import Progress
 from stages.engines.capabilities import SupportsForced, SupportsRequests
 from stages.engines.interface import Engine
-from stages.evaluate.canary import canary
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.conformance.stress_test import probe
+from stages.evaluate.conformance.stress_test import run_stress_test
+from stages.evaluate.control import must_fail_control
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
 from stages.evaluate.decoding.noise import noise_floor, repeated_samples
 from stages.evaluate.decoding.pressure import pressure
@@ -73,7 +73,7 @@ def once(
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
         speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
-        probe=None if reference is None else probe(engine, reference, config.probe, batch, longest, named, usual),
+        stress=None if reference is None else run_stress_test(engine, reference, config.probe, batch, longest, named, usual),
         system=measure_system(engine, config.load, named),
     )
     if baseline is None:
@@ -82,5 +82,5 @@ def once(
     crowded = pressure(engine, encoded, asked, named)
     repeated = Exercised.merged([*(result.trace for result in second), Exercised(room=longest)])
     heads = StoredHeads(baseline / LOGPROBS).sample
-    corrupted = canary(engine, encoded, heads, config, named)
-    return found.model_copy(update={"coverage": repeated, "canary": corrupted, "pressure": crowded})
+    corrupted = must_fail_control(engine, encoded, heads, config, named)
+    return found.model_copy(update={"coverage": repeated, "control": corrupted, "pressure": crowded})

@@ -110,7 +110,7 @@ class Deviation(Record):
     batch_row: int | None
     """Row of the decode step that computed this token; null for a token of the prompt."""
     batch_size: int | None
-    act: Literal["stored", "read", "computed"]
+    operation: Literal["stored", "read", "computed"]
     """stored: the policy would store another vector. read: the decode step of this token misread the cache.
     computed: the logits differ, and the engine does not expose its cache."""
     layer: int | None
@@ -127,9 +127,9 @@ class Deviation(Record):
         where += f"){sample}"
         if self.layer is not None:
             head = "" if self.head is None else f" head {self.head}"
-            upto = "up to " if self.act == "read" and self.layer else ""
+            upto = "up to " if self.operation == "read" and self.layer else ""
             where += f", {upto}layer {self.layer}{head}{'' if self.side is None else f' {self.side}s'}"
-        return f"first {self.act} wrong at {where}"
+        return f"first {self.operation} wrong at {where}"
 
 
 class Explanation(Record):

@@ -1,7 +1,7 @@
 """Records of the coverage of an evaluation: the samples, the stress test, allocated bytes, and free answers.
 
-A verdict covers only the lengths and batches that were exercised. `Exercised` counts the decode steps of the samples. `Probe`
-is the stress test: random tokens on the engine and on its reference engine, the reference engine under the same policy.
+A verdict covers only the lengths and batches that were exercised. `Exercised` counts the decode steps of the samples.
+`StressResult` has the counts of the stress test, which runs random tokens on the engine and on its reference engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -119,7 +119,7 @@ class ProcessMemory(Record):
         return f"{self.tokens:,} tokens, of which a float16 copy takes {self.copy_bytes / (1 << 20):.1f} MiB"
 
 
-class Probe(Record):
+class StressResult(Record):
     """The stress test: an engine compared with its reference engine on random tokens.
 
     `failures` name the sequences that deviate, and the places.
@@ -253,12 +253,12 @@ class Pressure(Record):
     """Requests that differ by more than noise, the worst first."""
 
 
-class EngineProbes(Record):
+class EngineTests(Record):
     """Results of the stress test, free answers and related checks for both engines."""
 
-    candidate: Probe | None
+    stress_candidate: StressResult | None
     """None if no reference engine could be opened."""
-    baseline: Probe | None
+    stress_baseline: StressResult | None
     free_candidate: FreeAnswers
     free_baseline: FreeAnswers
     reused_candidate: ReusedPrefixes | None = None
@@ -280,7 +280,7 @@ class Limits(Record):
     batch: int | None = None
     decoded: int | None = None
     """Maximum decoded tokens of a sequence; null without a stress test."""
-    acts: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
     """Other features that were exercised: turns, forks, reused prefixes, a full pool."""
 
     @classmethod
@@ -293,8 +293,8 @@ class Limits(Record):
 
     def __str__(self) -> str:
         decoded = f", {self.decoded:,} decoded" if self.decoded is not None else ""
-        acts = " and ".join(filter(None, (", ".join(self.acts[:-1]), *self.acts[-1:])))
-        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {acts}' if acts else ''}"
+        features = " and ".join(filter(None, (", ".join(self.features[:-1]), *self.features[-1:])))
+        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {features}' if features else ''}"
 
     def exceeded_by(self, bundle: "Limits") -> str | None:
         """Return a message about the first limit of a bundle that exceeds this one; None if none does. Lengths are in whole
@@ -314,7 +314,7 @@ class Limits(Record):
         return None
 
 
-def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
+def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
     """Return the limits that a verdict covers; None if no sample's steps were recorded.
 
     Only samples count for the number of tokens, because only samples of a length show the quality at that length. The batch
@@ -322,21 +322,21 @@ def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
     """
     if samples is None:
         return None
-    probe = probes.candidate
+    stress = tests.stress_candidate
     tokens, batch = samples.longest_context, samples.batch
-    if probe is None:
+    if stress is None:
         return Limits(tokens=tokens, room=samples.room, batch=batch)
-    as_long = whole_pages(probe.together) >= whole_pages(tokens)
-    acts = (
-        ("turns", probe.turns),
-        ("forks", probe.forks + samples.forks),
-        ("reused prefixes", probe.prefixes),
-        ("a full pool", probe.preempted + (probes.pressure.preempted if probes.pressure is not None else 0)),
+    as_long = whole_pages(stress.together) >= whole_pages(tokens)
+    features = (
+        ("turns", stress.turns),
+        ("forks", stress.forks + samples.forks),
+        ("reused prefixes", stress.prefixes),
+        ("a full pool", stress.preempted + (tests.pressure.preempted if tests.pressure is not None else 0)),
     )
     return Limits(
         tokens=tokens,
         room=samples.room,
-        batch=max(batch, probe.batch) if as_long else batch,
-        decoded=max(samples.longest_decode, probe.decoded),
-        acts=tuple(name for name, count in acts if count),
+        batch=max(batch, stress.batch) if as_long else batch,
+        decoded=max(samples.longest_decode, stress.decoded),
+        features=tuple(name for name, count in features if count),
     )

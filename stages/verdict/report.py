@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from stages.verdict.conformance import Conformance
-from stages.verdict.coverage import EngineProbes, Exercised, Limits, covered
+from stages.verdict.coverage import EngineTests, Exercised, Limits, covered
 from stages.verdict.delivery import ScaleChange
 from stages.verdict.record import Number, Record
 
@@ -210,7 +210,7 @@ class Slice(Record):
         }
 
 
-class Canary(Record):
+class MustFailControl(Record):
     """The must-fail control: the candidate on a few samples, with every key scale multiplied by `factor` after the prefill."""
 
     factor: float
@@ -269,7 +269,7 @@ class EvaluationReport(Record):
     slices: list[Slice]
     noise: Fidelity | None
     """Distance of the baseline from itself in another batch composition; null if no sample is repeated."""
-    canary: Canary
+    control: MustFailControl
     system: SystemMetrics
     baseline_system: SystemMetrics
     """Times of the same load on the baseline, taken when the baseline was measured."""
@@ -279,7 +279,7 @@ class EvaluationReport(Record):
     """Distance of the candidate from itself in another batch composition."""
     coverage: Exercised | None = None
     """Lengths and batches of the samples on the decode path."""
-    probes: EngineProbes
+    engine_tests: EngineTests
     scale_changes: list[ScaleChange] | None = None
     """Scales that differ between the candidate and its checkpoint; null for engines that do not load scales by themselves."""
     drafters: list[str]
@@ -307,7 +307,7 @@ class EvaluationReport(Record):
     @property
     def limits(self) -> Limits | None:
         """Limits that a verdict on this report covers; None if no sample's steps were recorded."""
-        return covered(self.coverage, self.probes)
+        return covered(self.coverage, self.engine_tests)
 
 
 def jsonl_lines(path: Path) -> list[str]:

@@ -30,7 +30,7 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
             yield f"{prefix}recovery", part.accuracy.recovery
         yield from ((f"{prefix}{name}", length) for name, length in part.acceptance_lengths.items())
     for side in ("candidate", "baseline"):
-        seen = getattr(report.probes, f"speculated_{side}")
+        seen = getattr(report.engine_tests, f"speculated_{side}")
         if seen is not None:
             yield f"quality/acceptance_engine_{side}", seen.tokens / seen.passes
     yield "quality/samples", float(report.samples)

@@ -5,16 +5,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from stages.verdict.coverage import EngineProbes, FreeAnswers, Pressure
+from stages.verdict.coverage import EngineTests, FreeAnswers, Pressure
 from stages.verdict.gate import GateInput
 from stages.verdict.gates import GATES as ALL_GATES
 from stages.verdict.gates import Gates, decide
 from stages.verdict.report import (
     Acceptance,
     Accuracy,
-    Canary,
     EvaluationReport,
     Fidelity,
+    MustFailControl,
     SampleRow,
     Slice,
     SystemMetrics,
@@ -83,7 +83,7 @@ def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
 
 
 NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])
-PROBES = EngineProbes(candidate=None, baseline=None, free_candidate=NO_ANSWERS, free_baseline=NO_ANSWERS)
+ENGINE_TESTS = EngineTests(stress_candidate=None, stress_baseline=None, free_candidate=NO_ANSWERS, free_baseline=NO_ANSWERS)
 """Probes of engines without a reference engine and without repeated answers."""
 
 CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
@@ -113,10 +113,10 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "planned_workloads": {},
         "slices": [whole, low],
         "noise": fidelity(),
-        "canary": Canary(factor=0.1, rows=CANARY_ROWS),
+        "control": MustFailControl(factor=0.1, rows=CANARY_ROWS),
         "system": SystemMetrics.model_validate(system),
         "baseline_system": SystemMetrics.model_validate(system),
-        "probes": PROBES,
+        "engine_tests": ENGINE_TESTS,
         "drafters": [],
     }
     return EvaluationReport.model_validate({**values, **changes})
@@ -152,7 +152,7 @@ def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), th
 
 def pressure_line(found: Pressure) -> Check:
     """Return the report line for a given full-pool measurement."""
-    (line,) = lines("pressure", report([], probes=PROBES.model_copy(update={"pressure": found})))
+    (line,) = lines("pressure", report([], engine_tests=ENGINE_TESTS.model_copy(update={"pressure": found})))
     return line
 
 

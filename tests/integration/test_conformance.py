@@ -56,7 +56,7 @@ def failed(
 
 @pytest.mark.every
 @pytest.mark.parametrize(("name", "attention"), list(zip(SOUND, cycle(["graph", "native"]), strict=False)))
-def test_a_sound_engine_is_within_rounding_of_its_twin(
+def test_a_sound_engine_is_within_rounding_of_its_reference_engine(
     name: str, attention: str, bench: Conformity, baseline: EngineConformance
 ) -> None:
     result = bench.compared(POLICIES[name], bench.engine(POLICIES[name], attention))
@@ -76,11 +76,11 @@ def test_a_sound_engine_is_within_rounding_of_its_twin(
     [
         (
             "int8", write("key_scale", times(2), layers=[2], heads=[1]),
-            {"act": "stored", "layer": 2, "side": "key", "head": 1, "position": 0},
+            {"operation": "stored", "layer": 2, "side": "key", "head": 1, "position": 0},
         ),
-        ("int8", write("value_scale", times(1.1)), {"act": "stored", "side": "value"}),
-        ("int8", FAULTS["truncated"].plant, {"act": "stored", "side": "key"}),
-        ("int4_g32", FAULTS["groups_swapped"].plant, {"act": "stored", "side": "value"}),
+        ("int8", write("value_scale", times(1.1)), {"operation": "stored", "side": "value"}),
+        ("int8", FAULTS["truncated"].plant, {"operation": "stored", "side": "key"}),
+        ("int4_g32", FAULTS["groups_swapped"].plant, {"operation": "stored", "side": "value"}),
     ],
     ids=["a wrong key scale of one head", "larger value scales", "truncated codes", "swapped groups"],
 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: C
     policy = POLICIES["int4_sinks"]
     fault = write("key_exact", zero, lambda step: step.positions < policy.sink_tokens)
     _, where = failed(bench, baseline, policy, bench.engine(policy, fault=fault))
-    assert where.act == "read"
+    assert where.operation == "read"
     (item,) = (item for item in bench.encoded if item.sample.id == where.sample)
     assert 0 <= where.position - (len(item.prompt) - 1) < 3
 
@@ -107,7 +107,7 @@ def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: C
 def test_a_stale_page_in_one_step_of_ten_is_found_at_its_step(bench: Conformity, baseline: EngineConformance) -> None:
     policy = POLICIES["int8"]
     _, where = failed(bench, baseline, policy, bench.engine(policy, fault=FAULTS["stale_page_one_step_in_ten"].plant))
-    assert (where.act, where.side) == ("read", None)
+    assert (where.operation, where.side) == ("read", None)
     assert where.layer is not None
     assert where.layer < 3
     assert where.batch_row is not None
@@ -148,7 +148,7 @@ def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(
     )
     engine = bench.engine(policy, fault=in_second_page)
     result, where = failed(bench, baseline, policy, engine)
-    assert (where.act, where.side, where.layer, where.position) == ("stored", "value", 1, 64)
+    assert (where.operation, where.side, where.layer, where.position) == ("stored", "value", 1, 64)
     assert [times > 1 for times in result.ranked].count(True) == 1
     (item,) = (item for item in bench.encoded if item.sample.id == where.sample)
     lengths = (len(item.prompt), len(item.prompt) + len(item.reference) - 1)
@@ -188,7 +188,7 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity
     assert [check.status for check in checks] == ["FAIL", "FAIL"]
     assert "does not compute fp16" in checks[0].reason
     assert where is not None
-    assert (where.act, where.position, where.page_offset) == ("stored", 63, 63)
+    assert (where.operation, where.position, where.page_offset) == ("stored", 63, 63)
     assert report.conformance.candidate.reference_kl is not None
     assert report.conformance.compute_dtype == "float32"
     assert {request.sample.split("-")[0] for request in report.conformance.candidate.requests} == {"prose", "retrieval"}

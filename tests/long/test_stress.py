@@ -11,9 +11,9 @@ from onnx_fixtures import static_scales
 
 from stages.core.records import no_progress
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.conformance.stress_test import probe
+from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
-from stages.verdict.coverage import Probe
+from stages.verdict.coverage import StressResult
 from stages.workloads.config import ProbeConfig
 
 CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
@@ -26,13 +26,15 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Co
     return Conformity(tiny_checkpoint, tmp_path_factory)
 
 
-def stressed(bench: Conformity, policy: KVPolicy, kind: str, seed: int) -> Probe:
+def stressed(bench: Conformity, policy: KVPolicy, kind: str, seed: int) -> StressResult:
     """Run the stress test on the tiny model: with native or graph attention, or on the reference engine itself."""
     plain = bench.engine(FP16_POLICY)
     engine: Any = TorchEngine.from_model(bench.model, policy, static_scales(policy, plain.shape))
     if kind != "reference":
         engine = bench.engine(policy, kind)
-    return probe(engine, bench.reference(policy, plain), CONFIG.model_copy(update={"seed": seed}), 8, 400, no_progress)
+    return run_stress_test(
+        engine, bench.reference(policy, plain), CONFIG.model_copy(update={"seed": seed}), 8, 400, no_progress
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), list(zip(sorted(POLICIES), cycle(["native", "graph", "reference"]), strict=False)))

@@ -28,10 +28,10 @@ def check(report: EvaluationReport) -> None:
     assert report.noise is not None
     assert report.noise.kl_max is not None
     assert report.noise.kl_max < 0.02, "a request alone and among others, in bfloat16"
-    probes = report.probes
+    tests = report.engine_tests
     for free, reused in (
-        (probes.free_candidate, probes.reused_candidate),
-        (probes.free_baseline, probes.reused_baseline),
+        (tests.free_candidate, tests.reused_candidate),
+        (tests.free_baseline, tests.reused_baseline),
     ):
         assert free.contradictions == []
         assert reused is not None

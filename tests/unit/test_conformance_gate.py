@@ -35,7 +35,7 @@ def judged(*of: object, **how: Any) -> list[tuple[str, str]]:
 
 
 DEVIATION = Deviation(
-    sample="x", position=81, page_offset=17, batch_row=3, batch_size=16, act="stored", layer=2, side="key", head=1
+    sample="x", position=81, page_offset=17, batch_row=3, batch_size=16, operation="stored", layer=2, side="key", head=1
 )
 COARSE = request(kl=1e-12 * 9.5**2)
 BETWEEN = engine(request(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))

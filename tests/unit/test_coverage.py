@@ -17,7 +17,7 @@ from stages.evaluate.decoding.free import free_answers, reused_prefixes
 from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import encode
-from stages.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProcessMemory
+from stages.verdict.coverage import Allocation, EngineTests, Exercised, FreeAnswers, Limits, ProcessMemory, StressResult
 from stages.verdict.gates import decide
 
 SAMPLES = [
@@ -98,28 +98,28 @@ def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
     assert first_step == [given[0][0], given[1][0]], "the first differs, and of the second nothing is known"
 
 
-def a_probe(**changes: object) -> Probe:
+def stress_result(**changes: object) -> StressResult:
     sizes: dict[str, Any] = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}
     values: dict[str, object] = {
         "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "rows": 9, "failures": [],
         "together": 68, "prompts": 0, "turns": 0, "prefixes": 0,
         "allocation": Allocation(**sizes, window_bytes=0, window_pages=1, window_unit_bytes=0),
     }  # fmt: skip
-    return Probe.model_validate({**values, **changes})
+    return StressResult.model_validate({**values, **changes})
 
 
-def probes(candidate: Probe | None = None, free: list[str] | None = None) -> EngineProbes:
+def engine_tests(candidate: StressResult | None = None, free: list[str] | None = None) -> EngineTests:
     agree = FreeAnswers(samples=2, tokens=9, contradictions=[])
-    return EngineProbes(
-        candidate=candidate or a_probe(),
-        baseline=a_probe(),
+    return EngineTests(
+        stress_candidate=candidate or stress_result(),
+        stress_baseline=stress_result(),
         free_candidate=agree.model_copy(update={"contradictions": free or []}),
         free_baseline=agree,
     )
 
 
-BAD = a_probe(failures=["fork: fork at 65 tokens: KL 1"])
-LARGER = a_probe(allocation=a_probe().allocation.model_copy(update={"pool_bytes": 256}))
+BAD = stress_result(failures=["fork: fork at 65 tokens: KL 1"])
+LARGER = stress_result(allocation=stress_result().allocation.model_copy(update={"pool_bytes": 256}))
 
 
 @pytest.mark.parametrize(
@@ -132,18 +132,20 @@ LARGER = a_probe(allocation=a_probe().allocation.model_copy(update={"pool_bytes"
     ],
 )  # fmt: skip
 def test_bytes_are_compared_with_the_policys_claim(changes: dict[str, int], problem: str | None) -> None:
-    assert a_probe().allocation.model_copy(update=changes).problem == problem
+    assert stress_result().allocation.model_copy(update=changes).problem == problem
 
 
 def test_a_verdict_says_how_far_it_holds() -> None:
     rows = every_class()
-    sound = decide(report(rows, coverage=exercised(), probes=probes()), rows, GATES)
+    sound = decide(report(rows, coverage=exercised(), engine_tests=engine_tests()), rows, GATES)
     assert (sound.status, sound.covered) == ("PASS", "up to 68 tokens, batch 32, 320 decoded, with forks")
 
 
 def claim(**changes: Any) -> str:
     found = decide(
-        report(every_class(), coverage=exercised(), probes=probes(candidate=a_probe(**changes))), every_class(), GATES
+        report(every_class(), coverage=exercised(), engine_tests=engine_tests(candidate=stress_result(**changes))),
+        every_class(),
+        GATES,
     )
     assert found.covered is not None
     return found.covered
@@ -176,8 +178,10 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
     process = ProcessMemory(
         tokens=8192, grown_bytes=grown, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=noise
     )
-    grew = a_probe(allocation=a_probe().allocation.model_copy(update={"process": process}))
-    check = next(check for check in lines("probe", report([], probes=probes(candidate=grew))) if check.gate == "allocation")
+    grew = stress_result(allocation=stress_result().allocation.model_copy(update={"process": process}))
+    check = next(
+        check for check in lines("probe", report([], engine_tests=engine_tests(candidate=grew))) if check.gate == "allocation"
+    )
     assert (check.status, said in check.reason) == (status, True), check.reason
 
 

@@ -15,7 +15,7 @@ from stages.engines.capabilities import SupportsForced
 from stages.evaluate.decoding import noise
 from stages.evaluate.decoding.batches import DecodeStep, Finished, Greedy, Logits
 from stages.evaluate.decoding.decode import decode
-from stages.evaluate.decoding.noise import canary_samples, repeated_samples
+from stages.evaluate.decoding.noise import control_samples, repeated_samples
 from stages.evaluate.inputs.tokens import EncodedSample, encode, workloads_digest
 
 SAMPLES = [
@@ -62,15 +62,15 @@ def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice
     monkeypatch.setattr(noise, "LEAST_CONTROL", 1)
     assert repeated_samples([d, a, b, c], config) == [a, c]
     assert repeated_samples([d], config) == [d]
-    assert canary_samples([a, b, c, d], config, 3) == [a, b]
-    assert canary_samples([a, b, c, d], config, 4) == canary_samples([a, b, c, d], config) == [b, a]
+    assert control_samples([a, b, c, d], config, 3) == [a, b]
+    assert control_samples([a, b, c, d], config, 4) == control_samples([a, b, c, d], config) == [b, a]
 
 
 def test_the_must_fail_control_has_enough_samples_although_a_configuration_asks_for_one() -> None:
     a = encoded()[0]
     config: Any = SimpleNamespace(canary_samples=1)
-    assert len(canary_samples([a] * 20, config, 1)) == noise.LEAST_CONTROL
-    assert len(canary_samples([a] * 3, config, 1)) == 3
+    assert len(control_samples([a] * 20, config, 1)) == noise.LEAST_CONTROL
+    assert len(control_samples([a] * 3, config, 1)) == 3
 
 
 def test_references_end_with_eos_when_judged_and_are_cut_when_not() -> None:

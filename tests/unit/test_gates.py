@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from gate_reports import CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
 from test_conformance_gate import SOUND, engine, record, request
-from test_coverage import BAD, LARGER, probes
+from test_coverage import BAD, LARGER, engine_tests
 
 from stages.verdict.coverage import ReusedPrefixes
-from stages.verdict.report import Canary, SampleRow
+from stages.verdict.report import MustFailControl, SampleRow
 from stages.verdict.statistics.bets import OUTLIER
 from stages.verdict.thresholds import Check, Verdict
 
@@ -65,7 +65,7 @@ WITHIN_A_BIN = [
 ]
 OPEN_MEANS = {"max_mean_kl", "min_top10_overlap", "max_ppl_ratio"}
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
-BLIND, ABSENT = (Canary(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
+BLIND, ABSENT = (MustFailControl(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
 UNKNOWN = ReusedPrefixes(samples=2, tokens=9, kl_max=None, contradictions=[])
 STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
@@ -126,8 +126,8 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "fewer samples than counted": (every_class(), {"samples": 513}, "FAIL", {"complete"}, "the report counts 513 samples"),
     "a sample twice": ([*every_class()[:-1], every_class()[0]], {}, "FAIL", {"complete"}, ""),
     "an evaluation that does not read the cache": (
-        every_class(), {"canary": BLIND}, "FAIL", {"canary"}, "the evaluation does not see the cache"),
-    "a must-fail control that did not run": (every_class(), {"canary": ABSENT}, "FAIL", {"canary"}, "it did not run"),
+        every_class(), {"control": BLIND}, "FAIL", {"canary"}, "the evaluation does not see the cache"),
+    "a must-fail control that did not run": (every_class(), {"control": ABSENT}, "FAIL", {"canary"}, "it did not run"),
     "noise of the baseline itself": (
         every_class(), {"noise": fidelity(kl_mean=0.06)}, "INCONCLUSIVE", {"max_mean_kl"},
         "max_mean_kl=0.05 is finer than the baseline's own noise"),
@@ -138,13 +138,14 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "a code that one request of seven stores wrong": (
         every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),
     "a fork that shares a page it should have copied": (
-        every_class(), {"probes": probes(candidate=BAD)}, "FAIL", {"probe"}, "does not compute its policy: fork"),
+        every_class(), {"engine_tests": engine_tests(candidate=BAD)}, "FAIL", {"probe"}, "does not compute its policy: fork"),
     "sixteen bits a number where four are claimed": (
-        every_class(), {"probes": probes(candidate=LARGER)}, "FAIL", {"allocation"}, ""),
+        every_class(), {"engine_tests": engine_tests(candidate=LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (
-        every_class(), {"probes": probes(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
+        every_class(), {"engine_tests": engine_tests(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
     "logits that are not finite where a prefix is reused": (
-        every_class(), {"probes": probes().model_copy(update={"reused_candidate": UNKNOWN})}, "FAIL", {"reused_prefixes"},
+        every_class(), {"engine_tests": engine_tests().model_copy(update={"reused_candidate": UNKNOWN})},
+        "FAIL", {"reused_prefixes"},
         "logits over reused prefixes are not finite"),
     "drafts that a cache ruins although its answers are right": (
         drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},

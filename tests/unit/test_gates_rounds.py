@@ -18,7 +18,7 @@ from gate_reports import (
 from pydantic import ValidationError
 
 from stages.verdict.gates import decide, is_final
-from stages.verdict.report import Canary, SampleRow
+from stages.verdict.report import MustFailControl, SampleRow
 from stages.verdict.thresholds import RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
@@ -105,7 +105,7 @@ def test_many_documents_show_by_student_s_t_what_a_bet_leaves_open(documents: in
 @pytest.mark.parametrize("doubled", [False, True])
 def test_what_samples_do_not_decide_stops_after_the_first_round(doubled: bool) -> None:
     seen = [r for r in in_rounds(answered("copy", 160), PLAN) if r.round == 1]
-    changes = {} if doubled else {"canary": Canary(factor=0.1, rows=[])}
+    changes = {} if doubled else {"control": MustFailControl(factor=0.1, rows=[])}
     judged = report([*seen, seen[0]] if doubled else seen, planned_rounds=PLAN, **changes)
     outcome = decide(judged, seen, GATES)
     assert outcome.status == "FAIL"
@@ -152,8 +152,8 @@ def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
 
 def test_the_canarys_rows_are_no_part_of_the_looks() -> None:
     rows = in_rounds(answered("copy", 160), PLAN)
-    late = Canary(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CANARY_ROWS])
-    assert verdict(rows, planned_rounds=PLAN, canary=late).status == "PASS"
+    late = MustFailControl(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CANARY_ROWS])
+    assert verdict(rows, planned_rounds=PLAN, control=late).status == "PASS"
 
 
 def test_a_planned_workload_that_was_not_asked_yet_keeps_the_verdict_open() -> None:

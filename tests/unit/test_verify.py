@@ -80,7 +80,7 @@ def ask_by_another_seed(identity: Any) -> None:
     [
         (lambda copy: (copy / "engine" / "weights.bin").write_text("altered"), ["engine: weights.bin"]),
         (lambda copy: (copy / "engine" / "hook.py").write_text(""), ["engine: hook.py"]),
-        (lambda copy: edit(copy / "report.json", lambda r: r["canary"].update(factor=2.0)), ["report: report.json"]),
+        (lambda copy: edit(copy / "report.json", lambda r: r["control"].update(factor=2.0)), ["report: report.json"]),
         (lose_every_answer, ["report: samples.jsonl", "verdict, decided again"]),
         (put_the_engine_in_place_of_the_baseline, ["baseline: kv_policy.json", "baseline: kv_scales.json"]),
         (of_identity(lambda identity: identity["verdict"].update(round=2)), ["verdict, decided again"]),
@@ -157,7 +157,7 @@ def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path
 def test_a_report_that_other_rules_wrote_is_not_read_and_its_rules_are_named(evidence: Path, tmp_path: Path) -> None:
     """Alter a report as other rules would write it: a field is missing, and an obsolete one is present."""
     copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
-    edit(copy / "report.json", lambda report: (report.pop("probes"), report.update(cells={})))
+    edit(copy / "report.json", lambda report: (report.pop("engine_tests"), report.update(cells={})))
     written = {"report.json": file_digest(copy / "report.json")}
     resealed(copy, "evaluation", lambda link: link["files"].update(written))
     edit(copy / IDENTITY_FILE, lambda identity: identity["verdict"].update(rules=RULES - 1))

@@ -168,12 +168,12 @@ class Comparer:
             for head, token in (copy.engine > limits[layer]).nonzero().tolist()
         )
         position = min(rows[:1] + [place[0] for place in wrong[:1]], default=positions[0])
-        act: Literal["stored", "read", "computed"] = "stored"
+        operation: Literal["stored", "read", "computed"] = "stored"
         layer, side, head = wrong[0][1:] if wrong and wrong[0][0] == position else (None, None, None)
         if layer is None or position in rows:
-            act, side, head = "computed", None, None
+            operation, side, head = "computed", None, None
             if any(compared.errors):
-                act, layer = "read", len(compared.errors) - 1 if layer is None else max(0, layer - 1)
+                operation, layer = "read", len(compared.errors) - 1 if layer is None else max(0, layer - 1)
             else:
                 layer = None
         place = sequence.places[positions.index(position)] if position in positions else None
@@ -184,7 +184,7 @@ class Comparer:
             page_offset=position % PAGE_TOKENS,
             batch_row=batch_row,
             batch_size=batch_size,
-            act=act,
+            operation=operation,
             layer=layer,
             side=side,
             head=head,

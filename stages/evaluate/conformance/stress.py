@@ -41,7 +41,7 @@ class StressTest:
     failures: list[str] = field(default_factory=list)
     """Messages about contradictions, refused scenarios, and influence between requests."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Counts and maxima by field of `Probe`."""
+    """Counts and maxima by field of `StressResult`."""
     idle: float = 0.0
     """Longest idle time of the engine with a live sequence, in seconds."""
     resting: ForcedSequence | None = None

@@ -20,14 +20,14 @@ from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.decoding.system import allocation, process_memory
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
-from stages.verdict.coverage import Probe
+from stages.verdict.coverage import StressResult
 from stages.workloads.config import ProbeConfig
 
 IDLE_SECONDS = 1 / 50
 """Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.probe.requests`."""
 
 
-def probe(
+def run_stress_test(
     engine: Engine,
     reference: ReferenceEngine,
     config: ProbeConfig,
@@ -35,7 +35,7 @@ def probe(
     claimed: int,
     progress: Progress,
     baseline: EngineConformance | None = None,
-) -> Probe:
+) -> StressResult:
     """Run the stress test on an engine.
 
     Args:
@@ -66,7 +66,7 @@ def probe(
     if left.live_tokens or left.held_pages:
         what = f"{left.live_tokens} tokens and {left.held_pages} pages"
         failures.append(f"{what} stayed in the cache after every sequence was released")
-    return Probe(
+    return StressResult(
         seed=seed,
         page_offsets=len(test.offsets),
         failures=failures,

@@ -35,7 +35,7 @@ def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
     return [item for item in encoded if item.judged] or list(encoded)
 
 
-def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, least: int | None = None) -> list[EncodedSample]:
+def control_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, least: int | None = None) -> list[EncodedSample]:
     """Return the samples of the must-fail control: at least LEAST_CONTROL, or `config.canary_samples` per workload if more.
 
     They are the shortest prompts with at least `least` tokens, or the longest prompts if there are not enough or if `least`

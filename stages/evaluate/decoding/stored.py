@@ -20,9 +20,9 @@ from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import EngineConformance
-from stages.verdict.coverage import Exercised, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
+from stages.verdict.coverage import Exercised, FreeAnswers, Pressure, ReusedPrefixes, Speculated, StressResult
 from stages.verdict.delivery import ScaleChange
-from stages.verdict.report import Canary, Fidelity, SystemMetrics, jsonl_lines
+from stages.verdict.report import Fidelity, MustFailControl, SystemMetrics, jsonl_lines
 
 LOGPROBS = "logprobs.safetensors"
 STATISTICS = "statistics.safetensors"
@@ -60,9 +60,9 @@ class Once(BaseModel):
     """None if no samples are repeated."""
     coverage: Exercised = Exercised()
     """Coverage of the repeated samples; candidates only."""
-    canary: Canary | None = None
+    control: MustFailControl | None = None
     """Must-fail control; candidates only."""
-    probe: Probe | None = None
+    stress: StressResult | None = None
     reused: ReusedPrefixes | None = None
     speculated: Speculated | None = None
     pressure: Pressure | None = None

@@ -14,7 +14,7 @@ def canary(evidence: GateInput, gates: Gates) -> Iterator[Check]:
 
     The corruption also counts as noticed if the logits are not finite.
     """
-    rows, factor = evidence.report.canary.rows, evidence.report.canary.factor
+    rows, factor = evidence.report.control.rows, evidence.report.control.factor
     found = [figure.mean for figure in measured(rows, gates)] if rows else []
     kl = float(found[0].values.mean()) if found else math.nan
     noticed = any(mean.fails(gates.alpha) for mean in found)

@@ -15,16 +15,16 @@ def probes(evidence: GateInput, _: Gates) -> Iterator[Check]:
     An engine fails if it deviates from the reference engine on random tokens, allocates other bytes than its policy claims,
     gives a free answer that contradicts forced decode, or answers differently over reused prefixes.
     """
-    found = evidence.report.probes
-    for where, probe, free, reused in (
-        ("candidate", found.candidate, found.free_candidate, found.reused_candidate),
-        ("baseline", found.baseline, found.free_baseline, found.reused_baseline),
+    found = evidence.report.engine_tests
+    for where, stress, free, reused in (
+        ("candidate", found.stress_candidate, found.free_candidate, found.reused_candidate),
+        ("baseline", found.stress_baseline, found.free_baseline, found.reused_baseline),
     ):
-        if probe is not None:
-            yield _line("probe", where, probe.failures, str(probe))
-            problem = probe.allocation.problem
+        if stress is not None:
+            yield _line("probe", where, stress.failures, str(stress))
+            problem = stress.allocation.problem
             line = _line("allocation", where, [problem] if problem else [], "allocated bytes are those of the policy")
-            unsure = probe.allocation.unsure
+            unsure = stress.allocation.unsure
             unseen = {"status": "WARNING", "reason": f"{line.reason}; {unsure}"} if unsure and line.status == "PASS" else {}
             yield line.model_copy(update=unseen)
         told = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"

@@ -8,18 +8,18 @@ from functools import partial
 
 from stages.core.records import Progress
 from stages.engines.interface import Engine
-from stages.evaluate.decoding.noise import canary_samples
+from stages.evaluate.decoding.noise import control_samples
 from stages.evaluate.decoding.rows import SampleRun, labelled, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import PAGE_TOKENS
-from stages.verdict.report import Canary
+from stages.verdict.report import MustFailControl
 from stages.workloads.config import CANARY_FACTOR, WorkloadsConfig
 
 
-def canary(
+def must_fail_control(
     engine: Engine, encoded: Sequence[EncodedSample], heads: Heads, config: WorkloadsConfig, progress: Progress
-) -> Canary:
+) -> MustFailControl:
     """Run forced decode with wrong keys: prefill some samples together, corrupt the key scale once, then decode.
 
     Args:
@@ -31,8 +31,8 @@ def canary(
     """
     policy = engine.policy
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
-    subset = canary_samples(encoded, config, least)
+    subset = control_samples(encoded, config, least)
     run = SampleRun(subset, heads, labelled(progress, "must-fail control: "))
     corrupt = partial(engine.corrupt_key_scale, CANARY_FACTOR)
     results = run_samples(engine, run, len(subset), after_prefill=corrupt)  # one batch, so that there is one prefill
-    return Canary(factor=CANARY_FACTOR, rows=unjudged_rows(subset, results))
+    return MustFailControl(factor=CANARY_FACTOR, rows=unjudged_rows(subset, results))

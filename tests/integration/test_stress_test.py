@@ -25,10 +25,10 @@ from stages.core.records import no_progress
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.conformance.stress_test import probe
+from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.system import process_memory
 from stages.policies.policy import PAGE_TOKENS, KVShape
-from stages.verdict.coverage import Probe, ProcessMemory
+from stages.verdict.coverage import ProcessMemory, StressResult
 from stages.workloads.config import ProbeConfig
 
 SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
@@ -57,7 +57,7 @@ def reference(model: Any) -> ReferenceEngine:
 @pytest.mark.parametrize(("name", "attention"), [("int8", "graph"), ("evicted_ages", "native")])
 def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], attention=attention)
-    found = probe(
+    found = run_stress_test(
         engine, ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape), "float32"), SMALL, 4, 150, no_progress
     )
     assert found.failures == []
@@ -78,9 +78,9 @@ def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caugh
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["streaming"])
     reference = ReferenceEngine(make_reference(model, BY_NAME["streaming"], engine.shape), "float32")
     long = SMALL.model_copy(update={"max_tokens": 320})
-    assert probe(engine, reference, long, 4, 150, no_progress).failures == []
+    assert run_stress_test(engine, reference, long, 4, 150, no_progress).failures == []
     FAULTS[name].plant(engine)
-    found = probe(engine, reference, long, 4, 150, no_progress)
+    found = run_stress_test(engine, reference, long, 4, 150, no_progress)
     assert any(said in failure for failure in found.failures), found.failures
 
 
@@ -89,7 +89,7 @@ def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any) -> 
         make_reference(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2)
     )
     engine.decode = decode = Mock(wraps=engine.decode)  # type: ignore[method-assign]
-    found = probe(engine, ReferenceEngine(reference, "float32"), SMALL, 4, 150, no_progress)
+    found = run_stress_test(engine, ReferenceEngine(reference, "float32"), SMALL, 4, 150, no_progress)
     assert found.failures == []
     assert found.allocation.problem is None
     assert {1, 4, 6} <= {len(step.args[0]) for step in decode.call_args_list}
@@ -153,7 +153,7 @@ def test_a_fault_where_samples_do_not_lead_is_named(
 ) -> None:
     engine = load_engine(int8, threads=1)
     (a_breath_of_another if name == "a_breath_of_another" else FAULTS[name].plant)(engine)
-    failures = probe(engine, reference, config, 16, 700 if config is FAR else 150, no_progress).failures
+    failures = run_stress_test(engine, reference, config, 16, 700 if config is FAR else 150, no_progress).failures
     assert any(expected in failure for failure in failures), failures
 
 
@@ -261,22 +261,22 @@ IN_LATER_SCENARIOS = [
 def test_a_fault_of_a_serving_day_is_named(plant: Any, expected: str, int8: Path, reference: ReferenceEngine) -> None:
     engine = load_engine(int8, threads=1)
     plant(engine)
-    failures = probe(engine, reference, DAY, 4, 150, no_progress).failures
+    failures = run_stress_test(engine, reference, DAY, 4, 150, no_progress).failures
     assert any(failure.startswith(expected) for failure in failures), failures
 
 
 def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: ReferenceEngine) -> None:
     brief = ProbeConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
     engine = load_engine(int8, threads=1)
-    drawn = [probe(engine, reference, brief, 2, 100, no_progress).seed for _ in range(2)]
+    drawn = [run_stress_test(engine, reference, brief, 2, 100, no_progress).seed for _ in range(2)]
     assert drawn[0] != drawn[1]
-    assert probe(engine, reference, brief.model_copy(update={"seed": 7}), 2, 100, no_progress).seed == 7
+    assert run_stress_test(engine, reference, brief.model_copy(update={"seed": 7}), 2, 100, no_progress).seed == 7
 
 
 def test_only_what_is_influenced_is_called_isolation(int8: Path, reference: ReferenceEngine) -> None:
     engine = load_engine(int8, threads=1)
     FAULTS["prompt_logits_one_off"].plant(engine)
-    failures = probe(engine, reference, SMALL, 4, 150, no_progress).failures
+    failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
     assert failures
     assert not any(failure.startswith("isolation") for failure in failures)
 
@@ -290,19 +290,19 @@ def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, reference:
         return (logits + rng.uniform(-1e-6, 1e-6, logits.shape)).astype(np.float32)
 
     engine._decode = noisy
-    assert probe(engine, reference, SMALL, 4, 150, no_progress).failures == []
+    assert run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures == []
 
 
 def test_an_engine_that_keeps_prefixes_is_judged_with_them(reference: ReferenceEngine, decoder: Path, tmp_path: Path) -> None:
     bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"])
     engine: Any = load_engine(bundle, threads=1, prefill_chunk=PAGE_TOKENS, prefix_tokens=4 * PAGE_TOKENS)
-    sound = probe(engine, reference, SMALL, 4, 150, no_progress)
+    sound = run_stress_test(engine, reference, SMALL, 4, 150, no_progress)
     assert (sound.failures, sound.prefixes) == ([], 2)
     assert engine.pool.in_use == (0, 0)
     begin = engine.prefixes.begin
     alike = 2 * PAGE_TOKENS + 5
     engine.prefixes.begin = lambda prompt, *given: begin([prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *given)
-    failures = probe(engine, reference, SMALL, 4, 150, no_progress).failures
+    failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
     assert any(failure.startswith("prefix: prompt 1 with one beginning") for failure in failures), failures
 
 
@@ -334,9 +334,9 @@ def test_a_float16_copy_that_the_engine_does_not_report_shows_in_its_process(int
     assert sure_memory(engine).excess_mib
 
 
-def test_the_probe_goes_no_further_than_the_engine_was_built_for(int8: Path, reference: ReferenceEngine) -> None:
+def test_the_stress_test_goes_no_further_than_the_engine_was_built_for(int8: Path, reference: ReferenceEngine) -> None:
     engine: Any = load_engine(int8, threads=1)
     engine.max_tokens, engine.max_batch, engine.max_sequences = 128, 3, 3
-    found: Probe = probe(engine, reference, SMALL, 16, 700, no_progress)
+    found: StressResult = run_stress_test(engine, reference, SMALL, 16, 700, no_progress)
     assert found.failures == []
     assert (found.tokens, found.batch) == (128, 3)
