@@ -17,12 +17,12 @@ from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_posi
 from stages.engines.reference.attention import ATTENTION, Block, BlockView, Fed, Finite, Joined, Sources, Span, View, plan
 from stages.engines.reference.blocks import as_llamacpp
 from stages.engines.reference.build import open_bundle
-from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages, one_pass
+from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages
 from stages.engines.reference.formats import CPU
 from stages.engines.reference.heavy import SIDES, HeavyCache, HeavyView
 from stages.engines.reference.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.reference.placing import place, within_memory
-from stages.engines.reference.replay import Replay, ReplayView, disturbed
+from stages.engines.reference.replay import OnePassView, Replay, disturbed
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
@@ -64,24 +64,6 @@ class _CachedView(BlockView):
         """Append the new keys and values. Called after all layers, so that a refused token changes nothing."""
         for cache, (key, value) in zip(self.caches, self.new, strict=True):
             cache.append(key, value)
-
-
-class _OnePassView(BlockView):
-    """A whole sequence, with no token in the cache yet."""
-
-    first_row = 0
-
-    def __init__(self, engine: "TorchEngine", blocks: Sequence[Block]) -> None:
-        self.engine, self.blocks = engine, blocks
-        self.finite: Finite = Finite("the sequence", 0)
-
-    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        self.finite.note(layer, key, value)
-        policy, storages = self.engine.policy, self.engine.storages[layer]
-        return (
-            one_pass(policy, storages, Side.KEY, key, self.engine.gain(Side.KEY, layer)),
-            one_pass(policy, storages, Side.VALUE, value, self.engine.gain(Side.VALUE, layer)),
-        )
 
 
 class TorchEngine(ChunkedEngine):
@@ -187,7 +169,8 @@ class TorchEngine(ChunkedEngine):
         """Return the view of a sequence that is computed in one pass."""
         if self._keeps_heavy:
             return self._heavy_view(self._heavy_caches(), spans, "the sequence")
-        return _OnePassView(self, self._plan(spans))
+        finite = Finite("the sequence", 0)
+        return OnePassView(self.policy, self.storages, self._plan(spans), gains=self._gains, finite=finite)
 
     @torch.inference_mode()
     def replay(
@@ -215,8 +198,8 @@ class TorchEngine(ChunkedEngine):
                 parts.append([self._whole(spans) for _ in range(passes)])
             else:
                 blocks = self._plan(spans)
-                first = ReplayView(self.policy, self.storages, layers, blocks)
-                parts.append([first, ReplayView(self.policy, self.storages, layers, blocks, first)][:passes])
+                first = OnePassView(self.policy, self.storages, blocks, layers)
+                parts.append([first, OnePassView(self.policy, self.storages, blocks, layers, first)][:passes])
         views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
         with disturbed(self.model, rounding) if rounding else nullcontext():
             hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
@@ -225,7 +208,7 @@ class TorchEngine(ChunkedEngine):
             [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
             for row in hidden
         ]
-        firsts = [part[0].errors if isinstance(part[0], ReplayView) else [] for part in parts]
+        firsts = [part[0].errors if isinstance(part[0], OnePassView) else [] for part in parts]
         errors = [[{side: error.cpu() for side, error in layer.items()} for layer in layers] for layers in firsts]
         return [Replay(sound, off, found) for sound, off, found in zip(rows[0], rows[-1], errors, strict=True)]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stages.core.records import StoredCopy
 from stages.engines.base import Logits
-from stages.engines.reference.attention import Block, BlockView, Copies, Sources
+from stages.engines.reference.attention import Block, BlockView, Copies, Finite, Sources
 from stages.engines.reference.cache import LayerStorage, Storage, one_pass
 from stages.engines.reference.formats import dequantize
 from stages.policies.arithmetic_torch import Static, Stored
@@ -66,8 +66,11 @@ class Replay:
         return replace(self, logits=self.logits[-rows:], disturbed=self.disturbed[-rows:])
 
 
-class ReplayView(BlockView):
-    """A sequence in one row of a replay. The undisturbed row of a sequence comes first in the batch."""
+class OnePassView(BlockView):
+    """A whole sequence in one row of a batch, over its own codes or over the codes that another engine stored.
+
+    The undisturbed row of a replayed sequence comes first in the batch.
+    """
 
     first_row = 0
 
@@ -75,32 +78,39 @@ class ReplayView(BlockView):
         self,
         policy: KVPolicy,
         storages: Sequence[LayerStorage],
-        shown: Sequence[Mapping[Side, StoredCopy]],
         blocks: Sequence[Block],
-        undisturbed: "ReplayView | None" = None,
+        shown: Sequence[Mapping[Side, StoredCopy]] = (),
+        undisturbed: "OnePassView | None" = None,
+        gains: Mapping[tuple[Side, int], Tensor] | None = None,
+        finite: Finite | None = None,
     ) -> None:
         """Prepare a row.
 
         Args:
             policy: The policy.
             storages: The reference engine's storages by layer.
-            shown: The engine's stored copies by layer. If empty, the reference engine's own copies are read.
             blocks: The plan of the row's attention.
+            shown: The other engine's stored copies by layer; empty if the row reads its own codes.
             undisturbed: The undisturbed row of the sequence; None for this row itself.
+            gains: Factors (H, 1, 1) on numbers that are read, by side and layer: the must-fail control's fault.
+            finite: Check that keys and values are finite; None skips it.
         """
-        self.policy, self.storages, self.shown, self.blocks, self.undisturbed = policy, storages, shown, blocks, undisturbed
+        self.policy, self.storages, self.blocks, self.shown = policy, storages, blocks, shown
+        self.undisturbed, self.gains, self.finite = undisturbed, gains or {}, finite
         self.errors: list[dict[Side, Errors]] = []
         """Errors by layer. Both rows' errors are in the undisturbed row."""
         self.computed: dict[Side, tuple[Tensor, Tensor]] = {}
         """Computed vectors (H, T, D) of the current layer, and their nearest codes as numbers."""
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        if self.finite is not None:
+            self.finite.note(layer, key, value)
         self.errors.append({})
         self.computed.clear()
         return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
-        exact, own, window, recent, new = one_pass(self.policy, self.storages[layer], base, x, None)
+        exact, own, window, recent, new = one_pass(self.policy, self.storages[layer], base, x, self.gains.get((base, layer)))
         shown = self.shown[layer] if self.shown else {}
         if base in shown and own is not None:
             own = self._replaced(layer, base, own, x, shown[base])
