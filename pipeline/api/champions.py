@@ -8,7 +8,7 @@ from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE
-from pipeline.evidence.reading import read_evidence, registered_candidate
+from pipeline.evidence.reading import Evidence, read_evidence, registered_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
@@ -85,10 +85,11 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
     if found is None:
         raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")
     champion_name, why = f"version {found.number}, the champion of {model}", ""
+    evidence: Evidence | None = None
     try:
-        _, evidence = registered_candidate(config.work / "artifacts", found)
+        evidence = registered_evidence(config.work / "artifacts", found)
     except GateRefusal as error:  # another work directory judged it, or an older kvgate
-        evidence, why = None, f" ({error})"
+        why = f" ({error})"
     if evidence is None or evidence.engine is None:
         copy = download_engine(location, found, scratch)
         if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:

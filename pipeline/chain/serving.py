@@ -10,19 +10,15 @@ from pipeline.chain.showing import compare_in_mlflow, show, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.tables import REPORT
 from pipeline.config.explain import suggest
-from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
+from pipeline.evidence.reading import find_evidence, read_evidence, registered_engine
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_backend
-from pipeline.registry import promotion, summary
-from pipeline.registry.promotion import require_same
-from pipeline.registry.promotion import verify as verify_candidate
+from pipeline.registry import summary
+from pipeline.registry.promotion import Engines, require_same
 from pipeline.registry.routing import stages as routes
-from pipeline.registry.routing.engines import Engines
-from pipeline.registry.tracking import Version
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.delivery import scale_findings
-from stages.verdict.gates import decide
 
 TOLD = "what follows it failed"
 """Added to a warning if reporting a move failed: the move itself stands."""
@@ -62,15 +58,14 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
         hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
         raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
-    store = run.registry()
-    find, registered = partial(registered_candidate, config.work / "artifacts"), store.registered()
-    candidates = promotion.judged_again(listed, registered, find, run.decide, model, name)
-    rival = promotion.incumbent(store.alias("champion"), registered, find, run.decide, candidates) if name is None else None
+    engines = _engines(run)
+    candidates = engines.judged_again(listed, model, name)
+    rival = engines.incumbent(candidates) if name is None else None
     if name is not None and not candidates:
         known = [candidate.name for candidate in listed]
         raise UserError(f"promote.name={name}: no candidate of the sweep is called so{suggest(name, known)}")
     with console.doing("replaying the evidence"):
-        move = promotion.promote(candidates, store, run.replay, run.decide, name=name, rival=rival)
+        move = engines.promote(candidates, name=name, rival=rival)
     candidates += [rival] if rival is not None else []
     with warned(f"{move.message}; {TOLD}"):
         summary.note(config.work, last.sweep, champion=move.champion)
@@ -93,18 +88,10 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 
 
 def rollback(run: Run) -> None:
-    """Bring the previous champion back.
-
-    The gates come from its identity, so that a rollback needs none of the original command's keys.
-    """
-
-    def prove(version: Version) -> None:
-        candidate, evidence = registered_candidate(run.config.work / "artifacts", version)
-        verify_candidate(candidate, run.replay, partial(decide, gates=evidence.identity.gates))
-
-    store = run.registry()
+    """Bring the previous champion back."""
+    engines = _engines(run)
     with console.doing("replaying the evidence"):
-        move = promotion.rollback(store, prove)
+        move = engines.rollback()
     with warned(f"{move.message}; {TOLD}"):
         summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)

@@ -41,7 +41,7 @@ def warned(what: str) -> Iterator[None]:
 
 def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore | None":
     """Return the tracking store with the candidates' runs, or None if no candidate was registered."""
-    tracked = any(candidate.registration is not None for candidate in candidates)
+    tracked = any(candidate.version for candidate in candidates)
     return open_store(config.tracking, config.work, candidates[0].model) if tracked else None
 
 
@@ -64,8 +64,8 @@ def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occas
         if any(exhibit.own for exhibit in exhibits):
             page = write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
         for candidate in candidates:
-            if candidate.registration is not None:
-                store.attach(candidate.registration.run_id, [page])
+            if candidate.version:
+                store.attach(candidate.run_id, [page])
 
 
 def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: str) -> None:

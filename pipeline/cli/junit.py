@@ -37,8 +37,8 @@ def _add_candidate(root: Element, candidate: Candidate) -> None:
     """Add a candidate's verdict as a test: a failure unless the candidate passed, with all checks as text."""
     suite = SubElement(root, "testsuite", {"name": _text(f"{candidate.model} {candidate.name}")})
     properties = SubElement(suite, "properties")
-    version = candidate.registration.model_version if candidate.registration is not None else ""
-    facts = {"policy": candidate.policy, "backend": candidate.backend, "covered": candidate.covered or "", "version": version}
+    facts = {"policy": candidate.policy, "backend": candidate.backend, "covered": candidate.covered or ""}
+    facts["version"] = candidate.version
     for name, value in {**facts, **candidate.citations}.items():
         SubElement(properties, "property", {"name": name, "value": _text(value)})
     case = SubElement(suite, "testcase", {"classname": _text(f"kvgate.{candidate.model}"), "name": _text(candidate.name)})

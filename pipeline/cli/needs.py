@@ -25,12 +25,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cli.registered import RegisteredModel, read_registered
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Identity, read_identity
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
-from pipeline.registry.tracking import locate
+from pipeline.registry.tracking import RegisteredModel, locate
 from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, Store
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import REFUSALS, UserError
@@ -154,7 +153,11 @@ def find(config: Config) -> Found:
             problems.append(error)
     if config.tracking.enabled:
         try:
-            models = read_registered(locate(config.tracking, config.work, config.model.label), evidence)
+            location = locate(config.tracking, config.work, config.model.label)
+            if location.exists:
+                from pipeline.registry.mlflow_client import read_registered  # importing MLflow takes 2 s
+
+                models = read_registered(location, evidence)
         except REFUSALS as error:
             problems.append(error)
     try:
@@ -211,7 +214,7 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
                 keep(version.identity_digest, f"{alias} of {model.name}")
-                engine = version.tags.get("engine_digest")
+                engine = model.engines.get(version.number)
                 for place in (place for place, digest in engines.items() if digest == engine):
                     reasons.setdefault(place, f"{alias} of {model.name}")
     recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)

@@ -224,7 +224,7 @@ def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen
     if chosen is None:
         why = "make the evidence with a command from above, and ask again"
         return NextStep(why=why, command=judging(typed(), "stage=recommend"))
-    if any(one.name == chosen and one.registration is not None for one in candidates):
+    if any(one.name == chosen and one.version for one in candidates):
         return NextStep(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
     return see_status(config)
 

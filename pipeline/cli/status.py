@@ -10,10 +10,10 @@ from pipeline.cli import console, next_steps
 from pipeline.cli.grids import Column, Grid, Row
 from pipeline.cli.needs import Found, Sweep, distinct_bytes, find, last_sweeps, needs_of
 from pipeline.cli.next_steps import NextStep
-from pipeline.cli.registered import RegisteredModel
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
 from pipeline.registry.promotion import PASS, PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
+from pipeline.registry.tracking import RegisteredModel
 
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 """Order of the aliases in the list. Routes have position 2."""
@@ -72,8 +72,7 @@ def _show_sweep(sweep: Sweep, found: Found) -> None:
     for one in sweep.summary.candidates:
         gone = None if one.identity.digest in found.evidence else "its evidence is gone"
         because = "; ".join(filter(None, (gone, *one.reasons[:1], one.covered if one.verdict == PASS else None)))
-        version = one.registration.model_version if one.registration is not None else "-"
-        rows.append(Row(one.name, [one.verdict, version, one.model, one.backend], because))
+        rows.append(Row(one.name, [one.verdict, one.version or "-", one.model, one.backend], because))
     missing = f", which did not finish: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
     title = f"sweep {sweep.name}{missing or ('' if rows else ': no candidate')}"
     if rows:
@@ -96,7 +95,7 @@ def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | N
     here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
     candidates = [[one for one in sweep.summary.candidates if one.model == config.model.label] for sweep in found.sweeps]
     last = next(filter(None, candidates), [])
-    passed = any(one.verdict == PASS and one.registration is not None for one in last)
+    passed = any(one.verdict == PASS and one.version for one in last)
     return next_steps.after_status(
         config,
         judged=bool(found.sweeps),

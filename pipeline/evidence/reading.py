@@ -7,6 +7,7 @@ version in the second layout.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -21,14 +22,14 @@ from pipeline.evidence.identity import (
     read_identity,
     round_input,
 )
-from pipeline.registry.promotion import Finding
-from pipeline.registry.routing.engines import RoutableEngine
+from pipeline.registry.promotion import Finding, RegisteredEngine
 from pipeline.registry.signing import SIGNATURE_FILE
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, json_digest, kind_of
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.policies.policy import KVPolicy
-from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.candidate import Candidate, Cited
+from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.tracked import flat_metrics
 
@@ -122,58 +123,54 @@ def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evidence]:
-    """Return a registered candidate and its evidence, read from the artifacts in a store.
-
-    The verdict is the identity's; only the display name comes from the registry. The version's citations are not checked here.
-
-    Raises:
-        GateRefusal: the evidence is missing or unreadable, or other rules decided.
-    """
-    tags = version.tags
-    cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
+def registered_evidence(store: Path, version: Version) -> Evidence:
+    """Return the evidence that a version cites, from a store. Raises GateRefusal if it is missing or unreadable."""
     every = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
-    paths = [path for path in every if file_digest(path) == cited["identity"]]
-    if not paths:
+    path = next((path for path in every if file_digest(path) == version.identity_digest), None)
+    if path is None:
         raise GateRefusal(
             f"{version} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
         )
     try:
-        evidence = read_evidence(paths[0].parent)
+        evidence = read_evidence(path.parent)
     except UserError as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+    if evidence.report is None:
+        problem = evidence.identity.other_rules or "its report is missing, or cannot be read"
+        raise GateRefusal(f"{version}: {problem}")
+    return evidence
+
+
+def registered_engine(store: Path, version: Version) -> RegisteredEngine:
+    """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
+
+    Raises:
+        GateRefusal: the evidence is missing or unreadable, or other rules decided.
+    """
+    evidence = registered_evidence(store, version)
     identity, report = evidence.identity, evidence.report
-    if report is None:
-        raise GateRefusal(f"{version}: {identity.other_rules or 'its report is missing, or cannot be read'}")
+    assert report is not None, "registered_evidence checks it"
+    try:
+        policy = KVPolicy.model_validate(identity.link("engine").parts["config"]["kv"])
+    except (KeyError, ValueError) as error:
+        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+    engine, baseline, evaluation = identity.reads
     candidate = Candidate(
-        name=tags.get("kv", identity.policy),
+        name=version.tags.get("kv", identity.policy),
         policy=identity.policy,
         model=identity.model,
         backend=identity.backend,
         **Candidate.decided(identity.verdict),
         metrics=flat_metrics(report),
-        engine=Cited(path=store / identity.link("engine").place, digest=cited["engine"]),
-        baseline=Cited(path=store / identity.link("baseline").place, digest=cited["baseline"]),
-        report=Cited(path=store / identity.link("evaluation").place / REPORT_FILE, digest=cited["report"]),
-        identity=Cited(path=paths[0], digest=cited["identity"]),
+        engine=Cited(path=store / engine.place, digest=engine.digest),
+        baseline=Cited(path=store / baseline.place, digest=baseline.digest),
+        report=Cited(path=store / evaluation.place / REPORT_FILE, digest=identity.digests["report_digest"]),
+        identity=Cited(path=evidence.directory / IDENTITY_FILE, digest=version.identity_digest),
         checkpoint=identity.binds.get("checkpoint"),
-        registration=Registration(run_id=version.run_id, model_version=version.number),
+        run_id=version.run_id,
+        version=version.number,
     )
-    return candidate, evidence
-
-
-def registered_engine(store: Path, version: Version) -> RoutableEngine:
-    """Return a registered engine for routing. Arguments and errors: see `registered_candidate`."""
-    candidate, evidence = registered_candidate(store, version)
-    report = evidence.report
-    assert report is not None, "a candidate has a report"
-    try:
-        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
-    except (KeyError, ValueError) as error:
-        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
-    system = report.system
-    workloads = frozenset(row.workload for row in evidence.rows)
-    return RoutableEngine(candidate, policy, system.max_live_tokens, (system.budget_gib, system.sequence_tokens), workloads)
+    return RegisteredEngine(candidate, report, evidence.rows, policy, partial(decide, gates=identity.gates))
 
 
 def lineage(identity: Identity) -> list[Finding]:

@@ -60,9 +60,8 @@ def replay_candidate(
         findings += decode(evidence)
     if evidence.engine is None or any(finding.status != "same" for finding in findings):
         return ReplayedEvidence(findings, evidence.report, evidence.rows)
-    digests = evidence.identity.digests | {"identity_digest": file_digest(candidate.identity.path)}
-    built_for = Limits.of_bundle(read_bundle(evidence.engine))
-    return ReplayedEvidence(findings, evidence.report, evidence.rows, digests, built_for)
+    built_for, digest = Limits.of_bundle(read_bundle(evidence.engine)), file_digest(candidate.identity.path)
+    return ReplayedEvidence(findings, evidence.report, evidence.rows, digest, built_for)
 
 
 def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:

@@ -5,7 +5,8 @@ import logging
 import os
 import sqlite3
 import time
-from contextlib import closing
+from collections.abc import Collection
+from contextlib import closing, suppress
 from functools import wraps
 from http.client import HTTPResponse
 from pathlib import Path
@@ -28,7 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pipeline.registry.reaching import PYTHONS, check_reachable, reached
-from pipeline.registry.tracking import ENVIRONMENT, Location, Version
+from pipeline.registry.tracking import ENVIRONMENT, IDENTITY_TAG, Location, RegisteredModel, Version
 from stages.core.errors import UserError, short
 
 __all__ = [
@@ -173,8 +174,28 @@ def _follow_move(location: Location) -> None:
 
 def version_of(found: Any) -> Version:
     """Convert MLflow's version to a `Version`. Raises UserError if its creation time is invalid."""
-    made = found.creation_timestamp
+    made, tags = found.creation_timestamp, {str(key): str(value) for key, value in found.tags.items()}
     if not isinstance(made, int) or not 0 <= made / 1000 <= LATEST:
         where = f"version {found.version} of {found.name} in MLflow's store (tracking.uri or {ENVIRONMENT})"
         raise UserError(f"{where}: creation_timestamp={short(made)} is no time; correct it there, or name another store")
-    return Version(str(found.version), {str(k): str(v) for k, v in found.tags.items()}, str(found.run_id or ""), made / 1000)
+    return Version(str(found.version), tags, str(found.run_id or ""), made / 1000, str(found.source or ""))
+
+
+def read_registered(location: Location, identities: Collection[str]) -> list[RegisteredModel]:
+    """Read the configured registered model, and each model with a version that cites a given identity."""
+    client, models, names = Client(location), list[RegisteredModel](), {location.model_name}
+    for digest in identities:
+        names |= {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}
+    for name in sorted(names):
+        try:
+            model = client.get_registered_model(name)
+        except MlflowException:  # nothing was registered yet
+            continue
+        versions = {str(one.version): version_of(one) for one in client.search_model_versions(f"name = '{name}'")}
+        aliases, engines = {alias: str(number) for alias, number in model.aliases.items()}, dict[str, str]()
+        for number in versions.keys() & aliases.values():
+            if versions[number].identity_digest not in identities:
+                with suppress(MlflowException):  # the run was deleted
+                    engines[number] = str(client.get_run(versions[number].run_id).data.tags.get("engine_digest"))
+        models.append(RegisteredModel(name, versions, aliases, engines))
+    return models

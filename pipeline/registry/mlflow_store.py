@@ -42,11 +42,11 @@ from pipeline.registry.pages import (
     verdict_line,
 )
 from pipeline.registry.reaching import named
-from pipeline.registry.tracking import Location, Version
+from pipeline.registry.tracking import IDENTITY_TAG, Location, Version
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
 from stages.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
-from stages.verdict.candidate import Candidate, Registration
+from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
 TAG_CHARS = 5000
@@ -170,7 +170,7 @@ class MlflowStore:
             yield run_id
 
     def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
-        """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its registration."""
+        """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its version."""
         version, model_id = self._register(candidate, run_id)
         tables = {name: table for name, table in run_tables(candidate, rows).items() if table}
         tags = {
@@ -192,7 +192,7 @@ class MlflowStore:
         baseline = of_baseline(candidate)
         if baseline:
             self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, baseline)
-        return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
+        return candidate.model_copy(update={"run_id": run_id, "version": version})
 
     def _show_baseline(self, own: Mapping[str, str], digest: str, metrics: Mapping[str, float]) -> None:
         """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did.
@@ -215,25 +215,26 @@ class MlflowStore:
         The version becomes an output of the run `run_id`. The alias `candidate` moves to the version unless it failed. Return
         the version and the id of its logged model.
         """
-        tags = {"kv": candidate.name, "verdict": candidate.verdict, **candidate.citations}
+        tags = {"kv": candidate.name, "verdict": candidate.verdict, IDENTITY_TAG: candidate.identity.digest}
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
         model_name = self.location.model_name
         with locked(self.lock, "registering an engine"):
             versions = self.client.search_model_versions(f"name = '{model_name}' and {query}", max_results=1)
             if versions:
-                version = str(versions[0].version)
-                model_id = versions[0].tags["logged_model"]  # searches return versions with an empty model_id
+                version = version_of(versions[0])
             else:
-                model = self._log_model(candidate, run_id, tags)
-                model_id, place, said = model.model_id, model.artifact_location, verdict_line(candidate)
-                tags |= {"logged_model": model_id}
-                created = self.client.create_model_version(model_name, place, run_id, tags, description=said, model_id=model_id)
-                version = str(created.version)
-            registered = json.dumps([{"name": model_name, "version": version}])
-            self.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": registered})
-            self._nominate(candidate, version)
-        self.client.log_outputs(run_id, [LoggedModelOutput(model_id, 0)])
-        return version, model_id
+                model = self._log_model(candidate, run_id, {**tags, **candidate.citations})
+                made = model.artifact_location, run_id, tags
+                version = version_of(
+                    self.client.create_model_version(
+                        model_name, *made, description=verdict_line(candidate), model_id=model.model_id
+                    )
+                )
+            registered = json.dumps([{"name": model_name, "version": version.number}])
+            self.client.set_logged_model_tags(version.model_id, {"mlflow.modelVersions": registered})
+            self._nominate(candidate, version.number)
+        self.client.log_outputs(run_id, [LoggedModelOutput(version.model_id, 0)])
+        return version.number, version.model_id
 
     def _nominate(self, candidate: Candidate, version: str) -> None:
         """Set the alias `candidate` to the version unless it failed. If it failed, remove the alias from the same engine."""
@@ -241,9 +242,11 @@ class MlflowStore:
             self.set_alias("candidate", version)
             return
         at = self.alias("candidate")
-        tags = (self.tags(at) if at is not None else None) or {}
-        if tags.get("verdict") == "FAIL" or tags.get("engine_digest") == candidate.engine.digest:
-            self.delete_alias("candidate")
+        found = self.version(at) if at is not None else None
+        if found is not None:
+            engine = self.client.get_run(found.run_id).data.tags.get("engine_digest")
+            if "FAIL" in found.tags.values() or engine == candidate.engine.digest:
+                self.delete_alias("candidate")
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> LoggedModel:
         model = self.client.create_logged_model(self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine")
@@ -272,9 +275,9 @@ class MlflowStore:
     def delete_alias(self, alias: str) -> None:
         self.client.delete_registered_model_alias(self.location.model_name, alias)
 
-    def tags(self, version: str) -> dict[str, str] | None:
+    def version(self, number: str) -> Version | None:
         try:
-            return dict(self.client.get_model_version(self.location.model_name, version).tags)
+            return version_of(self.client.get_model_version(self.location.model_name, number))
         except MlflowException:
             return None
 
@@ -283,12 +286,19 @@ class MlflowStore:
         return [version_of(one) for one in self.client.search_model_versions(f"name = '{self.location.model_name}'")]
 
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
-        present = (self.tags(version) or {}) if None in tags.values() else {}
+        found = self.version(version)
+        for name in (name for name, value in tags.items() if value is None and found is not None and name in found.tags):
+            self.client.delete_model_version_tag(self.location.model_name, version, name)
         for name, value in tags.items():
             if value is not None:
                 self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
-            elif name in present:
-                self.client.delete_model_version_tag(self.location.model_name, version, name)
+
+    def left(self, workload: str) -> set[str]:
+        tags = self.client.get_registered_model(self.location.model_name).tags
+        return set(filter(None, str(tags.get(f"left-{workload}", "")).split(",")))
+
+    def set_left(self, workload: str, versions: set[str]) -> None:
+        self.client.set_registered_model_tag(self.location.model_name, f"left-{workload}", ",".join(sorted(versions)))
 
 
 def _check_files(location: Location, address: str) -> None:
@@ -323,15 +333,13 @@ def fetch_evidence(
     """
     client, fetched = Client(location), []
     for version in map(version_of, client.search_model_versions(f"name = '{location.model_name}'")):
-        model_id = version.tags.get("logged_model")
-        if model_id is None or version.identity_digest in ("", *known):
+        if version.identity_digest in ("", *known):
             continue
         directory = folder / version.number
         directory.mkdir()
-        place = client.get_logged_model(model_id).artifact_location.rstrip("/")
-        held = {file.path for file in client.list_logged_model_artifacts(model_id)}
+        held = {file.path for file in client.list_logged_model_artifacts(version.model_id)}
         for name in (name for name in names if name in held):
-            client.download(f"{place}/{name}", str(directory))
+            client.download(f"{version.source.rstrip('/')}/{name}", str(directory))
         fetched.append((version, directory))
     return fetched
 
@@ -351,5 +359,4 @@ def aliased(location: Location, names: Sequence[str], alias: str) -> Version | N
 
 def download_engine(location: Location, version: Version, folder: Path) -> Path:
     """Download the evidence of a version, with the engine if the registry has a copy; return the path."""
-    client = Client(location)
-    return Path(client.download(client.get_logged_model(version.tags["logged_model"]).artifact_location, str(folder)))
+    return Path(Client(location).download(version.source, str(folder)))

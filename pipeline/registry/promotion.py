@@ -18,18 +18,20 @@ import math
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from getpass import getuser
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from pipeline.registry.tracking import Version
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.redaction import redact_text
 from stages.engines.config import serves_last
+from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
 from stages.verdict.gates import Decide
@@ -51,13 +53,16 @@ class Registry(Protocol):
     def set_alias(self, alias: str, version: str) -> None: ...
     def delete_alias(self, alias: str) -> None: ...
     def registered(self) -> list[Version]: ...
-    def tags(self, version: str) -> dict[str, str] | None:
-        """Return the tags of a version; None if the version does not exist."""
+    def version(self, number: str) -> Version | None: ...
+    def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
+        """Set tags of a version; None deletes a tag. Deletions come first."""
         ...
 
-    def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
-        """Set tags of a version; None deletes a tag."""
+    def left(self, workload: str) -> set[str]:
+        """Return the versions that a route left because they broke."""
         ...
+
+    def set_left(self, workload: str, versions: set[str]) -> None: ...
 
 
 def mover(environ: Mapping[str, str] = os.environ) -> str:
@@ -113,8 +118,8 @@ class ReplayedEvidence:
     report: EvaluationReport | None
     """None if the report cannot be read; a finding reports that."""
     rows: Sequence[SampleRow]
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the replayed files. The keys are the tags of a model version."""
+    identity_digest: str = ""
+    """sha256 of the replayed identity.json, which has the digests of all other evidence."""
     built_for: Limits = field(default_factory=Limits)
     """Limits that the engine's bundle imposes."""
 
@@ -146,9 +151,10 @@ def verify(candidate: Candidate, replay: Replay, decide: Decide) -> Proof:
         raise (MissingRequirement if finding.library_missing else GateRefusal)(str(finding))
     report = evidence.report
     assert report is not None, "a finding says that the report cannot be read"
-    for name, digest in evidence.digests.items():
-        what = f"its {name.removesuffix('_digest')} is not the one that version {candidate.version} cites"
-        _require(candidate.citations[name] == digest, what)
+    _require(
+        evidence.identity_digest == candidate.identity.digest,
+        f"its identity is not the one that version {candidate.version} cites",
+    )
     verdict = decide(report, evidence.rows)
     reasons = "; ".join(verdict.reasons)
     _require(verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
@@ -176,61 +182,179 @@ def live_tokens(candidate: Candidate) -> float:
     return candidate.metrics.get("memory/max_live_tokens", -math.inf)
 
 
-Find = Callable[[Version], tuple[Candidate, Any]]
-"""Returns the candidate of a version, read from its artifacts, and its evidence. Raises GateRefusal."""
+@dataclass(frozen=True)
+class RegisteredEngine:
+    """A registered engine with its evidence on this machine."""
+
+    candidate: Candidate
+    report: EvaluationReport
+    rows: Sequence[SampleRow]
+    policy: KVPolicy
+    decide: Decide
+    """Decides by the gates that judged the engine."""
+
+    @property
+    def version(self) -> str:
+        return self.candidate.version
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens that the memory of `load` holds at once. Promotions rank engines by this number too."""
+        return self.report.system.max_live_tokens
+
+    @property
+    def load(self) -> tuple[float, int]:
+        """Cache memory in GiB, and tokens per sequence."""
+        return self.report.system.budget_gib, self.report.system.sequence_tokens
+
+    @property
+    def workloads(self) -> set[str]:
+        return {row.workload for row in self.rows}
+
+    def judged(self, decide: Decide) -> Candidate:
+        """Return the candidate with the verdict of other gates."""
+        return self.candidate.model_copy(update=Candidate.decided(decide(self.report, self.rows)))
+
+    def __str__(self) -> str:
+        return f"version {self.version} ({self.candidate.name})"
 
 
-def judged_again(
-    listed: Sequence[Candidate], registered: Sequence[Version], find: Find, decide: Decide, model: str, name: str | None = None
-) -> list[Candidate]:
-    """Return the candidates of a summary, read from their artifacts, with verdicts that are decided again.
+@dataclass(frozen=True)
+class Engines:
+    """The registered engines of a model, and the checks before an alias moves."""
 
-    The summary only provides the version numbers.
+    registry: Registry
+    find: Callable[[Version], RegisteredEngine]
+    """Returns the engine of a version, read from its artifacts. Raises GateRefusal if the evidence is missing."""
+    replay: Replay
+    decide: Decide
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    """Version -> result of its replay. A replay takes seconds, and an engine may serve several classes."""
 
-    Raises:
-        GateRefusal: a candidate is not registered, or belongs to another model.
-    """
-    versions = {one.number: one for one in registered}
-    found: dict[str, Candidate] = {}
-    for named in listed:
-        if named.registration is None:
-            raise GateRefusal(f"{named.name} is not promoted: it is not registered (tracking.enabled=false?)")
-        version = named.registration.model_version
-        if version not in versions:
-            raise GateRefusal(f"{named.name} is not promoted: version {version} is not in the registry")
-        if version in found or name not in (None, versions[version].name):
-            continue
-        candidate, evidence = find(versions[version])
-        if candidate.model != model:
-            raise GateRefusal(f"{candidate.name} is not promoted: version {version} is of model {candidate.model}, not {model}")
-        verdict = decide(evidence.report, evidence.rows)
-        found[version] = candidate.model_copy(update=Candidate.decided(verdict))
-    return list(found.values())
+    def verify(self, candidate: Candidate) -> Proof:
+        """Return the proof of a candidate; see `verify`."""
+        if candidate.version not in self.proofs:
+            self.proofs[candidate.version] = verify(candidate, self.replay, self.decide)
+        return self.proofs[candidate.version]
 
+    def judged_again(self, listed: Sequence[Candidate], model: str, name: str | None = None) -> list[Candidate]:
+        """Return the candidates of a summary, read from their artifacts, with verdicts that are decided again.
 
-def incumbent(
-    version: str | None, registered: Sequence[Version], find: Find, decide: Decide, candidates: Sequence[Candidate]
-) -> Candidate | None:
-    """Return the champion if it competes with the candidates; else None.
+        The summary only provides the version numbers.
 
-    It competes if it has the same checkpoint as a candidate, another name, and still passes. Checkpoints are compared because
-    a rebuilt baseline has another digest; servers have no checkpoint, so their baselines are compared. If a candidate has the
-    champion's name, the champion was judged again, and only the new evidence counts.
-    """
-    serving = next((one for one in registered if one.number == version), None)
-    if serving is None or serving.name in [one.name for one in candidates]:
-        return None
-    try:
-        found, evidence = find(serving)
-    except GateRefusal:  # another work directory judged it
-        return None
-    verdict = decide(evidence.report, evidence.rows)
-    rival = any(_origin(one) == _origin(found) for one in candidates) and verdict.status == PASS
-    return found.model_copy(update=Candidate.decided(verdict)) if rival else None
+        Raises:
+            GateRefusal: a candidate is not registered, or belongs to another model.
+        """
+        versions = {one.number: one for one in self.registry.registered()}
+        found: dict[str, Candidate] = {}
+        for named in listed:
+            version = versions.get(named.version)
+            if version is None:
+                lost = f"version {named.version} is not in the registry" if named.version else "it is not registered"
+                raise GateRefusal(
+                    f"{named.name} is not promoted: {lost}{'' if named.version else ' (tracking.enabled=false?)'}"
+                )
+            if version.number in found or name not in (None, version.name):
+                continue
+            candidate = self.find(version).judged(self.decide)
+            if candidate.model != model:
+                raise GateRefusal(f"{candidate.name} is not promoted: {version} is of model {candidate.model}, not {model}")
+            found[version.number] = candidate
+        return list(found.values())
 
+    def incumbent(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return the champion if it competes with the candidates; else None.
 
-def _origin(candidate: Candidate) -> str:
-    return candidate.checkpoint or candidate.baseline.digest
+        It competes if it has the same checkpoint as a candidate, another name, and still passes. Checkpoints are compared
+        because a rebuilt baseline has another digest. If a candidate has the champion's name, the champion was judged again,
+        and only the new evidence counts.
+        """
+        version = self.registry.alias("champion")
+        serving = next((one for one in self.registry.registered() if one.number == version), None)
+        if serving is None or serving.name in [one.name for one in candidates]:
+            return None
+        try:
+            found = self.find(serving).judged(self.decide)
+        except GateRefusal:  # another work directory judged it
+            return None
+        return found if found.verdict == PASS and any(one.checkpoint == found.checkpoint for one in candidates) else None
+
+    def promote(
+        self, candidates: Sequence[Candidate], *, name: str | None = None, rival: Candidate | None = None
+    ) -> PromotionMove:
+        """Make the best candidate that passed the champion.
+
+        With a `name`, the user requested the only candidate by name. The `rival` is the current champion. It stays if no
+        candidate is better, except if there is a `name`.
+        """
+        registry = self.registry
+        best = choose(candidates) if name is not None else choose(candidates, self._rolled_back())
+        if rival is not None and name is None and choose([best, rival]) is rival and self._holds(rival):
+            return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
+        try:
+            covered = self.verify(best).covered
+        except (GateRefusal, MissingRequirement) as error:
+            raise type(error)(f"{best.name} is not promoted: {error}") from error
+        with locked(registry.lock, "a promotion"):
+            old = registry.alias("champion")
+            if old == best.version:
+                return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already")
+            since = self._rolled_back().get(best.report.digest)
+            if since is not None and name is None:  # by another user during the replay
+                raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
+            said = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
+            registry.set_tags(best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **said})
+            if old is not None:
+                registry.set_alias("previous", old)
+            registry.set_alias("champion", best.version)
+        over = f" over version {old}" if old is not None else ""
+        note = f"; it had been rolled back at {since}" if since is not None else ""
+        held = f", {covered}" if covered is not None else ""
+        return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion{over}{note}{held}")
+
+    def _rolled_back(self) -> dict[str, str]:
+        """Return the time at which an engine was rolled back, by the digest of its report."""
+        times = {}
+        for version in self.registry.registered():
+            if ROLLED_BACK_AT in version.tags:
+                with suppress(GateRefusal):  # without evidence here, it is no candidate here either
+                    times[self.find(version).candidate.report.digest] = version.tags[ROLLED_BACK_AT]
+        return times
+
+    def _holds(self, candidate: Candidate) -> bool:
+        """Return whether a candidate's evidence is valid. Without valid evidence, a champion cannot block a promotion."""
+        try:
+            self.verify(candidate)
+        except (GateRefusal, MissingRequirement):
+            return False
+        return True
+
+    def rollback(self) -> PromotionMove:
+        """Bring the previous champion back after a replay of its evidence.
+
+        The gates that judged it decide again, so that a rollback needs none of the original command's keys.
+        """
+        registry = self.registry
+        with locked(registry.lock, "a rollback"):
+            bad, previous = registry.alias("champion"), registry.alias("previous")
+            if bad is None or previous is None or previous == bad:
+                raise UserError(
+                    "stage=rollback: there is no previous champion to return to; run stage=promote with a better one"
+                )
+            version = registry.version(previous)
+            if version is None:
+                raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
+            try:
+                engine = self.find(version)
+                verify(engine.candidate, self.replay, engine.decide)
+            except (GateRefusal, MissingRequirement) as error:
+                raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
+            if registry.version(bad) is not None:
+                gone = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None}
+                registry.set_tags(bad, {**gone, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()})
+            registry.set_alias("champion", previous)
+            registry.delete_alias("previous")
+        return PromotionMove(version.name, f"{version.name} (version {previous}) is the champion again, version {bad} is not")
 
 
 def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingProxyType({})) -> Candidate:
@@ -257,84 +381,3 @@ def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingPro
 
 def _stays_back(candidate: Candidate, when: str) -> str:
     return f"was rolled back at {when}: judge it anew, on other samples, or ask for it with promote.name='{candidate.name}'"
-
-
-def promote(
-    candidates: Sequence[Candidate],
-    registry: Registry,
-    replay: Replay,
-    decide: Decide,
-    *,
-    name: str | None = None,
-    rival: Candidate | None = None,
-) -> PromotionMove:
-    """Make the best candidate that passed the champion.
-
-    With a `name`, the user requested the only candidate by name. The `rival` is the current champion. It stays if no candidate
-    is better, except if there is a `name`.
-    """
-    best = choose(candidates) if name is not None else choose(candidates, _rolled_back(registry))
-    if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
-        return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
-    try:
-        covered = verify(best, replay, decide).covered
-    except (GateRefusal, MissingRequirement) as error:
-        raise type(error)(f"{best.name} is not promoted: {error}") from error
-    version = best.version
-    with locked(registry.lock, "a promotion"):
-        old = registry.alias("champion")
-        if old == version:
-            return PromotionMove(best.name, f"{best.name} (version {version}) is the champion already")
-        since = _rolled_back(registry).get(best.report.digest)
-        if since is not None and name is None:  # by another user during the replay
-            raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
-        said = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
-        registry.set_tags(version, {**said, ROLLED_BACK_BY: None, ROLLED_BACK_AT: None})
-        if old is not None:
-            registry.set_alias("previous", old)
-        registry.set_alias("champion", version)
-    over = f" over version {old}" if old is not None else ""
-    note = f"; it had been rolled back at {since}" if since is not None else ""
-    held = f", {covered}" if covered is not None else ""
-    return PromotionMove(best.name, f"{best.name} (version {version}) is the champion{over}{note}{held}")
-
-
-def _rolled_back(registry: Registry) -> dict[str, str]:
-    """Return the time at which a version was rolled back, by the digest of its report."""
-    tags = (version.tags for version in registry.registered())
-    return {tag["report_digest"]: tag[ROLLED_BACK_AT] for tag in tags if ROLLED_BACK_AT in tag}
-
-
-def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
-    """Return whether a candidate's evidence is valid. Without valid evidence, a champion cannot block a promotion."""
-    try:
-        verify(candidate, replay, decide)
-    except (GateRefusal, MissingRequirement):
-        return False
-    return True
-
-
-Prove = Callable[[Version], None]
-"""Replays the evidence of a version. Raises the same exceptions as `verify`."""
-
-
-def rollback(registry: Registry, prove: Prove) -> PromotionMove:
-    """Bring the previous champion back after a replay of its evidence."""
-    with locked(registry.lock, "a rollback"):
-        bad, previous = registry.alias("champion"), registry.alias("previous")
-        if bad is None or previous is None or previous == bad:
-            raise UserError("stage=rollback: there is no previous champion to return to; run stage=promote with a better one")
-        tags = registry.tags(previous)
-        if tags is None:
-            raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
-        try:
-            prove(Version(previous, tags))
-        except (GateRefusal, MissingRequirement) as error:
-            raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
-        if registry.tags(bad) is not None:
-            said = {ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()}
-            registry.set_tags(bad, {**said, PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None})
-        registry.set_alias("champion", previous)
-        registry.delete_alias("previous")
-    name = tags.get("kv", f"version {previous}")
-    return PromotionMove(name, f"{name} (version {previous}) is the champion again, version {bad} is not")

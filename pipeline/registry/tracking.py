@@ -66,6 +66,11 @@ class Location:
         return Path(self.uri.removeprefix(SQLITE)) if self.uri.startswith(SQLITE) else None
 
     @property
+    def exists(self) -> bool:
+        """Whether there may be a store: false if its SQLite file is missing or empty."""
+        return self.file is None or (self.file.is_file() and self.file.stat().st_size > 0)
+
+    @property
     def runs(self) -> Path:
         """Folder of the locks of open runs."""
         return self.lock.with_suffix(".runs")
@@ -77,7 +82,11 @@ class Location:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model: an engine with its evidence."""
+    """A version of a registered model: an engine with its evidence.
+
+    It has at most six tags: `kv`, `verdict` and `identity_digest`, and the author, time and replaced version of its promotion
+    or the author and time of its rollback. Everything else is in the evidence that `identity_digest` cites.
+    """
 
     number: str
     tags: Mapping[str, str]
@@ -85,6 +94,8 @@ class Version:
     """Id of the run that judged the engine."""
     made: float = 0.0
     """Creation time, in seconds since 1970."""
+    source: str = ""
+    """Address of the files of the version's logged model."""
 
     @property
     def name(self) -> str:
@@ -96,8 +107,29 @@ class Version:
         """sha256 of the identity.json that the version cites."""
         return self.tags.get(IDENTITY_TAG, "")
 
+    @property
+    def model_id(self) -> str:
+        """Id of the logged model: SQL stores keep no such field, but the id is a folder of the address."""
+        return self.source.rstrip("/").split("/")[-2] if "/" in self.source.rstrip("/") else ""
+
     def __str__(self) -> str:
         return f"version {self.number} ({self.name})"
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """A registered model: its versions and aliases."""
+
+    name: str
+    versions: dict[str, Version]
+    aliases: dict[str, str]
+    engines: dict[str, str]
+    """Number of a version that an alias points at -> digest of its engine, if none of the given identities has it."""
+
+    @property
+    def pointed_at(self) -> dict[str, Version]:
+        """Alias -> version, as servers read it. A version that was deleted from the store has no tags."""
+        return {alias: self.versions.get(number, Version(number, {})) for alias, number in self.aliases.items()}
 
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:

@@ -136,8 +136,8 @@ def _identity(exhibit: Exhibit) -> dict[str, str]:
     candidate = exhibit.candidate
     cited = {name: getattr(candidate, name).digest for name in ("engine", "baseline", "report", "identity")}
     found = {**exhibit.binds, **cited}
-    if candidate.registration is not None:
-        found |= {"registered as version": candidate.registration.model_version, "MLflow run": candidate.registration.run_id}
+    if candidate.version:
+        found |= {"registered as version": candidate.version, "MLflow run": candidate.run_id}
     return found
 
 

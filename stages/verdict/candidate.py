@@ -33,13 +33,6 @@ class Cited(StrictModel):
         return self.model_copy(update={"path": inside}) if inside.exists() else self
 
 
-class Registration(StrictModel):
-    """The run and the model version of a candidate."""
-
-    run_id: str
-    model_version: str
-
-
 class Candidate(StrictModel):
     """A judged engine, and the evidence that its promotion cites."""
 
@@ -68,7 +61,10 @@ class Candidate(StrictModel):
     """identity.json. The evidence that a replay reads is in the same folder."""
     checkpoint: str | None = None
     """Digest of the checkpoint, from the evidence; null if the evidence was not read again."""
-    registration: Registration | None = None
+    run_id: str = ""
+    """Id of the MLflow run that judged the engine; "" if the engine is not registered."""
+    version: str = ""
+    """Number of the model version; "" if the engine is not registered."""
 
     def below(self, workdir: Path) -> "Candidate":
         """Return the candidate with corrected paths, if its work directory was moved to `workdir`."""
@@ -127,13 +123,8 @@ class Candidate(StrictModel):
         return self.report.path.with_name(SAMPLES_FILE)
 
     @property
-    def version(self) -> str:
-        assert self.registration is not None, "a registered candidate"
-        return self.registration.model_version
-
-    @property
     def citations(self) -> dict[str, str]:
-        """Digests of the evidence. The keys are the tags of a model version."""
+        """Digests of the evidence. The keys are tags of the candidate's run."""
         return {
             "engine_digest": self.engine.digest,
             "baseline_digest": self.baseline.digest,

@@ -1,17 +1,20 @@
 """Candidates with minimal evidence on disk, enough to register and promote them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gate_reports import report as make_report
 from gate_reports import row
 
-from pipeline.registry.promotion import ReplayedEvidence
+from pipeline.registry.promotion import Engines, RegisteredEngine, Registry, Replay, ReplayedEvidence
 from pipeline.registry.summary import evidence_digest
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, tree_files
-from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.core.errors import GateRefusal
+from stages.policies.policy import FP16_POLICY
+from stages.verdict.candidate import Candidate, Cited
+from stages.verdict.gates import Decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.thresholds import Status, Verdict
 
@@ -63,13 +66,7 @@ def candidate_in(folder: Path, policy: str, verdict: Status, metrics: Mapping[st
 def replay_without_findings(candidate: Candidate) -> ReplayedEvidence:
     """Return a replay that found no differences."""
     directory = candidate.report.path.parent
-    digests = {
-        "engine_digest": files_digest(tree_files(candidate.engine.path)),
-        "baseline_digest": files_digest(tree_files(candidate.baseline.path)),
-        "report_digest": evidence_digest(candidate.report.path),
-        "identity_digest": file_digest(candidate.identity.path),
-    }
-    return ReplayedEvidence((), load_report(directory), load_rows(directory), digests)
+    return ReplayedEvidence((), load_report(directory), load_rows(directory), file_digest(candidate.identity.path))
 
 
 def decide_pass(_report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
@@ -77,8 +74,23 @@ def decide_pass(_report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdic
     return Verdict(status="PASS", reasons=[], checks=[], samples_needed={})
 
 
-def proven(_version: Version) -> None:
-    """Stand-in for a replay of a version's evidence: finds no difference."""
+def engines_of(
+    registry: Registry,
+    candidates: Iterable[Candidate],
+    replay: Replay = replay_without_findings,
+    decide: Decide = decide_pass,
+) -> Engines:
+    """Return the registered engines of candidates. Any replay and any gates of an identity pass them by default."""
+    known = {candidate.version: candidate for candidate in candidates}
+
+    def find(version: Version) -> RegisteredEngine:
+        if version.number not in known:
+            raise GateRefusal(f"{version} has no evidence")
+        candidate = known[version.number]
+        folder = candidate.report.path.parent
+        return RegisteredEngine(candidate, load_report(folder), load_rows(folder), FP16_POLICY, decide_pass)
+
+    return Engines(registry, find, replay, decide)
 
 
 class MemoryRegistry:
@@ -88,13 +100,17 @@ class MemoryRegistry:
         self.lock = folder / "lock"
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, dict[str, str]] = {}
+        self.routes_left: dict[str, set[str]] = {}
         self.moves: list[tuple[str, str]] = []
+        self.candidates: list[Candidate] = []
 
     def add(self, candidate: Candidate) -> Candidate:
-        """Register a candidate as the next version; return it with its registration."""
+        """Register a candidate as the next version; return it with the version."""
         version = str(len(self.versions) + 1)
-        self.versions[version] = {**candidate.citations, "kv": candidate.name}
-        return candidate.model_copy(update={"registration": Registration(run_id="run", model_version=version)})
+        tags = {"kv": candidate.name, "verdict": candidate.verdict, "identity_digest": candidate.identity.digest}
+        self.versions[version] = tags
+        self.candidates.append(candidate.model_copy(update={"run_id": "run", "version": version}))
+        return self.candidates[-1]
 
     def alias(self, alias: str) -> str | None:
         return self.aliases.get(alias)
@@ -109,9 +125,16 @@ class MemoryRegistry:
     def registered(self) -> list[Version]:
         return [Version(number, tags, "run") for number, tags in self.versions.items()]
 
-    def tags(self, version: str) -> dict[str, str] | None:
-        return self.versions.get(version)
+    def version(self, number: str) -> Version | None:
+        return Version(number, self.versions[number], "run") if number in self.versions else None
 
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
         every = {**self.versions[version], **tags}
         self.versions[version] = {name: text for name, text in every.items() if text is not None}
+        assert len(self.versions[version]) <= 6
+
+    def left(self, workload: str) -> set[str]:
+        return self.routes_left.get(workload, set())
+
+    def set_left(self, workload: str, versions: set[str]) -> None:
+        self.routes_left[workload] = versions

@@ -11,7 +11,7 @@ from gate_reports import every_class, report
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_identity, write_identity
-from pipeline.evidence.reading import registered_candidate
+from pipeline.evidence.reading import registered_engine
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
 from pipeline.store.store import Store
@@ -104,12 +104,12 @@ def judged_engine(
 def cited_tags(evidence: Path) -> dict[str, str]:
     """Return the tags of a registry version of a judged engine."""
     identity = read_identity(evidence / IDENTITY_FILE)
-    return {"kv": identity.policy, **identity.digests, "identity_digest": file_digest(evidence / IDENTITY_FILE)}
+    return {"kv": identity.policy, "identity_digest": file_digest(evidence / IDENTITY_FILE)}
 
 
 def candidate_of(evidence: Path) -> Candidate:
     """Return a judged engine as a candidate that is registered as version 1."""
-    return registered_candidate(evidence.parents[1], Version("1", cited_tags(evidence), "run"))[0]
+    return registered_engine(evidence.parents[1], Version("1", cited_tags(evidence), "run")).candidate
 
 
 def _write(files: dict[str, str]) -> Callable[[Path], None]:

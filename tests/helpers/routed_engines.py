@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from judged_candidates import MemoryRegistry, judged_candidate, replay_without_findings
+from gate_reports import row
+from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, replay_without_findings
 
 from pipeline.config.policies import shipped_policies
-from pipeline.registry.promotion import ReplayedEvidence
-from pipeline.registry.routing.engines import Engines, RoutableEngine
+from pipeline.registry.promotion import Engines, RegisteredEngine, ReplayedEvidence
 from pipeline.registry.routing.files import RoutingConfig
 from pipeline.registry.routing.stages import route
 from pipeline.registry.tracking import Version
 from stages.verdict.candidate import Candidate
-from stages.verdict.report import EvaluationReport, SampleRow
+from stages.verdict.report import EvaluationReport, SampleRow, load_report
 from stages.verdict.thresholds import Check, LineStatus, Status, Verdict
 
 POLICIES = {policy.name: policy for policy in shipped_policies()}
@@ -38,7 +38,6 @@ class Fleet:
         version = candidate.version
         self.candidates[version] = candidate
         self.live[version] = live_tokens
-        self.registry.versions[version]["verdict"] = verdict
         self.lines |= {(candidate.engine.digest, workload): status for workload, status in lines.items()}
         return version
 
@@ -62,9 +61,12 @@ class Fleet:
     def route(self, workload: str) -> str | None:
         return self.registry.alias(f"route-{workload}")
 
-    def _find(self, version: Version) -> RoutableEngine:
+    def _find(self, version: Version) -> RegisteredEngine:
         candidate, live = self.candidates[version.number], self.live[version.number]
-        return RoutableEngine(candidate, POLICIES[candidate.policy], live, (1.0, 1024), frozenset(CLASSES))
+        report = load_report(candidate.report.path.parent)
+        report = report.model_copy(update={"system": report.system.model_copy(update={"max_live_tokens": live})})
+        rows = [row(workload, 0) for workload in CLASSES]
+        return RegisteredEngine(candidate, report, rows, POLICIES[candidate.policy], decide_pass)
 
     def _replay(self, candidate: Candidate) -> ReplayedEvidence:
         self.replays.append(candidate.name)

@@ -85,6 +85,6 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
         done = opened.conclude(run, candidate)
     summary.record(work, sweep, done)
     summary.finish(work, sweep, 0)
-    assert done.registration is not None
+    assert done.version
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}
-    return Ended(digests, done.verdict, done.registration.model_version)
+    return Ended(digests, done.verdict, done.version)

@@ -42,7 +42,7 @@ def test_the_sweep_is_shown_on_a_page_that_its_runs_in_mlflow_have_too(swept: Sw
     for candidate in summary(work)["candidates"]:
         assert candidate["engine"]["digest"] in text
         assert all(check["where"] in text for check in candidate["checks"])
-        attached = work / "mlartifacts" / candidate["registration"]["run_id"] / "artifacts" / page.name
+        attached = work / "mlartifacts" / candidate["run_id"] / "artifacts" / page.name
         assert attached.read_bytes() == page.read_bytes()
     arguments = [f"workdir={work}", *FEW, "-m", "kv=fp8,int4_tensor"]
     repeated = summary(work)["command"]

@@ -43,7 +43,7 @@ def _no_other_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
     """Judge and register an engine, leaving the same files as `stage=evaluate`."""
-    candidate = candidate_of(judged_engine(work / "artifacts", kv=kv)).model_copy(update={"registration": None})
+    candidate = candidate_of(judged_engine(work / "artifacts", kv=kv)).model_copy(update={"version": ""})
     with store.candidate(sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
         done = store.conclude(run, candidate)
     summary.begin(work, sweep, [done.name])
@@ -73,8 +73,9 @@ class Ground:
         return self.work / "artifacts"
 
     def alias(self, name: str) -> str | None:
-        version = self.store.alias(name)
-        return None if version is None else (self.store.tags(version) or {})["kv"]
+        number = self.store.alias(name)
+        version = None if number is None else self.store.version(number)
+        return None if version is None else version.name
 
     def plan(self, *overrides: str) -> PrunePlan:
         return make_plan(config_of(f"workdir={self.work}", MODEL, "stage=prune", *overrides))

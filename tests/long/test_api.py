@@ -98,7 +98,7 @@ def test_an_evaluation_is_a_verdict_with_its_typed_report(judged: Evaluation, wo
     assert judged.report.engine_digest == judged.candidate.engine.digest
     assert len(judged.rows) == judged.report.samples == 44
     assert judged.report.overall.fidelity.kl_mean == judged.candidate.metrics["quality/kl_mean"]
-    assert judged.candidate.registration is not None, "it is tracked"
+    assert judged.candidate.version, "it is tracked"
     assert summary.load(work).candidates == (judged.candidate,)
     assert repr(judged).startswith("Evaluation(int8 of tiny: PASS up to ")
 
@@ -108,7 +108,7 @@ def test_the_command_line_finds_everything_made_and_the_same_verdict(judged: Eva
     assert run_command("stage=evaluate", "kv=int8", f"workdir={work}", *arguments(ASKS)) == 0
     assert set((work / "artifacts").glob("*/*")) == made
     (again,) = summary.load(work).candidates
-    assert (again.identity, again.registration and again.registration.model_version) == (judged.candidate.identity, "1")
+    assert (again.identity, again.version) == (judged.candidate.identity, "1")
 
 
 def test_what_fails_is_a_result_and_a_second_evaluation_works_in_the_same_process(

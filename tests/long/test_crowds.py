@@ -10,20 +10,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from interruptions import FORK, attempt
-from judged_candidates import decide_pass, proven, replay_without_findings
+from judged_candidates import engines_of
 from postgres import mlflow_server, postgres
 from small_runs import build, evaluate, open_tracking
 
-from pipeline.registry import promotion, summary
+from pipeline.registry import summary
+from pipeline.registry.promotion import Engines
 from pipeline.store.store import _manifest
 from stages.core.digest import tree_files
 from stages.core.errors import GateRefusal, UserError
 
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
+
 ROUNDS = 2
+
+
+def engines_in(work: Path, store: "MlflowStore") -> Engines:
+    sweeps = [path.stem for path in (work / summary.FOLDER).glob("[!.]*.json")]
+    return engines_of(store, [one for sweep in sweeps for one in summary.load(work, sweep).candidates if one.version])
 
 
 def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | None) -> list[str]:
@@ -43,13 +52,13 @@ def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | N
     elif kind == "promote":
         last, store = summary.load(work), open_tracking(work, uri)
         try:
-            promotion.promote(last.candidates, store, replay_without_findings, decide_pass)
+            engines_in(work, store).promote(last.candidates)
         except GateRefusal as error:
             if "rolled back" not in str(error) and "no candidate" not in str(error):
                 raise
     elif kind == "rollback":
         with suppress(UserError):  # there may be no previous champion
-            promotion.rollback(open_tracking(work, uri), proven)
+            engines_in(work, open_tracking(work, uri)).rollback()
     return []
 
 
@@ -66,14 +75,14 @@ def _part(number: int, work: Path, checkpoint: Path, uri: str | None, results: A
 def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serves: bool) -> None:
     """Assert that no version or evidence is lost, that every run has ended, and that an engine serves if `serves`."""
     store = open_tracking(work, uri)
-    known = {one.number: one.tags for one in store.registered()}
+    known = {one.number: one for one in store.registered()}
     assert set(versions) <= known.keys()
-    assert all(tags["verdict"] == "PASS" for tags in known.values())
+    assert all(one.tags["verdict"] == "PASS" and len(one.tags) <= 6 for one in known.values())
     runs = store.client.search_runs([store.experiment_id], max_results=1000)
     open_runs = [(run.info.run_name, run.info.status, run.data.tags) for run in runs if run.info.status != "FINISHED"]
     assert open_runs == [], open_runs
-    for tags in known.values():
-        model = store.client.get_logged_model(tags["logged_model"])
+    for version in known.values():
+        model = store.client.get_logged_model(version.model_id)
         assert str(model.status) == "READY"
         assert "report.json" in {file.path for file in store.client.list_logged_model_artifacts(model.model_id)}
     assert store.alias("champion") in known or not serves
@@ -124,10 +133,10 @@ def move(work: Path, name: str | None, ready: Callable[[], object] = lambda: Non
     ready()
     with suppress(UserError, GateRefusal):
         if name is None:
-            promotion.rollback(store, proven)
+            engines_in(work, store).rollback()
         else:
             asked = [one for one in last.candidates if one.name == name]
-            promotion.promote(asked, store, replay_without_findings, decide_pass, name=name)
+            engines_in(work, store).promote(asked, name=name)
 
 
 def test_four_processes_that_move_at_once_leave_a_champion(checkpoint: Path, tmp_path: Path) -> None:

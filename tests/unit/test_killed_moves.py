@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, proven, replay_without_findings
+from judged_candidates import MemoryRegistry, engines_of, judged_candidate
 
-from pipeline.registry.promotion import mover, promote, rollback
+from pipeline.registry.promotion import mover
 from pipeline.registry.routing.moves import Aliases, Move, make_moves, read_aliases
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate
@@ -43,7 +43,7 @@ def three(registry: Dying, tmp_path: Path) -> list[Candidate]:
 
 def put_forward(registry: MemoryRegistry, *candidates: Candidate) -> None:
     for candidate in candidates:
-        promote([candidate], registry, replay_without_findings, decide_pass)
+        engines_of(registry, registry.candidates).promote([candidate])
 
 
 def killed(registry: Dying, act: Callable[[], object]) -> Iterator[dict[str, str]]:
@@ -77,10 +77,10 @@ def test_a_killed_promotion_leaves_a_champion_and_is_finished_by_running_it_agai
 
 def test_a_promotion_by_name_of_what_was_rolled_back_is_finished_too(registry: Dying, three: list[Candidate]) -> None:
     put_forward(registry, *three[:2])
-    rollback(registry, proven)
+    engines_of(registry, three).rollback()
 
     def by_name() -> None:
-        promote([three[1]], registry, replay_without_findings, decide_pass, name="fp8")
+        engines_of(registry, three).promote([three[1]], name="fp8")
 
     for _ in killed(registry, by_name):
         by_name()
@@ -90,12 +90,12 @@ def test_a_promotion_by_name_of_what_was_rolled_back_is_finished_too(registry: D
 
 def test_a_killed_rollback_leaves_a_champion_and_never_brings_the_bad_one_back(registry: Dying, three: list[Candidate]) -> None:
     put_forward(registry, *three[:2])
-    for left in killed(registry, lambda: rollback(registry, proven)):
+    for left in killed(registry, lambda: engines_of(registry, three).rollback()):
         if left["champion"] == "2":
-            rollback(registry, proven)
+            engines_of(registry, three).rollback()
         else:
             with pytest.raises(UserError, match="no previous champion to return to"):
-                rollback(registry, proven)
+                engines_of(registry, three).rollback()
         assert registry.aliases["champion"] == "1"
         assert "rolled_back_at" in registry.versions["2"]
         assert "promoted_at" not in registry.versions["2"]

@@ -13,6 +13,7 @@ from pipeline.registry.routing.files import ClassSnapshot, MonitorConfig, read_s
 from pipeline.registry.routing.moves import Aliases, read_aliases
 from pipeline.registry.routing.stages import ALPHA, Reading, monitor, quality_holds, read_monitors, step
 from stages.core.errors import GateRefusal, UserError
+from stages.verdict.candidate import Cited
 
 LIMITS = plan(["stage=monitor", "monitor.snapshot=s"], multirun=False).jobs[0].monitor
 WELL: dict[str, Any] = {
@@ -105,7 +106,7 @@ def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: 
     with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
         monitored(fleet, "2", **broken)
     assert read_aliases(fleet.registry, "copy") == Aliases("1")
-    assert fleet.registry.versions["2"]["left_routes"] == "copy"
+    assert fleet.registry.left("copy") == {"2"}
     assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
@@ -172,7 +173,8 @@ def test_no_engine_is_taken_without_evidence_for_the_class(fleet: Fleet) -> None
 
 def test_an_engine_over_another_baseline_or_that_holds_no_more_is_not_taken(fleet: Fleet) -> None:
     fp8_beside(fleet, fp8k_int4v=1300, fp8k_int4v_aged=900)
-    fleet.registry.versions["2"]["baseline_digest"] = "of other weights"
+    other = {"baseline": Cited(path=fleet.folder, digest="of other weights")}
+    fleet.candidates["2"] = fleet.candidates["2"].model_copy(update=other)
     assert pressed(fleet)[0] == "1"
 
 

@@ -17,7 +17,7 @@ from pipeline.cli import commands, next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from stages.verdict.candidate import Candidate, Registration
+from stages.verdict.candidate import Candidate
 from stages.verdict.gates.recovery import RECOVERY
 from stages.verdict.thresholds import Check, Status
 
@@ -192,9 +192,7 @@ def test_a_refused_promotion_says_what_else_to_judge_or_what_serves(tmp_path: Pa
 
 
 def test_a_recommended_candidate_is_promoted_by_its_name(tmp_path: Path) -> None:
-    registered = candidate(tmp_path, "fp8 kv.sink_tokens=4", "PASS").model_copy(
-        update={"registration": Registration(run_id="run", model_version="1")}
-    )
+    registered = candidate(tmp_path, "fp8 kv.sink_tokens=4", "PASS").model_copy(update={"run_id": "run", "version": "1"})
     after = composed(next_steps.after_recommendation(config_of(*TYPED), [registered], registered.name))
     assert (after.stage, after.promote.name) == ("promote", "fp8 kv.sink_tokens=4")
 

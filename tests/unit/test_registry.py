@@ -3,19 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, proven, replay_without_findings
+from judged_candidates import MemoryRegistry, decide_pass, engines_of, judged_candidate, replay_without_findings
 from refusals import refused
 
-from pipeline.registry import promotion
-from pipeline.registry.promotion import Finding, PromotionMove, Prove, Replay, ReplayedEvidence, choose
+from pipeline.registry.promotion import Finding, PromotionMove, Replay, ReplayedEvidence, choose
 from pipeline.registry.summary import evidence_digest
-from pipeline.registry.tracking import Version
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
 from stages.verdict.gates import Decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
@@ -51,11 +48,11 @@ def promote(
     decide: Decide = decide_pass,
     name: str | None = None,
 ) -> PromotionMove:
-    return promotion.promote(candidates, registry, replay, decide, name=name)
+    return engines_of(registry, registry.candidates, replay, decide).promote(candidates, name=name)
 
 
-def rollback(registry: MemoryRegistry, prove: Prove = proven) -> PromotionMove:
-    return promotion.rollback(registry, prove)
+def rollback(registry: MemoryRegistry, replay: Replay = replay_without_findings) -> PromotionMove:
+    return engines_of(registry, registry.candidates, replay).rollback()
 
 
 def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registry: MemoryRegistry) -> None:
@@ -76,28 +73,23 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
 ) -> None:
     small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
     promote(registry, small)
-    registered = [Version(one.version, registry.versions[one.version]) for one in (small, large)]
 
     def rival(*judged: Candidate, champion: Candidate = small, decide: Decide = decide_pass) -> Candidate | None:
-        evidence = SimpleNamespace(report=None, rows=[])
-        return promotion.incumbent("1", registered, lambda *_: (champion, evidence), decide, judged)
+        return engines_of(registry, [champion], decide=decide).incumbent(judged)
 
     def moved(*judged: Candidate, name: str | None = None) -> PromotionMove:
-        options: dict[str, Any] = {"name": name, "rival": rival(*judged)}
-        return promotion.promote(judged, registry, replay_without_findings, decide_pass, **options)
+        return engines_of(registry, registry.candidates).promote(judged, name=name, rival=rival(*judged))
 
     stays = moved(large)
     assert (stays.champion, "(version 1) stays the champion" in stays.message) == ("fp8k_int4v", True)
-    better = make(tmp_path, registry, "int4", kib=0.5)
-    assert (moved(better).champion, moved(large, name="int8").champion) == ("int4", "int8")
     assert rival(small) is None, "it was judged anew"
-    other = changed(small, baseline=Cited(path=tmp_path, digest="of other weights"))
-    assert rival(large, champion=other) is None
-    rebuilt = changed(other, checkpoint="of one")
+    rebuilt = changed(small, checkpoint="of one", baseline=Cited(path=tmp_path, digest="of a rebuilt baseline"))
     assert rival(changed(large, checkpoint="of one"), champion=rebuilt) is not None
     assert rival(changed(large, checkpoint="of another"), champion=rebuilt) is None
     says_no = lambda *_: Verdict(status="FAIL", reasons=[], checks=[], samples_needed={})  # noqa: E731
     assert rival(large, decide=says_no) is None
+    better = make(tmp_path, registry, "int4", kib=0.5)
+    assert (moved(better).champion, moved(large, name="int8").champion) == ("int4", "int8")
 
 
 def test_live_tokens_decide_then_the_lower_mean_kl_and_what_is_unknown_loses(fp8: Candidate) -> None:
@@ -120,12 +112,9 @@ def test_nothing_is_promoted_when_none_passed(tmp_path: Path, registry: MemoryRe
         promote(registry)
 
 
-@pytest.mark.parametrize("cited", ["engine", "baseline", "report", "identity"])
-def test_promote_refuses_evidence_that_is_not_what_the_version_cites(
-    fp8: Candidate, registry: MemoryRegistry, cited: str
-) -> None:
-    other = changed(fp8, **{cited: getattr(fp8, cited).model_copy(update={"digest": "o"})})
-    with pytest.raises(GateRefusal, match=f"^fp8 is not promoted: its {cited} is not the one that version 1 cites$"):
+def test_promote_refuses_an_identity_that_is_not_what_the_version_cites(fp8: Candidate, registry: MemoryRegistry) -> None:
+    other = changed(fp8, identity=fp8.identity.model_copy(update={"digest": "o"}))
+    with pytest.raises(GateRefusal, match=r"^fp8 is not promoted: its identity is not the one that version 1 cites$"):
         promote(registry, other)
     assert registry.moves == []
 
@@ -224,15 +213,10 @@ def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registr
 def test_a_rollback_replays_the_evidence_of_the_version_that_it_goes_back_to(tmp_path: Path, registry: MemoryRegistry) -> None:
     for kv in ("int8", "fp8"):
         promote(registry, make(tmp_path, registry, kv))
-    asked: list[tuple[str, Any]] = []
-
-    def disproven(version: Version) -> None:
-        asked.append((version.number, version.name))
-        raise GateRefusal("its engine differs")
-
-    with pytest.raises(GateRefusal, match="stage=rollback: version 1 does not serve again: its engine differs"):
-        rollback(registry, disproven)
-    assert asked == [("1", "int8")]
+    with pytest.raises(
+        GateRefusal, match="stage=rollback: version 1 does not serve again: weights: differs, recorded a, found b"
+    ):
+        rollback(registry, replay_that_gives(DIFFERS))
     assert registry.aliases == {"champion": "2", "previous": "1"}
 
 
@@ -263,16 +247,13 @@ def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_ag
 ) -> None:
     forged = Cited(path=tmp_path, digest="forged")
     edited = changed(fp8, name="int8", verdict="FAIL", metrics={"memory/max_live_tokens": 1e9}, engine=forged)
-    registered = [Version("1", registry.versions["1"], "run")]
 
     def again(listed: Sequence[Candidate], model: str = "tiny") -> list[Candidate]:
-        inconclusive = changed(fp8, verdict="INCONCLUSIVE")
-        found = inconclusive, replay_without_findings(fp8)
-        return promotion.judged_again(listed, registered, lambda *_: found, decide_pass, model)
+        return engines_of(registry, [changed(fp8, verdict="INCONCLUSIVE")]).judged_again(listed, model)
 
     assert again([edited, edited]) == [fp8]
-    with pytest.raises(GateRefusal, match="version 1 is of model tiny, not llama"):
+    with pytest.raises(GateRefusal, match=r"version 1 \(fp8\) is of model tiny, not llama"):
         again([edited], "llama")
-    for lost, expected in ((None, "not registered"), (Registration(run_id="r", model_version="9"), "version 9 is not in")):
+    for lost, expected in (("", "not registered"), ("9", "version 9 is not in")):
         with pytest.raises(GateRefusal, match=expected):
-            again([changed(fp8, registration=lost)])
+            again([changed(fp8, version=lost)])

@@ -12,7 +12,7 @@ from refusals import refused
 
 from pipeline.registry.summary import begin, finish, forget, load, note, record
 from stages.core.errors import UserError
-from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.thresholds import Check, Verdict
 
 FP8 = Candidate(
@@ -27,7 +27,8 @@ FP8 = Candidate(
     baseline=Cited(path=Path("/b"), digest="b"),
     report=Cited(path=Path("/r/report.json"), digest="r"),
     identity=Cited(path=Path("/i/identity.json"), digest="i"),
-    registration=Registration(run_id="run", model_version="3"),
+    run_id="run",
+    version="3",
 )
 
 
@@ -57,7 +58,7 @@ def test_a_candidate_survives_the_file_with_every_check_of_its_verdict(tmp_path:
     verdict = Verdict(
         status="FAIL", reasons=["far"], checks=[check], warnings=["no fork was exercised"], samples_needed={"copy": 900}
     )
-    for candidate in (fp8(reasons=("a", "b")), fp8(registration=None), fp8(**Candidate.decided(verdict))):
+    for candidate in (fp8(reasons=("a", "b")), fp8(version=""), fp8(**Candidate.decided(verdict))):
         record(tmp_path, "one", candidate)
         assert load(tmp_path).candidates == (candidate,)
 

@@ -70,7 +70,7 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
 
 
 def test_no_store_is_opened_without_a_registered_candidate(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = candidate(judged_engine(work / "artifacts"), registration=None)
+    shown = candidate(judged_engine(work / "artifacts"), version="")
     monkeypatch.setattr(showing, "open_store", lambda *_: pytest.fail("opened"))
     showing.show(config_at(work), [shown], sweep="s")
     assert (work / showing.PAGE).is_file()

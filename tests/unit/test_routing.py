@@ -72,11 +72,7 @@ def test_a_rollback_by_hand_goes_to_the_previous_then_to_the_fallback_then_nowhe
     for expected in ("3", "1"):
         rolled_back(fleet, "retrieval")
         assert fleet.route("retrieval") == expected
-    assert {number: tags.get("left_routes") for number, tags in fleet.registry.versions.items()} == {
-        "1": None,
-        "2": "retrieval",
-        "3": "retrieval",
-    }
+    assert fleet.registry.left("retrieval") == {"2", "3"}
     with pytest.raises(UserError, match=r"routing\.rollback=retrieval: .* cannot go back: no previous, no fallback"):
         rolled_back(fleet, "retrieval")
     with pytest.raises(UserError, match=r"routing\.rollback=tool_call: this model has no such route"):
@@ -116,14 +112,14 @@ def test_a_rollback_takes_no_engine_that_was_deleted(fleet: Fleet) -> None:
             GateRefusal,
             "copy.policy=int8: version 3 is not proven: copy is INCONCLUSIVE: copy: a",
         ),
-        ("routes: {copy: {policy: fp8, fallback: bf16}}", GateRefusal, "fallback=bf16: version 1 is not proven: its engine"),
+        ("routes: {copy: {policy: fp8, fallback: bf16}}", GateRefusal, "fallback=bf16: version 1 is not proven: its identity"),
     ],
 )
 def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
     fleet: Fleet, text: str, kind: type[Exception], expected: str
 ) -> None:
     fleet.lines[fleet.candidates["3"].engine.digest, "copy"] = "INCONCLUSIVE"
-    (fleet.candidates["1"].engine.path / "bundle.json").write_text("another")
+    fleet.candidates["1"].identity.path.write_text("another")
     with pytest.raises(kind, match=expected):
         fleet.routed(text)
     assert fleet.registry.moves == []

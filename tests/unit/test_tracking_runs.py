@@ -16,10 +16,10 @@ from pipeline.chain.job import open_store
 from pipeline.registry.mlflow_client import path_of
 from pipeline.registry.mlflow_store import LOCK, MlflowStore, download_engine
 from pipeline.registry.pages import COLOURS
-from pipeline.registry.tracking import Tracking, locate
+from pipeline.registry.tracking import Tracking, Version, locate
 from stages.core.digest import files_digest, tree_files
 from stages.core.errors import UserError
-from stages.verdict.candidate import Candidate, Cited, Registration
+from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.thresholds import Status
 
 SECRET = "hunter2hunter2"
@@ -49,13 +49,10 @@ def track_one(store: MlflowStore, candidate: Candidate, sweep: str) -> Candidate
         return store.conclude(run, candidate)
 
 
-def registered(candidate: Candidate) -> Registration:
-    assert candidate.registration is not None
-    return candidate.registration
-
-
-def version(candidate: Candidate) -> str:
-    return registered(candidate).model_version
+def version(store: MlflowStore, candidate: Candidate) -> Version:
+    found = store.version(candidate.version)
+    assert found is not None
+    return found
 
 
 def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
@@ -75,7 +72,7 @@ def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_e
     assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0, "memory/kib_per_token": 4.0}
     assert {one.info.status for one in runs.values()} == {"FINISHED"}
     own = runs["fp8: PASS"]
-    assert own.info.run_id == registered(done).run_id
+    assert own.info.run_id == done.run_id
     assert own.data.tags["mlflow.runColor"] == COLOURS["PASS"]
     assert own.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
 
@@ -93,7 +90,7 @@ def test_a_registered_model_with_the_log_of_an_older_release_is_refused(store: M
 
 def test_metrics_keep_their_order(store: MlflowStore, tmp_path: Path) -> None:
     done = track_one(store, judged(tmp_path, "int8", "FAIL", **{"quality/kl_mean": 0.01}), "metrics")
-    run = store.client.get_run(registered(done).run_id)
+    run = store.client.get_run(done.run_id)
     assert list(run.data.metrics.items())[:2] == [("memory/kib_per_token", 2.0), ("quality/kl_mean_log10", -2.0)]
     assert run.data.tags["verdict"] == "FAIL"
 
@@ -127,11 +124,11 @@ def test_the_same_engine_with_the_same_evidence_is_registered_once(store: Mlflow
     candidate = judged(tmp_path, "once")
     first, again = track_one(store, candidate, "a"), track_one(store, candidate, "a")
     another_sweep = track_one(store, candidate, "b")
-    assert version(first) == version(again) == version(another_sweep)
-    assert len({registered(candidate).run_id for candidate in (first, again, another_sweep)}) == 3
+    assert first.version == again.version == another_sweep.version
+    assert len({candidate.run_id for candidate in (first, again, another_sweep)}) == 3
     models = store.client.search_logged_models([store.experiment_id], "name = 'once'")
     assert len(models) == 1
-    outputs = store.client.get_run(registered(another_sweep).run_id).outputs
+    outputs = store.client.get_run(another_sweep.run_id).outputs
     assert outputs is not None
     assert [output.model_id for output in outputs.model_outputs] == [models[0].model_id]
 
@@ -140,22 +137,22 @@ def test_the_same_engine_with_other_evidence_is_another_version(store: MlflowSto
     candidate = judged(tmp_path, "again")
     first = track_one(store, candidate, "a")
     refused = track_one(store, candidate.model_copy(update={"verdict": "FAIL"}), "b")
-    baseline = Cited(path=candidate.baseline.path, digest="other")
-    other_baseline = track_one(store, candidate.model_copy(update={"baseline": baseline}), "b")
-    assert len({version(first), version(refused), version(other_baseline)}) == 3
-    assert store.alias("candidate") == version(other_baseline)
+    identity = Cited(path=candidate.identity.path, digest="other")
+    other = track_one(store, candidate.model_copy(update={"identity": identity}), "b")
+    assert len({first.version, refused.version, other.version}) == 3
+    assert store.alias("candidate") == other.version
 
 
 def test_the_alias_candidate_is_never_on_an_engine_that_failed(store: MlflowStore, tmp_path: Path) -> None:
     good, bad = judged(tmp_path, "good"), judged(tmp_path, "bad", "FAIL")
     passed = track_one(store, good, "a")
     track_one(store, bad, "a")
-    assert store.alias("candidate") == version(passed), "another engine that failed leaves it where it was"
+    assert store.alias("candidate") == passed.version, "another engine that failed leaves it where it was"
     undecided = track_one(store, good.model_copy(update={"verdict": "INCONCLUSIVE"}), "b")
-    assert store.alias("candidate") == version(undecided)
+    assert store.alias("candidate") == undecided.version
     failed = track_one(store, good.model_copy(update={"verdict": "FAIL"}), "c")
     assert store.alias("candidate") is None, "the same engine failed"
-    store.set_alias("candidate", version(failed))  # as left by an older kvgate
+    store.set_alias("candidate", failed.version)  # as left by an older kvgate
     track_one(store, bad, "d")
     assert store.alias("candidate") is None
 
@@ -163,8 +160,8 @@ def test_the_alias_candidate_is_never_on_an_engine_that_failed(store: MlflowStor
 def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: MlflowStore, tmp_path: Path) -> None:
     candidate = judged(tmp_path, "named")
     done = track_one(store, candidate, "a")
-    model_id = (store.tags(version(done)) or {})["logged_model"]
-    expected = [{"name": "kvgate-tiny", "version": version(done)}]
+    model_id = version(store, done).model_id
+    expected = [{"name": "kvgate-tiny", "version": done.version}]
     assert json.loads(store.client.get_logged_model(model_id).tags["mlflow.modelVersions"]) == expected
     store.client.delete_logged_model_tag(model_id, "mlflow.modelVersions")  # as left by an older kvgate
     track_one(store, candidate, "b")
@@ -174,10 +171,10 @@ def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: Ml
 def test_a_run_has_a_description_its_report_and_its_samples(store: MlflowStore, tmp_path: Path) -> None:
     with store.candidate("a", "described", "onnxruntime", {}) as run:
         done = store.conclude(run, judged(tmp_path, "described"), [row("copy", 1, True, False)])
-    note = store.client.get_run(registered(done).run_id).data.tags["mlflow.note.content"]
+    note = store.client.get_run(done.run_id).data.tags["mlflow.note.content"]
     assert note.startswith("**PASS**: `described` on onnxruntime")
-    assert f"models:/kvgate-tiny/{version(done)} " in note
-    files = artifacts(store, registered(done).run_id)
+    assert f"models:/kvgate-tiny/{done.version} " in note
+    files = artifacts(store, done.run_id)
     assert files.keys() >= {"report.json", "samples.json"}
     table = json.loads(files["samples.json"].read_text())
     assert table["columns"][:2] == ["answer", "workload"]
@@ -186,11 +183,9 @@ def test_a_run_has_a_description_its_report_and_its_samples(store: MlflowStore, 
 
 def test_a_version_carries_its_digests_its_evidence_and_the_bundle(store: MlflowStore, tmp_path: Path) -> None:
     done = track_one(store, judged(tmp_path, "bundle"), "a")
-    tags = store.tags(version(done))
-    assert tags is not None
-    assert done.citations.keys() == {"engine_digest", "baseline_digest", "report_digest", "identity_digest"}
-    assert tags.items() >= {**done.citations, "verdict": done.verdict, "kv": done.name}.items()
-    model = store.client.get_logged_model(tags["logged_model"])
+    found = version(store, done)
+    assert found.tags == {"kv": done.name, "verdict": done.verdict, "identity_digest": done.identity.digest}
+    model = store.client.get_logged_model(found.model_id)
     assert (str(model.model_type), str(model.status)) == ("engine", "READY")
     root = Path(model.artifact_location.removeprefix("file://"))
     files = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
@@ -203,7 +198,7 @@ def test_a_version_says_what_it_costs_and_why_it_failed(store: MlflowStore, tmp_
     passed = track_one(store, judged(tmp_path, "told", **figures), "a")
     failed = judged(tmp_path, "told too", "FAIL").model_copy(update={"reasons": ("copy: 9 of 9 answers lost",)})
     said = [
-        store.client.get_model_version("kvgate-tiny", version(done)).description
+        store.client.get_model_version("kvgate-tiny", done.version).description
         for done in (passed, track_one(store, failed, "a"))
     ]
     assert said == ["PASS: mean KL 1.2e-01; 0.500 KiB/token", "FAIL: 2.000 KiB/token. copy: 9 of 9 answers lost"]
@@ -212,8 +207,7 @@ def test_a_version_says_what_it_costs_and_why_it_failed(store: MlflowStore, tmp_
 def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:
     other = MlflowStore(locate(Tracking(log_bundle=False), work, "tiny"))
     done = track_one(other, judged(tmp_path, "light"), "a")
-    tags = store.tags(version(done)) or {}
-    root = Path(store.client.get_logged_model(tags["logged_model"]).artifact_location.removeprefix("file://"))
+    root = Path(store.client.get_logged_model(version(store, done).model_id).artifact_location.removeprefix("file://"))
     assert not (root / "engine").exists()
     assert (root / "report.json").exists()
 
@@ -264,7 +258,7 @@ def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(tmp_path: Pat
     done = track_one(first, judged(tmp_path / "judged", "moved"), "before")
     there = old.rename(tmp_path / name)
     moved = MlflowStore(locate(Tracking(), there, "tiny"))
-    assert artifacts(moved, registered(done).run_id).keys() == {"report.json"}
+    assert artifacts(moved, done.run_id).keys() == {"report.json"}
     assert download_engine(moved.location, moved.registered()[0], tmp_path).is_dir()
     track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
     assert not old.exists()

@@ -6,18 +6,16 @@ predecessor moves to `route-CLASS-fallback`. Servers read the first alias.
 A command decides on the aliases that it read. If an alias was moved meanwhile, the command moves nothing. The serving alias is
 written last, so that a killed command leaves a way back, and running it again completes the move.
 
-If a route moves back from a version, the version's tag `left_routes` gets the class: no monitor chooses the version for this
+If a route moves back from a version, the registered model's tag `left-CLASS` gets the version: no monitor chooses it for this
 class again until a routing file names it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.registry.promotion import Registry
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal
-
-LEFT = "left_routes"
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,6 @@ def read_aliases(registry: Registry, workload: str) -> Aliases:
     return Aliases(*map(registry.alias, Aliases(None).named(workload)))
 
 
-def left(tags: Mapping[str, str]) -> set[str]:
-    """Return the classes whose route moved back from the version with the given tags."""
-    return set(filter(None, tags.get(LEFT, "").split(",")))
-
-
 def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Move:
     """Return the move to the previous engine of a class, or to its fallback if no previous engine can serve.
 
@@ -73,7 +66,7 @@ def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Mo
     for name, version in (("previous", before.previous), ("fallback", before.fallback)):
         if version is None or version == before.now:
             problems.append(f"no {name}")
-        elif registry.tags(version) is None:
+        elif registry.version(version) is None:
             problems.append(f"its {name}, version {version}, was deleted")
         else:
             after = replace(before, now=version, previous=None)
@@ -93,13 +86,10 @@ def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
 
 
 def _make(registry: Registry, move: Move) -> None:
-    version = move.before.now if move.back else move.after.now
-    tags = registry.tags(version) if version is not None else None
-    if version is not None and tags is not None:
-        known = left(tags)
-        classes = known | {move.workload} if move.back else known - {move.workload}
-        if classes != known:
-            registry.set_tags(version, {LEFT: ",".join(sorted(classes)) or None})
+    left = registry.left(move.workload)
+    versions = left | set(filter(None, [move.before.now])) if move.back else left - {move.after.now}
+    if versions != left:
+        registry.set_left(move.workload, versions)
     before, after = move.before.named(move.workload), move.after.named(move.workload)
     # The serving alias has the shortest name and is set last. Deletions follow.
     for alias, number in sorted(after.items(), key=lambda item: (item[1] is None, -len(item[0]))):

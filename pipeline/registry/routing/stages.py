@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.registry.promotion import PASS
-from pipeline.registry.routing.engines import Engines, RoutableEngine, check_classes
+from pipeline.registry.promotion import PASS, Engines, RegisteredEngine
+from pipeline.registry.routing.engines import check_classes, find_engine, prove, proven
 from pipeline.registry.routing.files import (
     DEFAULT,
     ClassSnapshot,
@@ -30,7 +30,7 @@ from pipeline.registry.routing.files import (
     read_routing_file,
     read_snapshot,
 )
-from pipeline.registry.routing.moves import Move, alias_of, left, make_moves, read_aliases, way_back
+from pipeline.registry.routing.moves import Move, alias_of, make_moves, read_aliases, way_back
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.policies.policy import KVPolicy
 
@@ -49,7 +49,7 @@ class RoutingStep:
         return f"{what}, {self.gained:,} live tokens more in the same memory"
 
 
-def step(now: RoutableEngine, to: RoutableEngine) -> RoutingStep:
+def step(now: RegisteredEngine, to: RegisteredEngine) -> RoutingStep:
     one, other = now.policy, to.policy
     fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens
     return RoutingStep(
@@ -73,32 +73,33 @@ def _young_values(policy: KVPolicy) -> tuple[object, ...]:
 
 
 def step_down(
-    engines: Engines, now: RoutableEngine, workload: str, quality_holds: bool, say: Callable[[str], None]
-) -> RoutableEngine:
+    engines: Engines, now: RegisteredEngine, workload: str, quality_holds: bool, say: Callable[[str], None]
+) -> RegisteredEngine:
     """Return the first engine, in the module's order, that is proven for the class. Rejections are reported to `say`."""
-    larger, broken = list[RoutableEngine](), set[str]()
+    larger, broken, left = list[RegisteredEngine](), set[str](), engines.registry.left(workload)
     for version in engines.registry.registered():
-        cites = version.tags.get("baseline_digest") == now.candidate.baseline.digest
-        if version.tags.get("verdict") != PASS or not cites or version.number == now.version:
+        if version.tags.get("verdict") != PASS or version.number == now.version:
             continue
         try:
             engine = engines.find(version)
         except GateRefusal as error:
             say(f"{workload}: not {error}")
             continue
-        if workload in left(version.tags):
-            broken.add(engine.report)
+        if engine.candidate.baseline.digest != now.candidate.baseline.digest:
+            continue
+        if version.number in left:
+            broken.add(engine.candidate.report.digest)
         if engine.load != now.load:
             say(f"{workload}: not {engine}: its live tokens are of another workloads.load")
         elif engine.live_tokens > now.live_tokens:
             larger.append(engine)
     for engine in sorted(larger, key=lambda engine: (step(now, engine), -int(engine.version))):
         try:
-            if engine.report in broken:
+            if engine.candidate.report.digest in broken:
                 raise GateRefusal("was rolled back")
             if step(now, engine).keys and not quality_holds:
                 raise GateRefusal("its keys lose too, and not every monitor of quality is shown to hold")
-            engines.prove(engine, workload)
+            prove(engines, engine, workload)
         except (GateRefusal, MissingRequirement) as error:
             say(f"{workload}: not {engine}: {error}")
         else:
@@ -159,15 +160,15 @@ Say = Callable[[str], None]
 
 def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
     """Set the routes of the routing file. Classes that the file does not name keep their routes."""
-    named: dict[str, dict[str, RoutableEngine]] = {}  # class -> key of the routing file -> engine
+    named: dict[str, dict[str, RegisteredEngine]] = {}  # class -> key of the routing file -> engine
     for workload, entry in read_routing_file(routing).by_class.items():
         place = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
         keys = {f"{place}.policy": entry.policy, f"{place}.fallback": entry.fallback}
-        named[workload] = {key: engines.named(name, key) for key, name in keys.items() if name is not None}
+        named[workload] = {key: find_engine(engines, name, key) for key, name in keys.items() if name is not None}
     check_classes({workload: listed.values() for workload, listed in named.items()})
     moves, lines = [], []
     for workload, listed in named.items():
-        policy, *fallbacks = (engines.proven(engine, workload, key) for key, engine in listed.items())
+        policy, *fallbacks = (proven(engines, engine, workload, key) for key, engine in listed.items())
         fallback = fallbacks[0] if fallbacks else None
         if fallback is not None and fallback.version == policy.version:
             raise UserError(f"{list(listed)[1]}: is version {policy.version}, the policy itself; give another, or leave it out")
@@ -209,7 +210,7 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
     for workload, counted in snapshot.classes.items():
         if read_aliases(registry, workload).now is None:
             raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
-        if registry.tags(counted.version) is None:
+        if registry.version(counted.version) is None:
             raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
     decisions = {workload: _decide(engines, workload, counted, limits, say) for workload, counted in snapshot.classes.items()}
     moves = [decision.move for decision in decisions.values() if decision.move is not None]
