@@ -26,44 +26,15 @@ REASONS = 5
 LIMIT = 40
 KL, LOG_KL, LEAST_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
 """MLflow's bar charts have no logarithmic axis, so the logarithm of the KL (of at least LEAST_KL) is a metric of its own."""
-FIRST = ("quality/recovery", "memory/kib_per_token", LOG_KL)
-"""First metrics of the comparison: kept probability of right answers, memory, distance."""
-OF_BASELINE = {
-    "memory/kib_per_token": "baseline/kib_per_token",
-    KL: "noise/kl_mean",
-    "quality/accuracy_candidate": "quality/accuracy_baseline",
-    "perf/decode_tokens_per_s": "baseline/decode_tokens_per_s",
-}
-"""Metric of a candidate -> metric in the same report with the FP16 engine's value."""
+FIRST = ("quality/recovery", LOG_KL, "memory/kib_per_token")
+"""First metrics of the comparison: kept probability of right answers, distance, memory."""
 THEN = (
-    KL,
-    "quality/accuracy_loss",
-    "memory/max_live_tokens",
-    "quality/accuracy_candidate",
-    "quality/accuracy_baseline",
-    "quality/ppl_ratio",
-    "quality/top10_overlap",
-    "quality/top1_agreement",
-    "quality/rms_delta_p",
-    "quality/kl_p999",
-    "quality/kl_max",
-    "noise/kl_mean",
-    "quality/samples",
-    "quality/covered_tokens",
-    "quality/covered_batch",
-    "perf/decode_tokens_per_s",
-    "perf/time_to_first_token_ms",
-    "perf/inter_token_p50_ms",
-    "perf/inter_token_p99_ms",
-    "baseline/kib_per_token",
-    "baseline/decode_tokens_per_s",
-    "quality/acceptance_lookup_candidate",
-    "quality/acceptance_lookup_baseline",
-    "quality/acceptance_draft_candidate",
-    "quality/acceptance_draft_baseline",
-    "quality/acceptance_engine_candidate",
-    "quality/acceptance_engine_baseline",
-)
+    KL, "quality/accuracy_loss", "memory/max_live_tokens", "quality/accuracy_candidate", "quality/ppl_ratio",
+    "quality/top10_overlap", "quality/top1_agreement", "quality/rms_delta_p", "quality/kl_p999", "quality/kl_max",
+    "quality/samples", "quality/covered_tokens", "quality/covered_batch", "perf/decode_tokens_per_s",
+    "perf/time_to_first_token_ms", "perf/inter_token_p50_ms", "perf/inter_token_p99_ms", "quality/acceptance_lookup_candidate",
+    "quality/acceptance_draft_candidate", "quality/acceptance_engine_candidate",
+)  # fmt: skip
 BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
 """Metrics per workload, in alphabetical order of workloads, until LIMIT is reached."""
 OUTCOMES = {
@@ -75,26 +46,10 @@ OUTCOMES = {
 }
 """(baseline right, candidate right) -> outcome, in the order of the table: lost answers first."""
 SHOWN = (
-    "workload",
-    "context_tokens",
-    "reference",
-    "baseline_generation",
-    "candidate_generation",
-    "mean_kl",
-    "max_kl",
-    "baseline_probability",
-    "candidate_probability",
-    "top10_overlap",
-    "top1_agreement",
-    "baseline_nll",
-    "candidate_nll",
-    "depth",
-    "difficulty",
-    "scored_tokens",
-    "round",
-    "document",
-    "id",
-)
+    "workload", "context_tokens", "reference", "baseline_generation", "candidate_generation", "mean_kl", "max_kl",
+    "baseline_probability", "candidate_probability", "top10_overlap", "top1_agreement", "baseline_nll", "candidate_nll",
+    "depth", "difficulty", "scored_tokens", "round", "document", "id",
+)  # fmt: skip
 """Columns of the samples' table after the outcome: answers before measurements."""
 
 
@@ -116,9 +71,17 @@ def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
 
 
 def of_baseline(candidate: Candidate) -> dict[str, float]:
-    """Return the metrics of the FP16 engine's run, which MLflow charts next to its candidates."""
-    known = {name: candidate.metrics[source] for name, source in OF_BASELINE.items() if source in candidate.metrics}
-    return {"quality/recovery": 1.0, **known, **_logarithm(known.get(KL))} if known else {}
+    """Return the metrics of the FP16 engine's run, which MLflow charts next to its candidates under the same names."""
+    found = {}
+    for name, value in candidate.metrics.items():
+        group, _, rest = name.partition("/")
+        if group == "baseline":
+            found[f"{'memory' if rest.startswith('kib') else 'perf'}/{rest}"] = value
+        elif name == "noise/kl_mean":
+            found |= {KL: value, **_logarithm(value)}
+        elif name.endswith("_baseline"):
+            found[f"{name.removesuffix('baseline')}candidate"] = value
+    return {"quality/recovery": 1.0, **{name: found[name] for name in (*FIRST, *THEN) if name in found}} if found else {}
 
 
 def _logarithm(kl: float | None) -> dict[str, float]:
@@ -126,7 +89,7 @@ def _logarithm(kl: float | None) -> dict[str, float]:
 
 
 def chosen(candidate: Candidate) -> dict[str, float]:
-    """Return the metrics of a candidate's run, in logging order.
+    """Return the metrics of a candidate's run, in logging order. The baseline's metrics are in the baseline's run.
 
     `accuracy_loss` is added for every pair of accuracies: the lost fraction, negative for a gain.
     """

@@ -32,9 +32,12 @@ def test_a_run_has_few_metrics_however_many_kinds_of_work_there_are(tmp_path: Pa
 
 def test_the_fp16_engine_is_a_bar_of_every_chart_that_a_comparison_opens_on(tmp_path: Path) -> None:
     own = {"quality/recovery": 0.9, "memory/kib_per_token": 1.0, "quality/kl_mean": 0.1}
-    candidate = judged_candidate(tmp_path, "fp8", metrics={**own, "baseline/kib_per_token": 2.0, "noise/kl_mean": 0.0})
+    others = {"baseline/kib_per_token": 2.0, "noise/kl_mean": 0.0, "quality/accuracy_baseline": 0.5}
+    candidate = judged_candidate(tmp_path, "fp8", metrics={**own, **others})
     shown = of_baseline(candidate)
-    assert {name: shown[name] for name in FIRST} == dict(zip(FIRST, (1.0, 2.0, -9.0), strict=True))
+    assert {name: shown[name] for name in FIRST} == dict(zip(FIRST, (1.0, -9.0, 2.0), strict=True))
+    assert shown["quality/accuracy_candidate"] == 0.5
+    assert list(chosen(candidate)) == [*FIRST, "quality/kl_mean"], "the candidate's run has no metric of the baseline"
     assert of_baseline(candidate.model_copy(update={"metrics": own})) == {}
 
 

@@ -91,7 +91,7 @@ def test_a_registered_model_with_the_log_of_an_older_release_is_refused(store: M
 def test_metrics_keep_their_order(store: MlflowStore, tmp_path: Path) -> None:
     done = track_one(store, judged(tmp_path, "int8", "FAIL", **{"quality/kl_mean": 0.01}), "metrics")
     run = store.client.get_run(done.run_id)
-    assert list(run.data.metrics.items())[:2] == [("memory/kib_per_token", 2.0), ("quality/kl_mean_log10", -2.0)]
+    assert list(run.data.metrics.items())[:2] == [("quality/kl_mean_log10", -2.0), ("memory/kib_per_token", 2.0)]
     assert run.data.tags["verdict"] == "FAIL"
 
 
