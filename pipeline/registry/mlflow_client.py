@@ -1,14 +1,11 @@
 """MLflow's client. Only this module imports MLflow, which takes 2 s: import it and `mlflow_store` inside functions."""
 
-import io
 import logging
 import os
 import sqlite3
-import time
 from collections.abc import Collection
 from contextlib import closing, suppress
 from functools import wraps
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -26,7 +23,6 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTa
 from mlflow.exceptions import MlflowException
 from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
-from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pipeline.registry.reaching import PYTHONS, check_reachable, reached
 from pipeline.registry.tracking import ENVIRONMENT, IDENTITY_TAG, Location, RegisteredModel, Version
@@ -60,49 +56,6 @@ ADDRESSES = (
     ("model_versions", "storage_location"),
 )
 """Tables and columns of MLflow's database with the absolute address of a file or folder."""
-MOST_BYTES = 256 << 20
-"""Maximum bytes of an answer, except downloads. Thousands of versions with their tags are smaller."""
-MOST_FILE_BYTES = 1 << 42
-SLOWEST_BYTES_S = 256 << 10
-"""Minimum rate of a download, in bytes per second, that extends the time limit of an answer."""
-_downloads: list[bool] = []
-"""One item per running download. It is global because MLflow downloads in its own threads."""
-
-
-class _Limited(io.RawIOBase):
-    """A socket stream with a limit on total time and bytes. The client's own timeout applies only to each single read."""
-
-    def __init__(self, stream: Any, seconds: float) -> None:
-        self._stream, self._until, self._read = stream, time.monotonic() + seconds, 0
-        self._file = bool(_downloads)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count: int = self._stream.readinto(buffer)
-        self._read += count
-        if time.monotonic() > self._until + (self._read / SLOWEST_BYTES_S if self._file else 0):
-            raise TimeoutError("timed out: the answer does not end")
-        if self._read > (MOST_FILE_BYTES if self._file else MOST_BYTES):
-            raise OSError(f"the answer has more than {MOST_BYTES:,} bytes")
-        return count
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
-
-
-def _limit_answers(seconds: float) -> None:
-    """Limit the time from the first to the last byte of every later answer to urllib3 in this process."""
-
-    class Ending(HTTPResponse):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self.fp = io.BufferedReader(_Limited(self.fp.detach(), seconds))
-
-    for kind in (HTTPConnection, HTTPSConnection):
-        kind.response_class = Ending
 
 
 class Client(MlflowClient):
@@ -116,8 +69,6 @@ class Client(MlflowClient):
         # MLflow reads its variable at every request, libpq at every connection.
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(location.timeout_s)))
         os.environ["PGCONNECT_TIMEOUT"] = str(max(2, round(location.timeout_s)))
-        if location.served:
-            _limit_answers(location.timeout_s)
         self._location = location
         retries = os.environ[RETRIES]
         os.environ[RETRIES] = "0"  # report a missing server at once
@@ -144,12 +95,8 @@ class Client(MlflowClient):
         return call
 
     def download(self, address: str, folder: str) -> str:
-        """Download an artifact into a folder and return its path. Downloads may be larger and slower than other answers."""
-        _downloads.append(True)
-        try:
-            return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
-        finally:
-            _downloads.pop()
+        """Download an artifact into a folder and return its path."""
+        return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
 
 
 def path_of(address: str) -> Path:

@@ -40,7 +40,6 @@ ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (
         MissingRequirement,
         "did not answer within tracking.timeout_s={limit:g}; look at who keeps it busy, or give it longer",
     ),
-    (("the answer has more than",), UserError, "answers with more bytes than MLflow does; give the root of a server of MLflow"),
     (("error responses",), MissingRequirement, "answers with an error of its own (5xx); look at its log"),
     (("API request to http", "Connection refused"), MissingRequirement, "is not there: start the server, or name another"),
     (

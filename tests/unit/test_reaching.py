@@ -1,31 +1,19 @@
 """Unusable tracking stores give one line, quickly, without a password and without MLflow's traceback."""
 
-import itertools
 import socket
 import sqlite3
-import threading
-import time
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from answering import answering
 from refusals import refused
-from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from pipeline.registry import mlflow_client, reaching
+from pipeline.registry import reaching
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from stages.core.errors import MissingRequirement, UserError
 
 SECRET = "hunter2/hunter2"
-
-
-@pytest.fixture(autouse=True)
-def _limits_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the response classes afterwards, because limits on responses hold for the whole process."""
-    monkeypatch.setattr(HTTPConnection, "response_class", HTTPConnection.response_class)
-    monkeypatch.setattr(HTTPSConnection, "response_class", HTTPSConnection.response_class)
 
 
 def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
@@ -71,35 +59,6 @@ def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
-
-
-@pytest.mark.parametrize(
-    ("before", "part"), [(b"", b"HTTP/1.1 200 OK"), (b"HTTP/1.1 200 OK\r\n", b"x: y"), (b"HTTP/1.1 200 OK\r\n\r\n", b"1")]
-)
-def test_an_answer_that_never_ends_is_given_up(before: bytes, part: bytes, tmp_path: Path) -> None:
-    """Send a byte every 0.1 s, in the status line, a header or the body."""
-    stop = threading.Event()
-
-    def drip(handler: BaseHTTPRequestHandler) -> None:
-        handler.wfile.write(before)
-        for byte in itertools.cycle(part):
-            handler.wfile.write(bytes([byte]))
-            if stop.wait(0.1):
-                return
-
-    with answering(drip) as (url, _):
-        began = time.monotonic()
-        text = refusal(url, tmp_path, MissingRequirement)
-        stop.set()
-    assert "did not answer within tracking.timeout_s=1" in text
-    assert time.monotonic() - began < 10
-
-
-def test_an_answer_that_is_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mlflow_client, "MOST_BYTES", 1000)
-
-    with answering((200, b" " * 100_000)) as (url, _):
-        assert "answers with more bytes than MLflow does" in refusal(signed_in(url), tmp_path, UserError)
 
 
 @pytest.mark.parametrize(
