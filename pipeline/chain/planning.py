@@ -170,7 +170,7 @@ def _judged(
     except UserError as error:
         yield replace(judged, problem=str(error))
         return
-    stress = report.engine_tests.stress_candidate
+    stress = report.tests.stress
     exercised = report.coverage or Exercised()
     kl_mean = report.overall.fidelity.kl_mean
     yield replace(

@@ -15,7 +15,7 @@ from stages.evaluate.distances.distance import Array
 from stages.evaluate.inputs.rounds import planned_shares
 from stages.evaluate.inputs.tokens import Encoded
 from stages.verdict.conformance import Conformance
-from stages.verdict.coverage import EngineTests, Exercised
+from stages.verdict.coverage import Exercised
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
 from stages.workloads.config import WorkloadsConfig
 
@@ -90,17 +90,8 @@ def join(
         conformance=conformance,
         candidate_noise=own.noise,
         coverage=Exercised.merged([*(record.coverage for record in records), own.coverage]),
-        engine_tests=EngineTests(
-            stress_candidate=own.stress,
-            stress_baseline=base.stress,
-            free_candidate=own.free_answers,
-            free_baseline=base.free_answers,
-            reused_candidate=own.reused,
-            reused_baseline=base.reused,
-            speculated_candidate=own.speculated,
-            speculated_baseline=base.speculated,
-            pressure=own.pressure,
-        ),
+        tests=own.tests,
+        baseline_tests=base.tests,
         scale_changes=first.scale_changes,
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )

@@ -19,7 +19,7 @@ from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
-from stages.verdict.coverage import Exercised
+from stages.verdict.coverage import EngineTests, Exercised
 from stages.workloads.config import WorkloadsConfig
 
 
@@ -68,19 +68,20 @@ def once(
     size = batch if isinstance(engine, SupportsForced) and not in_requests else fewer
     second = run_samples(engine, SampleRun(subset, own, floor, greedy), size, one_pass=in_requests)
     longest = max(map(greedy.longest, [*planned, *encoded]))
-    found = Once(
-        noise=noise_floor(second),
+    tests = EngineTests(
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
         speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
         stress=None if reference is None else run_stress_test(engine, reference, config.probe, batch, longest, named, usual),
-        system=measure_system(engine, config.load, named),
     )
+    system, noise = measure_system(engine, config.load, named), noise_floor(second)
     if baseline is None:
-        return found
+        return Once(tests=tests, noise=noise, system=system)
     asked = engine.pressed_requests if config.pressure is None else config.pressure
-    crowded = pressure(engine, encoded, asked, named)
-    repeated = Exercised.merged([*(result.trace for result in second), Exercised(room=longest)])
-    heads = StoredHeads(baseline / LOGPROBS).sample
-    corrupted = must_fail_control(engine, encoded, heads, config, named)
-    return found.model_copy(update={"coverage": repeated, "control": corrupted, "pressure": crowded})
+    return Once(
+        tests=tests.model_copy(update={"pressure": pressure(engine, encoded, asked, named)}),
+        noise=noise,
+        system=system,
+        coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
+        control=must_fail_control(engine, encoded, StoredHeads(baseline / LOGPROBS).sample, config, named),
+    )

@@ -254,21 +254,17 @@ class Pressure(Record):
 
 
 class EngineTests(Record):
-    """Results of the stress test, free answers and related checks for both engines."""
+    """Results of one engine's tests beyond the scored samples."""
 
-    stress_candidate: StressResult | None
+    free_answers: FreeAnswers
+    stress: StressResult | None = None
     """None if no reference engine could be opened."""
-    stress_baseline: StressResult | None
-    free_candidate: FreeAnswers
-    free_baseline: FreeAnswers
-    reused_candidate: ReusedPrefixes | None = None
+    reused: ReusedPrefixes | None = None
     """None for an engine that reuses no prefixes."""
-    reused_baseline: ReusedPrefixes | None = None
-    speculated_candidate: Speculated | None = None
+    speculated: Speculated | None = None
     """None for an engine that does not speculate, or without `workloads.speculation.lookup_tokens`."""
-    speculated_baseline: Speculated | None = None
     pressure: Pressure | None = None
-    """Result of the candidate in a full pool; None if it was not requested."""
+    """Result in a full pool; None for the baseline, or if it was not requested."""
 
 
 class Limits(Record):
@@ -322,7 +318,7 @@ def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
     """
     if samples is None:
         return None
-    stress = tests.stress_candidate
+    stress = tests.stress
     tokens, batch = samples.longest_context, samples.batch
     if stress is None:
         return Limits(tokens=tokens, room=samples.room, batch=batch)

@@ -279,7 +279,8 @@ class EvaluationReport(Record):
     """Distance of the candidate from itself in another batch composition."""
     coverage: Exercised | None = None
     """Lengths and batches of the samples on the decode path."""
-    engine_tests: EngineTests
+    tests: EngineTests
+    baseline_tests: EngineTests
     scale_changes: list[ScaleChange] | None = None
     """Scales that differ between the candidate and its checkpoint; null for engines that do not load scales by themselves."""
     drafters: list[str]
@@ -307,7 +308,7 @@ class EvaluationReport(Record):
     @property
     def limits(self) -> Limits | None:
         """Limits that a verdict on this report covers; None if no sample's steps were recorded."""
-        return covered(self.coverage, self.engine_tests)
+        return covered(self.coverage, self.tests)
 
 
 def jsonl_lines(path: Path) -> list[str]:

@@ -83,8 +83,8 @@ def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
 
 
 NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])
-ENGINE_TESTS = EngineTests(stress_candidate=None, stress_baseline=None, free_candidate=NO_ANSWERS, free_baseline=NO_ANSWERS)
-"""Probes of engines without a reference engine and without repeated answers."""
+NO_TESTS = EngineTests(free_answers=NO_ANSWERS)
+"""Tests of an engine without a reference engine and without repeated answers."""
 
 CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
 
@@ -116,7 +116,8 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "control": MustFailControl(factor=0.1, rows=CANARY_ROWS),
         "system": SystemMetrics.model_validate(system),
         "baseline_system": SystemMetrics.model_validate(system),
-        "engine_tests": ENGINE_TESTS,
+        "tests": NO_TESTS,
+        "baseline_tests": NO_TESTS,
         "drafters": [],
     }
     return EvaluationReport.model_validate({**values, **changes})
@@ -152,7 +153,7 @@ def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), th
 
 def pressure_line(found: Pressure) -> Check:
     """Return the report line for a given full-pool measurement."""
-    (line,) = lines("pressure", report([], engine_tests=ENGINE_TESTS.model_copy(update={"pressure": found})))
+    (line,) = lines("pressure", report([], tests=NO_TESTS.model_copy(update={"pressure": found})))
     return line
 
 

@@ -40,7 +40,7 @@ def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python:
         assert line.status == "PASS", line.reason
         assert f"computes {policy} as the reference engine does" in line.reason
     assert [line.status for line in lines("canary", report)] == ["PASS"]
-    for free in (report.engine_tests.free_candidate, report.engine_tests.free_baseline):
+    for free in (report.tests.free_answers, report.baseline_tests.free_answers):
         assert free.contradictions == []
     assert report.system.kib_per_token_allocated == report.system.kib_per_token
 

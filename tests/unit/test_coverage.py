@@ -108,14 +108,9 @@ def stress_result(**changes: object) -> StressResult:
     return StressResult.model_validate({**values, **changes})
 
 
-def engine_tests(candidate: StressResult | None = None, free: list[str] | None = None) -> EngineTests:
-    agree = FreeAnswers(samples=2, tokens=9, contradictions=[])
-    return EngineTests(
-        stress_candidate=candidate or stress_result(),
-        stress_baseline=stress_result(),
-        free_candidate=agree.model_copy(update={"contradictions": free or []}),
-        free_baseline=agree,
-    )
+def engine_tests(stress: StressResult | None = None, free: list[str] | None = None) -> EngineTests:
+    answers = FreeAnswers(samples=2, tokens=9, contradictions=free or [])
+    return EngineTests(free_answers=answers, stress=stress or stress_result())
 
 
 BAD = stress_result(failures=["fork: fork at 65 tokens: KL 1"])
@@ -137,13 +132,13 @@ def test_bytes_are_compared_with_the_policys_claim(changes: dict[str, int], prob
 
 def test_a_verdict_says_how_far_it_holds() -> None:
     rows = every_class()
-    sound = decide(report(rows, coverage=exercised(), engine_tests=engine_tests()), rows, GATES)
+    sound = decide(report(rows, coverage=exercised(), tests=engine_tests()), rows, GATES)
     assert (sound.status, sound.covered) == ("PASS", "up to 68 tokens, batch 32, 320 decoded, with forks")
 
 
 def claim(**changes: Any) -> str:
     found = decide(
-        report(every_class(), coverage=exercised(), engine_tests=engine_tests(candidate=stress_result(**changes))),
+        report(every_class(), coverage=exercised(), tests=engine_tests(stress_result(**changes))),
         every_class(),
         GATES,
     )
@@ -179,9 +174,7 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
         tokens=8192, grown_bytes=grown, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=noise
     )
     grew = stress_result(allocation=stress_result().allocation.model_copy(update={"process": process}))
-    check = next(
-        check for check in lines("probe", report([], engine_tests=engine_tests(candidate=grew))) if check.gate == "allocation"
-    )
+    check = next(check for check in lines("probe", report([], tests=engine_tests(grew))) if check.gate == "allocation")
     assert (check.status, said in check.reason) == (status, True), check.reason
 
 

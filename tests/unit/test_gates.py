@@ -138,13 +138,13 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "a code that one request of seven stores wrong": (
         every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),
     "a fork that shares a page it should have copied": (
-        every_class(), {"engine_tests": engine_tests(candidate=BAD)}, "FAIL", {"probe"}, "does not compute its policy: fork"),
+        every_class(), {"tests": engine_tests(BAD)}, "FAIL", {"probe"}, "does not compute its policy: fork"),
     "sixteen bits a number where four are claimed": (
-        every_class(), {"engine_tests": engine_tests(candidate=LARGER)}, "FAIL", {"allocation"}, ""),
+        every_class(), {"tests": engine_tests(LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (
-        every_class(), {"engine_tests": engine_tests(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
+        every_class(), {"tests": engine_tests(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
     "logits that are not finite where a prefix is reused": (
-        every_class(), {"engine_tests": engine_tests().model_copy(update={"reused_candidate": UNKNOWN})},
+        every_class(), {"tests": engine_tests().model_copy(update={"reused": UNKNOWN})},
         "FAIL", {"reused_prefixes"},
         "logits over reused prefixes are not finite"),
     "drafts that a cache ruins although its answers are right": (

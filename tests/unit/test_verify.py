@@ -157,7 +157,7 @@ def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path
 def test_a_report_that_other_rules_wrote_is_not_read_and_its_rules_are_named(evidence: Path, tmp_path: Path) -> None:
     """Alter a report as other rules would write it: a field is missing, and an obsolete one is present."""
     copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
-    edit(copy / "report.json", lambda report: (report.pop("engine_tests"), report.update(cells={})))
+    edit(copy / "report.json", lambda report: (report.pop("tests"), report.update(cells={})))
     written = {"report.json": file_digest(copy / "report.json")}
     resealed(copy, "evaluation", lambda link: link["files"].update(written))
     edit(copy / IDENTITY_FILE, lambda identity: identity["verdict"].update(rules=RULES - 1))

@@ -20,7 +20,7 @@ from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import EngineConformance
-from stages.verdict.coverage import Exercised, FreeAnswers, Pressure, ReusedPrefixes, Speculated, StressResult
+from stages.verdict.coverage import EngineTests, Exercised
 from stages.verdict.delivery import ScaleChange
 from stages.verdict.report import Fidelity, MustFailControl, SystemMetrics, jsonl_lines
 
@@ -55,18 +55,13 @@ class Once(BaseModel):
     """Measurements made only once per engine, on samples of the first round and on other inputs."""
 
     system: SystemMetrics
-    free_answers: FreeAnswers
+    tests: EngineTests
     noise: Fidelity | None = None
     """None if no samples are repeated."""
     coverage: Exercised = Exercised()
     """Coverage of the repeated samples; candidates only."""
     control: MustFailControl | None = None
     """Must-fail control; candidates only."""
-    stress: StressResult | None = None
-    reused: ReusedPrefixes | None = None
-    speculated: Speculated | None = None
-    pressure: Pressure | None = None
-    """Pool-pressure test; candidates only."""
 
     def write(self, out: Path) -> None:
         """Write ONCE into a directory."""

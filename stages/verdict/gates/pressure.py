@@ -11,7 +11,7 @@ SHOWN = 3
 
 def pressure(evidence: GateInput, _: Gates) -> Iterator[Check]:
     """Yield a FAIL if a request differs from itself in a large pool by more than noise; INCONCLUSIVE if no pool was full."""
-    found = evidence.report.engine_tests.pressure
+    found = evidence.report.tests.pressure
     if found is None:
         return
     told = (

@@ -15,11 +15,8 @@ def probes(evidence: GateInput, _: Gates) -> Iterator[Check]:
     An engine fails if it deviates from the reference engine on random tokens, allocates other bytes than its policy claims,
     gives a free answer that contradicts forced decode, or answers differently over reused prefixes.
     """
-    found = evidence.report.engine_tests
-    for where, stress, free, reused in (
-        ("candidate", found.stress_candidate, found.free_candidate, found.reused_candidate),
-        ("baseline", found.stress_baseline, found.free_baseline, found.reused_baseline),
-    ):
+    for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
+        stress, free, reused = tests.stress, tests.free_answers, tests.reused
         if stress is not None:
             yield _line("probe", where, stress.failures, str(stress))
             problem = stress.allocation.problem
