@@ -20,11 +20,11 @@ def write_junit(path: Path, last: Summary) -> None:
     root = Element("testsuites", {"name": "kvgate"})
     for candidate in last.candidates:
         _add_candidate(root, candidate)
-    missing = (last.jobs or 0) - len(last.candidates)
+    missing = len(last.names) - len(last.candidates)
     if missing > 0:
         suite = SubElement(root, "testsuite", {"name": "jobs"})
         case = SubElement(suite, "testcase", {"classname": "kvgate.jobs", "name": "every job gives a verdict"})
-        said = f"{missing} of {last.jobs} jobs gave no verdict; the sweep's exit code is {last.exit_code}"
+        said = f"{missing} of {len(last.names)} jobs gave no verdict; the sweep's exit code is {last.exit_code}"
         SubElement(case, "error", {"type": f"exit code {last.exit_code}", "message": said}).text = said
     for element in (root, *root):
         for name, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):

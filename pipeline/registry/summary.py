@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -30,21 +30,16 @@ SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 """Pattern of a sweep's id, which becomes the name of a file."""
 
 NAMED = 5
-
-SCHEMA_VERSION: Final = 1
+"""Maximum jobs that the message of an unfinished sweep names."""
 
 
 class Summary(StrictModel):
     """The candidates of a sweep, in the order of the command line. A single evaluation is a sweep with one job."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[1] = 1
     sweep: str = ""
     command: str | None = None
     """Complete command line that judged the candidates; null if kvgate was called from Python."""
-    jobs: int | None = None
-    """Number of jobs in the sweep; null in old summaries."""
-    ended: int = 0
-    """Number of jobs that ended with any exit code, except interrupted jobs."""
     names: tuple[str, ...] = ()
     """Display names of the jobs, in the order of the command line."""
     exit_codes: Mapping[int, int] = {}
@@ -57,13 +52,13 @@ class Summary(StrictModel):
     @property
     def unfinished(self) -> str | None:
         """Message with the missing jobs of the sweep; None if all jobs ended."""
-        if self.jobs is None or self.ended >= self.jobs:
+        jobs = enumerate(self.names, start=1)
+        missing = [f"job {n} ({name})" for n, name in jobs if self.exit_codes.get(n, INTERRUPTED) == INTERRUPTED]
+        if not missing:
             return None
-        numbers = range(1, len(self.names) + 1)
-        missing = [f"job {n} ({self.names[n - 1]})" for n in numbers if self.exit_codes.get(n, INTERRUPTED) == INTERRUPTED]
         more = [f"{len(missing) - NAMED:,} more"] if len(missing) > NAMED else []
-        which = f", not {', '.join(missing[:NAMED] + more)}" if missing else ""
-        return f"sweep {self.sweep} did not finish: {self.ended} of {self.jobs} jobs ended{which}"
+        ended = f"{len(self.names) - len(missing)} of {len(self.names)} jobs ended"
+        return f"sweep {self.sweep} did not finish: {ended}, not {', '.join(missing[:NAMED] + more)}"
 
 
 def new_sweep() -> str:
@@ -82,7 +77,7 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     Raises UserError if the named sweep does not exist.
     """
     if sweep is None:
-        return _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
+        return _read(workdir, FILE) or Summary()
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
     if found is None:
         known = sorted(path.stem for path in (workdir / FOLDER).glob("[!.]*.json"))
@@ -116,23 +111,13 @@ def _read(workdir: Path, name: str) -> Summary | None:
 
 def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], latest: bool = True) -> Summary:
     """Change the summary of a sweep, and copy it to `summary.json` if `latest`. Without a sweep, change only `summary.json`."""
-
-    def write(name: str, summary: Summary) -> None:
-        write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
-
+    names = [FILE] if sweep is None else [f"{FOLDER}/{sweep}.json", *([FILE] if latest else [])]
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / FOLDER if sweep is not None else workdir).mkdir(parents=True, exist_ok=True)
         with locked(workdir / f".{FILE}.lock", FILE):
-            summary = _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
-            if sweep is not None:
-                (workdir / FOLDER).mkdir(exist_ok=True)
-                own = f"{FOLDER}/{sweep}.json"
-                summary = _read(workdir, own) or Summary(schema_version=SCHEMA_VERSION, sweep=sweep)
-            summary = change(summary)
-            if sweep is not None:
-                write(own, summary)
-            if latest:
-                write(FILE, summary)
+            summary = change(_read(workdir, names[0]) or Summary(sweep=sweep or ""))
+            for name in names:
+                write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
         return summary
     except OSError as error:
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
@@ -148,8 +133,7 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, 
 
     Set `latest` only for a sweep that judges: it then replaces the candidates in `summary.json`.
     """
-    said = None if command is None else redact_text(command)
-    return note(workdir, sweep, latest, jobs=len(names), names=tuple(names), command=said)
+    return note(workdir, sweep, latest, names=tuple(names), command=command and redact_text(command))
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
@@ -176,9 +160,7 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
 
     def change(old: Summary) -> Summary:
         codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
-        ended = sum(code != INTERRUPTED for code in codes.values())
-        worst = max(codes.values(), key=SEVERITY.index)
-        return old.model_copy(update={"exit_codes": codes, "ended": ended, "exit_code": worst})
+        return old.model_copy(update={"exit_codes": codes, "exit_code": max(codes.values(), key=SEVERITY.index)})
 
     return _update(workdir, sweep, change, latest)
 

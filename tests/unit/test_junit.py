@@ -27,9 +27,9 @@ def candidate(folder: Path, name: str, *checks: Check, **update: object) -> Cand
     return judged_candidate(folder, name, metrics={}).model_copy(update={"checks": checks, **update})
 
 
-def written(folder: Path, *candidates: Candidate, jobs: int | None = None, exit_code: int = 0) -> ElementTree.Element:
+def written(folder: Path, *candidates: Candidate, jobs: int = 0, exit_code: int = 0) -> ElementTree.Element:
     """Write a report, check it against the schema, and return its root."""
-    last = Summary(schema_version=1, sweep="a", jobs=jobs, ended=jobs or 0, candidates=candidates, exit_code=exit_code)
+    last = Summary(sweep="a", names=tuple(map(str, range(jobs))), candidates=candidates, exit_code=exit_code)
     write_junit(folder / "junit.xml", last)
     root = ElementTree.parse(folder / "junit.xml").getroot()
     for element in root.iter():
