@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from pipeline.config import launchers
 from pipeline.config.override_syntax import quoted, written
-from pipeline.registry.file_rights import MOST_BYTES, refuse_growth
+from pipeline.registry.yaml_files import MOST_BYTES, refuse_growth
 from stages.core.errors import UserError, short
 from stages.core.redaction import redact_text
 from stages.core.strict import Unreadable, read_file

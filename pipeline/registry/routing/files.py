@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, model_validator
 
-from pipeline.registry.file_rights import read_yaml
+from pipeline.registry.yaml_files import read_yaml
 from stages.core.errors import UserError
 from stages.core.strict import PathText, StrictModel
 

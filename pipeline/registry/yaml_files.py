@@ -28,14 +28,21 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
         text = text.replace("\t", " ")  # JSON allows tabs as indentation, YAML does not
         refuse_growth(text, where)
         loaded = OmegaConf.load(StringIO(text))  # OmegaConf refuses duplicate keys
-        content = OmegaConf.to_container(loaded, resolve=False)
+        content = json.dumps(OmegaConf.to_container(loaded, resolve=False), default=str)
+        return model.model_validate_json(content)
     except UserError:
         raise
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = printable(".".join(str(part) for part in first["loc"] if part != "[key]"))
+        text = first["msg"].removeprefix("Value error, ")
+        shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
+        got = "" if shown else f" (got {clip(redact_text(repr(first['input'])), SHOWN_CHARS)})"
+        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}; correct it") from None
     except Unreadable as error:
         raise UserError(f"{where}: cannot be read: {error}") from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
-    return validated(model, json.dumps(content, default=str), where)
 
 
 def refuse_growth(text: str, where: str, most_aliases: int = 0) -> None:
@@ -56,19 +63,6 @@ def refuse_growth(text: str, where: str, most_aliases: int = 0) -> None:
             within.pop()
         if len(within) > MOST_DEPTH:
             raise UserError(f"{where}: cannot be read (nested more than {MOST_DEPTH} deep); correct it")
-
-
-def validated(model: type[M], content: str, where: str) -> M:
-    """Parse JSON text into a record. Raises UserError with the first problem of the text."""
-    try:
-        return model.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = printable(".".join(str(part) for part in first["loc"] if part != "[key]"))
-        text = first["msg"].removeprefix("Value error, ")
-        shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
-        got = "" if shown else f" (got {clip(redact_text(repr(first['input'])), SHOWN_CHARS)})"
-        raise UserError(f"{where}: {f'{place}: ' if place else ''}{text}{got}; correct it") from None
 
 
 def first_line(error: Exception) -> str:
