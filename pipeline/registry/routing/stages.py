@@ -15,12 +15,11 @@ engine in the same memory, over the same baseline (so with the same model, weigh
 An engine that a rollback left is not chosen for the class again until a routing file names it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from pipeline.registry.promotion import PASS, Engines, RegisteredEngine
-from pipeline.registry.routing.engines import check_classes, find_engine, prove, proven
 from pipeline.registry.routing.files import (
     DEFAULT,
     ClassSnapshot,
@@ -33,6 +32,7 @@ from pipeline.registry.routing.files import (
 from pipeline.registry.routing.moves import Move, alias_of, make_moves, read_aliases, way_back
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.policies.policy import KVPolicy
+from stages.workloads.config import Workload
 
 
 @dataclass(frozen=True, order=True)
@@ -155,10 +155,45 @@ def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Readin
     return [*found, Reading("memory", "memory", "broken" if pressure else "holds", tokens)]
 
 
-Say = Callable[[str], None]
+def find_engine(engines: Engines, name: str, key: str) -> RegisteredEngine:
+    """Return the latest version with this name, or the version with this number.
+
+    `key` locates the name in the routing file, for messages.
+    """
+    versions = engines.registry.registered()
+    named = [one for one in versions if name in (one.number, one.name)]
+    if not named:
+        known = ", ".join(sorted({one.tags.get("kv", "") for one in versions} - {""})) or "none"
+        raise UserError(f"{key}={name}: no registered engine is called so; there are {known}")
+    try:
+        return engines.find(max(named, key=lambda one: int(one.number)))
+    except GateRefusal as error:
+        raise GateRefusal(f"{key}={name}: {error}") from error
 
 
-def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
+def prove(engines: Engines, engine: RegisteredEngine, workload: str) -> None:
+    """Check the engine's evidence again, and check that it covers the class."""
+    checks = engines.verify(engine.candidate).verdict.checks
+    if workload == DEFAULT:  # the verdict covers all workloads
+        return
+    lines = [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
+    if not lines or workload not in engine.workloads:
+        raise GateRefusal(f"its report has not judged {workload}; it judged {', '.join(sorted(engine.workloads))}")
+    for line in lines:
+        if line.status not in ("PASS", "WARNING"):
+            raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
+
+
+def check_classes(named: Mapping[str, Iterable[RegisteredEngine]]) -> None:
+    """Refuse a class that kvgate does not know and no engine of the routing file was judged on. Raises UserError."""
+    judged = {workload for engines in named.values() for engine in engines for workload in engine.workloads}
+    for workload in named:
+        if workload not in {DEFAULT, *get_args(Workload), *judged}:
+            choices = ", ".join(sorted(judged or get_args(Workload)))
+            raise UserError(f"routing.file: routes.{workload}: no such class; these engines were judged on {choices}")
+
+
+def route(engines: Engines, routing: RoutingConfig, say: Callable[[str], None]) -> None:
     """Set the routes of the routing file. Classes that the file does not name keep their routes."""
     named: dict[str, dict[str, RegisteredEngine]] = {}  # class -> key of the routing file -> engine
     for workload, entry in read_routing_file(routing).by_class.items():
@@ -168,8 +203,13 @@ def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
     check_classes({workload: listed.values() for workload, listed in named.items()})
     moves, lines = [], []
     for workload, listed in named.items():
-        policy, *fallbacks = (proven(engines, engine, workload, key) for key, engine in listed.items())
-        fallback = fallbacks[0] if fallbacks else None
+        for key, engine in listed.items():
+            try:
+                prove(engines, engine, workload)
+            except (GateRefusal, MissingRequirement) as error:
+                raise type(error)(f"{key}={engine.candidate.name}: version {engine.version} is not proven: {error}") from error
+        policy, fallback = (*listed.values(), None)[:2]
+        assert policy is not None
         if fallback is not None and fallback.version == policy.version:
             raise UserError(f"{list(listed)[1]}: is version {policy.version}, the policy itself; give another, or leave it out")
         before = read_aliases(engines.registry, workload)
@@ -183,7 +223,7 @@ def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
         say(line)
 
 
-def roll_back(engines: Engines, workload: str, say: Say) -> None:
+def roll_back(engines: Engines, workload: str, say: Callable[[str], None]) -> None:
     """Bring the previous engine of a class back, or its fallback."""
     before = read_aliases(engines.registry, workload)
     if before.now is None:
@@ -204,7 +244,7 @@ class Decision:
     """Whether a monitor broke, also if no move can help."""
 
 
-def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
+def monitor(engines: Engines, limits: MonitorConfig, say: Callable[[str], None]) -> None:
     """Move routes according to a snapshot of the fleet: back if a monitor broke, down if memory is short."""
     snapshot, where, registry = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}", engines.registry
     for workload, counted in snapshot.classes.items():
@@ -222,7 +262,9 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
         raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above say what was done")
 
 
-def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: MonitorConfig, say: Say) -> Decision:
+def _decide(
+    engines: Engines, workload: str, counted: ClassSnapshot, limits: MonitorConfig, say: Callable[[str], None]
+) -> Decision:
     before = read_aliases(engines.registry, workload)
     if counted.version != before.now:
         return Decision(f"stays at version {before.now}, since the snapshot is of version {counted.version}")
