@@ -20,11 +20,14 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
+from pipeline.cli.grids import Column, Grid, Row
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Identity, read_identity
 from pipeline.registry import summary
@@ -73,6 +76,15 @@ def walk(root: Path) -> list[Piece]:
 def distinct_bytes(pieces: Iterable[Piece]) -> int:
     """Return the bytes of pieces. A shared file counts once."""
     return sum({file: size for piece in pieces for file, size in piece.files.items()}.values())
+
+
+def sizes(title: str, pieces: Iterable[Piece]) -> Grid:
+    """Return a table with the number and bytes of every kind of pieces, in their order."""
+    kinds: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        kinds.setdefault(piece.kind, []).append(piece)
+    rows = [Row(kind, [len(found), decimal(distinct_bytes(found))]) for kind, found in kinds.items()]
+    return Grid(title, "kind", [Column("count", "count", ",d"), Column("size", "size", words=True)], rows)
 
 
 def _piece(root: Path, kind: str, path: Path) -> Piece:
@@ -135,36 +147,33 @@ def find(config: Config) -> Found:
     """Read a work directory and the tracking store. Nothing is written or made."""
     root, problems = config.work / "artifacts", list[Exception]()
     pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Sweep](), list[RegisteredModel]()
-    for piece in pieces:
-        if piece.kind == "identity":
-            try:
-                digest = file_digest(piece.path / IDENTITY_FILE)
-                known = evidence.get(digest)
-                identity = known.identity if known is not None else read_identity(piece.path / IDENTITY_FILE)
-                evidence[digest] = Held(identity, (*(known.places if known is not None else ()), piece.place))
-            except OSError as error:
-                problems.append(UserError(str(error)))
-            except UserError as error:
-                problems.append(error)
-    for path in (config.work / summary.FOLDER).glob("[!.]*.json"):
-        try:
-            sweeps.append(Sweep(path.stem, _began(path), summary.load(config.work, path.stem)))
-        except UserError as error:
-            problems.append(error)
-    if config.tracking.enabled:
-        try:
-            location = locate(config.tracking, config.work, config.model.label)
-            if location.exists:
-                from pipeline.registry.mlflow_client import read_registered  # importing MLflow takes 2 s
+    last = ""
 
-                models = read_registered(location, evidence)
+    @contextmanager
+    def noting() -> Iterator[None]:
+        try:
+            yield
         except REFUSALS as error:
             problems.append(error)
-    try:
+        except OSError as error:
+            problems.append(UserError(str(error)))
+
+    for piece in pieces:
+        if piece.kind == "identity":
+            with noting():
+                digest = file_digest(piece.path / IDENTITY_FILE)
+                known = evidence.get(digest) or Held(read_identity(piece.path / IDENTITY_FILE), ())
+                evidence[digest] = Held(known.identity, (*known.places, piece.place))
+    for path in (config.work / summary.FOLDER).glob("[!.]*.json"):
+        with noting():
+            sweeps.append(Sweep(path.stem, _began(path), summary.load(config.work, path.stem)))
+    with noting():
+        if config.tracking.enabled and (location := locate(config.tracking, config.work, config.model.label)).exists:
+            from pipeline.registry.mlflow_client import read_registered  # importing MLflow takes 2 s
+
+            models = read_registered(location, evidence)
+    with noting():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
-    except UserError as error:
-        last = ""
-        problems.append(error)
     sweeps.sort(key=lambda sweep: (sweep.name == last, sweep.began), reverse=True)
     return Found(root, pieces, evidence, models, sweeps, problems)
 

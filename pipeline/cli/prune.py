@@ -16,8 +16,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.cli import console, next_steps
-from pipeline.cli.grids import Column, Grid, Row
-from pipeline.cli.needs import Found, Piece, distinct_bytes, find, needs_of
+from pipeline.cli.needs import Found, Piece, distinct_bytes, find, needs_of, sizes
 from pipeline.config.config import Config
 from pipeline.store.store import USE_LOCK, alone
 from stages.core.errors import MissingRequirement, UserError
@@ -46,7 +45,11 @@ def prune(config: Config) -> None:
         console.say(f"{escape(str(root))}: there are no artifacts")
         return
     if config.prune.apply:
-        _check_lock(root)
+        lock = root / USE_LOCK
+        if lock.exists() and not os.access(lock, os.W_OK):
+            raise UserError(
+                f"stage=prune: {lock} may not be written to by this user, so it cannot be held; give the permission"
+            )
         with alone(root) as users:  # no command can change the needs meanwhile
             if users:
                 raise MissingRequirement(
@@ -98,12 +101,6 @@ def _check_known(config: Config, found: Found) -> None:
             )
 
 
-def _check_lock(root: Path) -> None:
-    lock = root / USE_LOCK
-    if lock.exists() and not os.access(lock, os.W_OK):
-        raise UserError(f"stage=prune: {lock} may not be written to by this user, so it cannot be held; give the permission")
-
-
 def remove(root: Path, gone: Sequence[Piece]) -> None:
     """Remove pieces in their order, then pool files without other links. The caller must hold the store alone."""
     for piece in gone:
@@ -119,11 +116,7 @@ def remove(root: Path, gone: Sequence[Piece]) -> None:
 
 def _print(plan: PrunePlan, *, applied: bool) -> None:
     if plan.gone:
-        kinds = dict.fromkeys(piece.kind for piece in plan.gone)
-        of_kind = {kind: [piece for piece in plan.gone if piece.kind == kind] for kind in kinds}
-        rows = [Row(kind, [len(pieces), decimal(distinct_bytes(pieces))]) for kind, pieces in of_kind.items()]
-        columns = [Column("count", "count", ",d"), Column("size", "size", words=True)]
-        console.show("pruned", Grid("Removed" if applied else "Would go", "kind", columns, rows))
+        console.show("pruned", sizes("Removed" if applied else "Would go", plan.gone))
         console.say(f"{decimal(plan.freed_bytes)} {'are' if applied else 'would be'} free: kinds share files")
     else:
         console.say("Nothing goes: everything is needed")

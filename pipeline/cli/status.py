@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from pipeline.cli import console, next_steps
 from pipeline.cli.grids import Column, Grid, Row
-from pipeline.cli.needs import Found, Sweep, distinct_bytes, find, last_sweeps, needs_of
+from pipeline.cli.needs import Found, Sweep, distinct_bytes, find, last_sweeps, needs_of, sizes
 from pipeline.cli.next_steps import NextStep
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
@@ -83,10 +83,8 @@ def _show_sweep(sweep: Sweep, found: Found) -> None:
 
 
 def _show_artifacts(found: Found) -> None:
-    kinds = {kind: [piece for piece in found.pieces if piece.kind == kind] for kind in sorted({p.kind for p in found.pieces})}
-    if kinds:
-        rows = [Row(kind, [len(pieces), decimal(distinct_bytes(pieces))]) for kind, pieces in kinds.items()]
-        console.show("artifacts", Grid("Artifacts", "kind", (Column("count", "count", ",d"), *_words("size")), rows))
+    if found.pieces:
+        console.show("artifacts", sizes("Artifacts", sorted(found.pieces, key=lambda piece: piece.kind)))
         console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
 
 

@@ -176,24 +176,18 @@ def registered_engine(store: Path, version: Version) -> RegisteredEngine:
 def lineage(identity: Identity) -> list[Finding]:
     """Check that every artifact's key and digest match its manifest, and that its inputs are artifacts of the chain."""
     titles = ", ".join(link.title for link in identity.chain)
-    whole = Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")
-    return [*(list(_manifests(identity)) or [whole]), *_links(identity), *_round_links(identity)]
+    problems = [*_problems(identity), *_round_problems(identity)]
+    found = [Finding(f"chain: {link.title}", "differs", detail) for link, detail in problems]
+    return found or [Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")]
 
 
-def _differs(link: Link, detail: str) -> Finding:
-    return Finding(f"chain: {link.title}", "differs", detail)
-
-
-def _manifests(identity: Identity) -> Iterator[Finding]:
+def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
+    """Yield keys and digests that are not their manifest's, inputs from elsewhere, and roles unlike INPUT_ROLES."""
     for link in identity.chain:
         if json_digest(link.parts) != link.key:
-            yield _differs(link, "its config, inputs, code or libraries are not its key's")
+            yield link, "its config, inputs, code or libraries are not its key's"
         if files_digest(link.files) != link.digest:
-            yield _differs(link, "its table of files is not its digest's")
-
-
-def _links(identity: Identity) -> Iterator[Finding]:
-    """Yield inputs that are no artifacts of the chain, and roles whose inputs differ from INPUT_ROLES."""
+            yield link, "its table of files is not its digest's"
     provided = set[str]().union(*(link.provides() for link in identity.chain))
     converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
     for link in identity.chain:
@@ -203,23 +197,23 @@ def _links(identity: Identity) -> Iterator[Finding]:
             else:  # a quantized checkpoint with the same digest must not replace the converted one
                 known = name != "checkpoint" or not converted or digest in converted
             if not known:
-                yield _differs(link, f"its input {name} {digest[:12]} is nothing of this chain")
+                yield link, f"its input {name} {digest[:12]} is nothing of this chain"
     for role, inputs in INPUT_ROLES.items():
         for name in inputs:
             link, source = identity.link(role), identity.link(name)
             if link.inputs.get(name) != source.digest:
-                yield _differs(link, f"made from {name} {str(link.inputs.get(name))[:12]}, the {name} is {source.digest[:12]}")
+                yield link, f"made from {name} {str(link.inputs.get(name))[:12]}, the {name} is {source.digest[:12]}"
 
 
-def _round_links(identity: Identity) -> Iterator[Finding]:
+def _round_problems(identity: Identity) -> Iterator[tuple[Link, str]]:
     """Yield measurements of other engines, and rounds that were not compared with the baseline's answers of the same round."""
     evaluation = identity.link("evaluation")
     by_digest = {link.digest: link for link in identity.chain}
     for name, digest in evaluation.inputs.items():
         link, of = by_digest.get(digest), measured_role(name)
         if link is not None and of is not None and link.inputs.get(of) != identity.link(of).digest:
-            yield _differs(link, f"is a round of another {of}")
+            yield link, f"is a round of another {of}"
     for number in takewhile(lambda number: round_input(number) in evaluation.inputs, count(1)):
         compared = by_digest.get(evaluation.inputs[round_input(number)])
         if compared is None or compared.inputs.get("answers") != evaluation.inputs.get(answers_input(number)):
-            yield _differs(evaluation, f"round {number} was not compared with its baseline")
+            yield evaluation, f"round {number} was not compared with its baseline"

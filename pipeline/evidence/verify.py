@@ -30,7 +30,7 @@ from pipeline.store.store import MANIFEST
 from stages.checkpoints.ends import END_FILES
 from stages.checkpoints.files import TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
-from stages.core.errors import REFUSALS, MissingRequirement, UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interface import Engine
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
@@ -180,11 +180,19 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
         config = requested_workloads(evidence)
         if config.file is not None and not config.file.is_file():
             return Finding(SAMPLES_CHECK, "missing", f"the samples of workloads.jsonl, {config.file}")
-        return _compare(SAMPLES_CHECK, report.workloads_digest, _encoded_digest(config, engine))
+        with required_libraries():
+            from stages.evaluate.inputs.samples import load_samples
+            from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
+
+            asked = encode_rounds(load_samples(config), BundleTokenizer(engine), config)
+        return _compare(SAMPLES_CHECK, report.workloads_digest, asked.digest)
     except MissingRequirement as error:
         return Finding(SAMPLES_CHECK, "missing", str(error), library_missing=True)
     except UserError as error:
         return Finding(SAMPLES_CHECK, "differs", str(error))
+    except Exception as error:  # tokenizers raises bare exceptions, and tokenizer.json may be forged
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Finding(SAMPLES_CHECK, "differs", f"the engine's tokenizer cannot encode them ({detail})")
 
 
 def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int) -> list[Finding]:
@@ -214,20 +222,6 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
         problem = difference(rows, found, noise)
     status: Literal["same", "differs"] = "same" if problem is None else "differs"
     return [Finding(DECODED_CHECK, status, problem or f"{len(rows)} samples, as recorded")]
-
-
-def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
-    try:
-        with required_libraries():
-            from stages.evaluate.inputs.samples import load_samples
-            from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
-
-            return encode_rounds(load_samples(config), BundleTokenizer(engine), config).digest
-    except REFUSALS:
-        raise
-    except Exception as error:  # tokenizers raises bare exceptions, and tokenizer.json may be forged
-        detail = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"the engine's tokenizer cannot encode them ({detail})") from error
 
 
 def requested_workloads(evidence: Evidence) -> WorkloadsConfig:

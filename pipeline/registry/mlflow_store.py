@@ -320,28 +320,16 @@ def _check_files(location: Location, address: str) -> None:
 
 def fetch_evidence(
     location: Location, names: Sequence[str], known: Collection[str], folder: Path
-) -> list[tuple[Version, Path]]:
-    """Download files of the registered engines.
-
-    Args:
-        location: The store.
-        names: Files to download, if a version has them.
-        known: Digests of identities to skip.
-        folder: Gets one directory per version.
-
-    Raises UserError or MissingRequirement if the store cannot be read, as `reached` does.
-    """
-    client, fetched = Client(location), []
+) -> Iterator[tuple[Version, Path]]:
+    """Yield every registered version whose identity is not known, with a directory of `folder` that has its files `names`."""
+    client = Client(location)
     for version in map(version_of, client.search_model_versions(f"name = '{location.model_name}'")):
-        if version.identity_digest in ("", *known):
-            continue
-        directory = folder / version.number
-        directory.mkdir()
-        held = {file.path for file in client.list_logged_model_artifacts(version.model_id)}
-        for name in (name for name in names if name in held):
-            client.download(f"{version.source.rstrip('/')}/{name}", str(directory))
-        fetched.append((version, directory))
-    return fetched
+        if version.identity_digest not in ("", *known):
+            (directory := folder / version.number).mkdir()
+            held = {file.path for file in client.list_logged_model_artifacts(version.model_id)}
+            for name in held.intersection(names):
+                client.download(f"{version.source.rstrip('/')}/{name}", str(directory))
+            yield version, directory
 
 
 def aliased(location: Location, names: Sequence[str], alias: str) -> Version | None:

@@ -54,20 +54,21 @@ SHOWN = (
 
 
 def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, list[dict[str, Any]]]:
-    """Return the tables of answers and checks, which MLflow compares across runs: file name -> rows."""
-    return {"samples.json": _samples(rows), "checks.json": [check.model_dump() for check in candidate.checks]}
+    """Return the tables of answers and checks, which MLflow compares across runs: file name -> rows.
 
-
-def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
-    """Return the rows of the samples: lost answers first, then by distance from the baseline, without a finite KL first."""
-
-    def outcome(row: SampleRow) -> str:
-        return OUTCOMES[row.baseline_correct, row.candidate_correct]
+    Lost answers come first, then by distance from the baseline, without a finite KL first.
+    """
+    places = list(OUTCOMES)
 
     def order(row: SampleRow) -> tuple[int, bool, float]:
-        return list(OUTCOMES.values()).index(outcome(row)), row.mean_kl is not None, -(row.mean_kl or 0.0)
+        place = places.index((row.baseline_correct, row.candidate_correct))
+        return place, row.mean_kl is not None, -(row.mean_kl or 0.0)
 
-    return [{"answer": outcome(row), **{name: getattr(row, name) for name in SHOWN}} for row in sorted(rows, key=order)]
+    samples = [
+        {"answer": OUTCOMES[row.baseline_correct, row.candidate_correct]} | {name: getattr(row, name) for name in SHOWN}
+        for row in sorted(rows, key=order)
+    ]
+    return {"samples.json": samples, "checks.json": [check.model_dump() for check in candidate.checks]}
 
 
 def of_baseline(candidate: Candidate) -> dict[str, float]:
@@ -106,18 +107,14 @@ def chosen(candidate: Candidate) -> dict[str, float]:
 
 
 def description(candidate: Candidate) -> str:
+    """Return the description of a run, in Markdown: verdict, figures and the first reasons, each in one line without HTML."""
     held = f" {candidate.covered}" if candidate.covered is not None else ""
-    head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine, "
-    head += f"{'; '.join(candidate.figures)}."
-    reasons = [f"- {_plain(reason)}" for reason in candidate.reasons[:REASONS]]
+    where = f"`{candidate.name}` on {candidate.backend}, against the FP16-KV engine"
+    head = f"**{candidate.verdict}**{held}: {where}, {'; '.join(candidate.figures)}."
+    reasons = ["- " + " ".join(reason.split()).replace("<", "&lt;") for reason in candidate.reasons[:REASONS]]
     left = len(candidate.reasons) - REASONS
     reasons += [f"- and {left} more, in `report.html`"] if left > 0 else []
-    return "\n\n".join(part for part in (head, "\n".join(reasons)) if part)
-
-
-def _plain(text: str) -> str:
-    """Return the text in one line, without HTML markup."""
-    return " ".join(text.split()).replace("<", "&lt;")
+    return "\n\n".join(filter(None, (head, "\n".join(reasons))))
 
 
 def registered_as(model_name: str, version: str) -> str:
@@ -140,7 +137,7 @@ def collect_evidence(candidate: Candidate, folder: Path) -> None:
     """
     files = [candidate.engine.path / name for name in EVIDENCE_FILES]
     files += [candidate.report.path, candidate.samples, candidate.identity.path]
-    files += [candidate.identity.path.with_name(SIGNATURE_FILE)]
+    files.append(candidate.identity.path.with_name(SIGNATURE_FILE))
     for path in files:
         if path.is_file():
             copy_redacted(path, folder / path.name)

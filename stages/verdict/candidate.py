@@ -73,9 +73,9 @@ class Candidate(StrictModel):
 
     @staticmethod
     def decided(verdict: Verdict) -> dict[str, Any]:
+        """Return the fields that come from a verdict."""
         values = {name: getattr(verdict, name) for name in DECIDED if name != "verdict"}
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return {"verdict": verdict.status, **values, **lists}
+        return {"verdict": verdict.status} | {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
 
     @property
     def is_blind(self) -> bool:
@@ -90,9 +90,7 @@ class Candidate(StrictModel):
     @property
     def kept(self) -> str | None:
         line = self.recovery
-        if line is None or line.value is None or line.bound is None:
-            return None
-        return kept(line.value, line.bound, line.status)
+        return None if line is None or line.value is None or line.bound is None else kept(line.value, line.bound, line.status)
 
     @property
     def contradiction(self) -> str:

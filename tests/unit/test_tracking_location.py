@@ -1,5 +1,8 @@
 """The location of the tracking store, and its name in addresses and commands."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
@@ -76,3 +79,14 @@ def test_addresses_are_of_the_pages_for_model_training(tmp_path: Path) -> None:
 def test_tracking_that_is_off_opens_no_store(tmp_path: Path) -> None:
     assert open_store(Tracking(enabled=False), tmp_path, "tiny") is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", ["status", "prune"])
+def test_without_a_store_nothing_waits_for_mlflow(stage: str, tmp_path: Path) -> None:
+    (tmp_path / "artifacts").mkdir()
+    code = "import sys; from pipeline.__main__ import main; code = main(); sys.exit(code or 'mlflow' in sys.modules)"
+    run = [sys.executable, "-c", code, f"stage={stage}", f"workdir={tmp_path}"]
+    assert (
+        subprocess.run(run, check=False, env={**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/no.db"}).returncode
+        == 0
+    )
