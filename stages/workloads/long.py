@@ -1,6 +1,6 @@
 """Documents of given lengths, and seven questions about each document, which share its tokens.
 
-A document is prose from Python's documentation with a record after every few words: codes, homes, and wares as JSON. Documents
+A document is prose from Python's documentation with a list of records in each third: codes, homes, and wares as JSON. Documents
 of all lengths have the same number of records, so only the distances grow. Every asked code has more than 20 similar codes.
 Answers repeat sentences or records of the conversation, as in `stages.workloads.pages`, so that small models can answer. Only
 the probability of the values counts (`Sample.results`).
@@ -13,11 +13,15 @@ from itertools import chain
 from stages.core.records import Sample
 from stages.workloads import documentation
 from stages.workloads.config import LONG
-from stages.workloads.conversation import Message, Slot, Split, compact_json
-from stages.workloads.pages import COLOURS, HOMES, PLACES, RESIDENTS, WARES, Fact
+from stages.workloads.conversation import Message, Slot, Split, compact_json, words
+from stages.workloads.pages import HOMES, PLACES, RESIDENTS, VEHICLES, WARES, Fact
 
+KEYS = [*PLACES, *VEHICLES, *words("farm shop hotel bank school church museum station bridge garden")]
+"""Words with a code. A model of 135M parameters confuses keys of two words, such as "red gate" and "blue gate"."""
 CODES, OTHERS = 24, 6
-"""Number of codes in a document; number of homes, and of wares. They are spread evenly over the thirds of a document."""
+"""Number of codes in a document; number of homes, and of wares. They are spread evenly over the thirds of a document.
+
+Each third has one list, because a model of 135M parameters finds few records that stand alone between prose."""
 
 
 def document_of(length: int, number: int, seed: int, split: Split = "evaluation") -> Slot:
@@ -25,15 +29,15 @@ def document_of(length: int, number: int, seed: int, split: Split = "evaluation"
     return Slot(split, f"{LONG}{length}", seed, number)
 
 
-def questions(document: Slot, words: int) -> list[Sample]:
+def questions(document: Slot, prose_words: int) -> list[Sample]:
     """Return the questions about a document.
 
     Args:
         document: The slot from `document_of`.
-        words: Number of words of prose in the document, without its records.
+        prose_words: Number of words of prose in the document, without its records.
     """
     rng = document.rng()
-    keys = rng.sample([f"{colour} {place}" for colour in COLOURS for place in PLACES], CODES + 1)
+    keys = rng.sample(KEYS, CODES + 1)
     numbers = rng.sample(range(1000, 10_000), CODES + 1)
     *codes, told = (Fact("code", key, (str(number),)) for key, number in zip(keys, numbers, strict=True))
     names, places = rng.sample(RESIDENTS, OTHERS), rng.sample(HOMES, OTHERS)
@@ -48,7 +52,7 @@ def questions(document: Slot, words: int) -> list[Sample]:
     lines = list(chain(*thirds))
     pages = [" ".join(page) for page in documentation.pages(document.split)]
     rng.shuffle(pages)
-    text = _between(lines, " ".join(pages).split(), words)
+    text = _between(["\n".join(third) for third in thirds], " ".join(pages).split(), prose_words)
 
     early, middle, late = (codes[i::3] for i in range(3))
     shared = [*_worked(early[0]), *_worked(homes[1]), ("user", _ware_question(wares[1])), ("assistant", wares[1])]
@@ -98,12 +102,12 @@ def questions(document: Slot, words: int) -> list[Sample]:
     ]
 
 
-def _between(lines: Sequence[str], prose: Sequence[str], words: int) -> str:
-    """Return the lines with `words` words of prose spread between them. Prose that ends begins again."""
-    prose = (list(prose) * (words // len(prose) + 1))[:words]
-    ends = [words * number // len(lines) for number in range(len(lines) + 1)]
-    parts = [(" ".join(prose[low:high]), line) for low, high, line in zip(ends, ends[1:], lines, strict=False)]
-    return "\n".join(part for pair in parts for part in pair if part)
+def _between(blocks: Sequence[str], prose: Sequence[str], count: int) -> str:
+    """Return the blocks of records with `count` words of prose spread between them. Prose that ends begins again."""
+    prose = (list(prose) * (count // len(prose) + 1))[:count]
+    ends = [count * number // len(blocks) for number in range(len(blocks) + 1)]
+    parts = [(" ".join(prose[low:high]), block) for low, high, block in zip(ends, ends[1:], blocks, strict=False)]
+    return "\n\n".join(part for pair in parts for part in pair if part)
 
 
 def _worked(fact: Fact) -> list[Message]:
