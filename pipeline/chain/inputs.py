@@ -186,19 +186,19 @@ def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
     together = -(-workloads.batch_size // LONG_QUESTIONS) + 1  # documents whose questions are decoded or wait at the same time
     for length in workloads.lengths:
         if length > limit:
-            raise UserError(f"workloads.lengths={length}: {limited} tokens; ask at most {limit:,}")
+            raise UserError(f"workloads.lengths={length}: {limited} tokens; give at most {limit:,}")
         cache = together * max(policy.sequence_bytes(checkpoint.shape, length) for policy in (config.kv, FP16_POLICY))
         if config.backend.in_process and cache > memory:
             fits = length * memory // cache // PAGE_TOKENS * PAGE_TOKENS
             raise UserError(
                 f"workloads.lengths={length}: "
                 + lacks(f"the caches of {together} documents take", cache, "this machine has", memory, "of memory")
-                + f"; ask at most {fits:,} tokens"
+                + f"; give at most {fits:,} tokens"
             )
     if workloads.lengths and workloads.length_documents < config.gates.min_samples:
         raise UserError(
             f"workloads.length_documents={workloads.length_documents}: no length can pass with fewer than gates.min_samples "
-            f"documents ({config.gates.min_samples}); ask at least that many"
+            f"documents ({config.gates.min_samples}); give at least that many"
         )
 
 

@@ -177,7 +177,7 @@ class WorkloadsConfig(StrictModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if len(set(self.lengths)) < len(self.lengths):
-            raise ValueError(f"lengths must be different, got {self.lengths}")
+            raise ValueError(f"lengths must be different, got {self.lengths}; give each length once")
         if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k and not self.lengths:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins

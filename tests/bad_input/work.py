@@ -86,6 +86,8 @@ GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
 )
 
 LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("workloads.lengths=[40000]",), ("workloads.lengths=40000: the model was made for 32,768 tokens", "give at most")),
+    (("workloads.lengths=[2048]", "workloads.length_documents=8"), ("workloads.length_documents=8", "give at least")),
     (("workloads.load.context_tokens=1000000",), ("workloads.load.context_tokens=1000000", "32,768", "too many")),
     (("workloads.load.batch=4096", "workloads.load.context_tokens=30000"), ("workloads.load.batch=4096", "are missing")),
 )  # fmt: skip
@@ -124,7 +126,7 @@ CASES = [
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),
          loads_model=True),
-    Case("records longer than a length", ("workloads.lengths=[512]",), ("workloads.lengths=512", "alone take", "ask at least"),
+    Case("records longer than a length", ("workloads.lengths=[512]",), ("workloads.lengths=512", "alone take", "give at least"),
          loads_model=True),
     Case("more tokens than the model", ("backend=vllm", "model.path=model"),
          ("backend.max_model_len=", "the model was made for 2048 tokens", "set at most that"), with_config()),

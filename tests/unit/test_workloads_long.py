@@ -133,7 +133,7 @@ def test_the_cut_of_a_document_depends_on_no_other_sample(tiny_checkpoint: Path)
 
 def test_a_length_that_the_records_exceed_is_refused_with_one_that_they_do_not(tiny_checkpoint: Path) -> None:
     tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads(lengths=[512])
-    with pytest.raises(UserError, match=r"workloads.lengths=512: .* alone take up to .* ask at least 1,\d+") as refusal:
+    with pytest.raises(UserError, match=r"workloads.lengths=512: .* alone take up to .* give at least 1,\d+") as refusal:
         fit_lengths(long_samples(config), tokenizer, config)
     least = int(str(refusal.value).rpartition(" ")[2].replace(",", ""))
     enough = long_workloads(lengths=[least])
@@ -151,13 +151,13 @@ def test_lengths_replace_the_samples_and_the_bins() -> None:
 @pytest.mark.parametrize(
     ("given", "memory", "refusal"),
     [
-        (["workloads.lengths=[40000]"], 1 << 40, "workloads.lengths=40000: the model was made for 32,768 tokens; ask at most"),
+        (["workloads.lengths=[40000]"], 1 << 40, "workloads.lengths=40000: the model was made for 32,768 tokens; give at most"),
         (["backend=tensorrt_rtx", "backend.max_tokens=640", "workloads.lengths=[1024]"], 1 << 40, "is configured for 640 tok"),
         (["workloads.lengths=[1024]", "workloads.length_documents=8"], 1 << 40, "length_documents=8: .* gates.min_samples"),
         (
             ["workloads.lengths=[1024,32768]"],
             100 << 20,
-            "lengths=32768: the caches of 4 documents .* ask at most 12,800 tokens",
+            "lengths=32768: the caches of 4 documents .* give at most 12,800 tokens",
         ),
     ],
 )

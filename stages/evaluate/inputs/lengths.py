@@ -79,7 +79,7 @@ def _longest(
         if _length(document) < least:
             raise UserError(
                 f"workloads.lengths={_length(document)}: the records and questions of a document alone take up to "
-                f"{least - PAGE_TOKENS:,} tokens of this model; ask at least {whole_pages(least):,}"
+                f"{least - PAGE_TOKENS:,} tokens of this model; give at least {whole_pages(least):,}"
             )
     return {document: of.index(max(of)) for document, of in by_document.items()}, bare
 
