@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-REDIRECTIONS = (">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>/dev/full")
+REDIRECTIONS = (">&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "redirection"),
     [
         *(("stage=capacity", 0, redirection) for redirection in REDIRECTIONS),
-        *(("stage=capacity log=json", 0, redirection) for redirection in REDIRECTIONS[1:5:3]),
-        *(("stage=nothing", 2, redirection) for redirection in REDIRECTIONS[1:5:3]),
+        *(("stage=capacity log=json", 0, redirection) for redirection in ("2>&-", "2>/dev/full")),
+        *(("stage=nothing", 2, redirection) for redirection in ("2>&-", "2>/dev/full")),
     ],
 )
 def test_closed_and_full_streams_leave_the_exit_code(redirection: str, arguments: str, code: int, tmp_path: Path) -> None:
