@@ -166,7 +166,7 @@ gpu:
 GPU_STACK := .venv-gpu
 test-gpu-stack: $(GPU_STACK)/ready
 	$(GPU_STACK)/bin/python -m pytest --collect-only -q tests/gpu
-	$(GPU_STACK)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 5 tests/integration/test_kernel_*.py tests/long/test_reference_kernels.py
+	$(GPU_STACK)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 5 tests/integration/test_kernel_*.py
 
 $(GPU_STACK)/ready: requirements/gpu.lock
 	$$(python3.12 -c 'import sys; print(sys.executable)' || echo $(PYTHON)) -m venv --clear $(GPU_STACK)

@@ -1,14 +1,13 @@
-"""`python -m pipeline` from a checkpoint to a report, with kvgate's workers on a fake TensorRT-LLM and a fake SGLang.
+"""`python -m pipeline` from a checkpoint to a report, with kvgate's worker on a fake TensorRT-LLM.
 
-The toys give no right answers, so no verdict is PASS. The tests show that the pipeline runs and that the evaluation reads
-the cache.
+The toy gives no right answers, so no verdict is PASS. The tests show that the pipeline runs and that the evaluation reads
+the cache. Engines of other libraries: tests/contract/test_interpreters.py, tests/real_vllm, tests/real_llamacpp.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_interpreter import make_interpreter, make_sglang_interpreter
+from fake_interpreter import make_interpreter
 from gate_reports import lines
 from short_evaluations import THREE, job_of, judge
 
@@ -19,18 +18,16 @@ from stages.verdict.report import load_report
 FEW = (THREE, "tracking=none", "gates.min_baseline_probability=0", "workloads.rounds=[1.0]", "calibration.max_length=64")
 
 
-@pytest.mark.parametrize(
-    ("backend", "make", "kv", "options"),
-    [
-        ("trtllm", make_interpreter, "fp8", ["gates.allow_scale_changes=[defaulted]"]),
-        ("sglang", make_sglang_interpreter, "fp8_uncalibrated", ["backend.context_length=2048"]),
-    ],
-)
-def test_an_engine_in_an_interpreter_of_its_own_is_judged_like_any_other(
-    backend: str, make: Callable[[Path], str], kv: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_engine_in_an_interpreter_of_its_own_is_judged_once_its_scale_changes_are_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = (*FEW, f"kv={kv}", f"backend={backend}", f"backend.python={make(tmp_path / 'bin')}", *options)
-    directory, _ = judge(job_of(tmp_path / "work", *given), f"{kv} is not decided: INCONCLUSIVE")
+    """ModelOpt's export cannot store an FP8 scale below 1."""
+    given = (*FEW, "kv=fp8", "backend=trtllm", f"backend.python={make_interpreter(tmp_path / 'bin')}")
+    refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"
+    with pytest.raises(GateRefusal, match=refused):
+        run(job_of(tmp_path / "work", *given), "sweep")
+    job = job_of(tmp_path / "work", *given, "gates.allow_scale_changes=[defaulted]")
+    directory, _ = judge(job, "fp8 is not decided: INCONCLUSIVE")
     report = load_report(directory)
     assert report.overall.fidelity.kl_mean is not None
     assert 1e-6 < report.overall.fidelity.kl_mean < 0.1, "an FP8 cache of the toy is close to its FP16 one"
@@ -39,12 +36,3 @@ def test_an_engine_in_an_interpreter_of_its_own_is_judged_like_any_other(
     assert report.noise.kl_max == pytest.approx(0.0, abs=1e-6), "stepping and one pass are the same logits"
     assert lines("canary", report)[0].status == "PASS"
     assert "a promotion will refuse the engine, since the samples have at most" in " ".join(capsys.readouterr().out.split())
-
-
-def test_scales_that_tensorrt_llm_does_not_carry_are_refused_by_the_key_that_allows_them(tmp_path: Path) -> None:
-    """ModelOpt's export cannot store an FP8 scale below 1."""
-    python = make_interpreter(tmp_path / "bin")
-    job = job_of(tmp_path / "work", *FEW, "kv=fp8", "backend=trtllm", f"backend.python={python}")
-    refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"
-    with pytest.raises(GateRefusal, match=refused):
-        run(job, "sweep")
