@@ -58,9 +58,6 @@ LIBRARIES = {
     "trtllm pytorch": Library(
         TRTLLM, make_interpreter, partial(trtllm_bundle, "pytorch"), "1.3.0rc20", "max_seq_len", (), r"libth_common\.so"
     ),
-    "trtllm pytorch 1.2": Library(
-        TRTLLM, make_interpreter, partial(trtllm_bundle, "pytorch"), "1.2.1", "max_seq_len", (), r"libth_common\.so"
-    ),
     "sglang": Library(
         SGLANG, make_sglang_interpreter, partial(make_bundle, "sglang"), "0.5.23", "context_length",
         ("pip install sglang==0.5.23",), "libcudart", kv="fp8_uncalibrated",
