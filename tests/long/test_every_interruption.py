@@ -1,4 +1,4 @@
-"""A fault at every fiftieth operation of a small run. KVGATE_EVERY=1 tests every operation, which takes half an hour."""
+"""A fault at every eightieth operation of a small run. KVGATE_EVERY=1 tests every operation, which takes half an hour."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 from interruptions import FAULTS, Fault
 from recovery import Trials
 
-EVERY = int(os.environ.get("KVGATE_EVERY", "50"))
+EVERY = int(os.environ.get("KVGATE_EVERY", "80"))
 
 
 @pytest.fixture(scope="module")

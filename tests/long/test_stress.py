@@ -1,6 +1,8 @@
-"""The stress test on sound caches: every policy on one of the CPU engines, with several seeds. None may fail."""
+"""The stress test on sound caches: every second policy on one of the CPU engines. None may fail.
 
-import os
+`python -m benchmarks.stress_table` has all policies, engines and seeds.
+"""
+
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,7 @@ from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
 from stages.verdict.coverage import StressResult
 from stages.workloads.config import ProbeConfig
 
-CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
-SEEDS = range(int(os.environ.get("STRESS_SEEDS", "1")))
-"""Seeds of the stress test. STRESS_SEEDS=5 runs five seeds."""
+CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -26,25 +26,24 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Co
     return Conformity(tiny_checkpoint, tmp_path_factory)
 
 
-def stressed(bench: Conformity, policy: KVPolicy, kind: str, seed: int) -> StressResult:
+def stressed(bench: Conformity, policy: KVPolicy, kind: str) -> StressResult:
     """Run the stress test on the tiny model: with native or graph attention, or on the reference engine itself."""
     plain = bench.engine(FP16_POLICY)
     engine: Any = TorchEngine.from_model(bench.model, policy, static_scales(policy, plain.shape))
     if kind != "reference":
         engine = bench.engine(policy, kind)
-    return run_stress_test(
-        engine, bench.reference(policy, plain), CONFIG.model_copy(update={"seed": seed}), 8, 400, no_progress
-    )
+    return run_stress_test(engine, bench.reference(policy, plain), CONFIG, 8, 400, no_progress)
 
 
-@pytest.mark.parametrize(("name", "kind"), list(zip(sorted(POLICIES), cycle(["native", "graph", "reference"]), strict=False)))
+@pytest.mark.parametrize(
+    ("name", "kind"), list(zip(sorted(POLICIES)[::2], cycle(["native", "graph", "reference"]), strict=False))
+)
 def test_a_sound_cache_passes_the_stress_test(name: str, kind: str, bench: Conformity) -> None:
-    failures = {seed: found for seed in SEEDS if (found := stressed(bench, POLICIES[name], kind, seed).failures)}
-    assert failures == {}
+    assert stressed(bench, POLICIES[name], kind).failures == []
 
 
-@pytest.mark.parametrize("name", ["fp16", "int8", "int4_asym"])
+@pytest.mark.parametrize("name", ["fp16", "int4_asym"])
 def test_heavy_hitters_pass_though_their_cache_is_not_shown(name: str, bench: Conformity) -> None:
     eviction = Eviction(window_tokens=64, heavy_tokens=64)
     policy = POLICIES[name].model_copy(update={"name": f"{name}_h2o", "eviction": eviction})
-    assert stressed(bench, policy, "reference", 0).failures == []
+    assert stressed(bench, policy, "reference").failures == []
