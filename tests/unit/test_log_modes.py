@@ -74,7 +74,8 @@ def test_everything_else_is_an_object_on_stderr(noise: tuple[list[dict[str, Any]
 
 
 def outcome(commands: Commands, folder: Path, *arguments: str, begins: bool = False) -> Outcome:
-    return commands.run(Case("", arguments, (), begins=begins), folder)
+    """Run a command. One that begins its work imports torch, which the test process has already."""
+    return commands.run(Case("", arguments, (), begins=begins, loads_model=begins), folder)
 
 
 @pytest.mark.parametrize(
