@@ -88,7 +88,7 @@ class Comparer:
 
     def replay(self, sequences: Sequence[ForcedSequence], *, disturbed: bool = True) -> list[tuple[Replay, str]]:
         """Replay sequences together. Also return the problem of each sequence's copies; such copies are not replayed."""
-        problems = [self._problem(sequence) for sequence in sequences]
+        problems = [self.problem(sequence) for sequence in sequences]
         caches = [[] if problem else sequence.layers for sequence, problem in zip(sequences, problems, strict=True)]
         feds = [sequence.fed for sequence in sequences]
         return list(zip(self.reference.replay(feds, caches, disturbed=disturbed), problems, strict=True))
@@ -129,7 +129,7 @@ class Comparer:
         )
         return ComparedSequence(record, kl, replay.errors)
 
-    def _problem(self, sequence: ForcedSequence) -> str:
+    def problem(self, sequence: ForcedSequence) -> str:
         """Return why the copies cannot belong to the policy; empty if they can, or if the engine does not show them."""
         policy, shape, tokens = self.engine.policy, self.engine.shape, len(sequence.tokens)
         for number, layer in enumerate(sequence.layers):

@@ -57,13 +57,16 @@ def _scaled_one(storage: Storage) -> Storage:
 def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | None:
     """Return the relative that a deviating engine conforms to, or at least is CLOSER to than to the reference engine.
 
-    The relatives are judged by the figures of conformance, over the engine's codes if these have the relative's formats.
+    The relatives are judged by the figures of conformance. Codes of the policy's formats exclude relatives of other formats.
     """
     reference = comparer.reference.engine
+    quantized = any(sequence.layers) and not comparer.problem(sequence)
     own = _compared(comparer, sequence, reference)
     limit = max(1.0, own.times_allowed(comparer.limit) / CLOSER)
     found = []
     for what, relative in relatives(reference):
+        if quantized and relative.policy.formats != reference.policy.formats:
+            continue
         # A relative may be more sensitive to rounding than the reference engine, so the reference engine's rounding counts.
         record = _compared(comparer, sequence, relative).model_copy(update={"rounding": own.rounding})
         times = record.times_allowed(comparer.limit)
@@ -75,8 +78,6 @@ def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | Non
 def _compared(comparer: Comparer, sequence: ForcedSequence, engine: TorchEngine) -> ComparedRequest:
     """Compare a sequence with another `TorchEngine` in place of the reference engine."""
     other = replace(comparer, reference=replace(comparer.reference, engine=engine))
-    if engine.policy.formats != comparer.reference.engine.policy.formats:
-        sequence = replace(sequence, layers=[])
     ((replay, _),) = other.replay([sequence])
     record = other.compare(sequence, replay, problem="").record
     # A vector may be closer than the relative's own codes, for example if only the relative rounds towards zero.
