@@ -1,7 +1,6 @@
 """The coverage of an evaluation is counted during decoding, written into verdicts, and limits promotions."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -14,8 +13,6 @@ from stages.core.records import Sample
 from stages.evaluate.decoding.batches import Finished, Greedy, Logits
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
-from stages.evaluate.decoding.results import ResultFolder, SampleResult
-from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import encode
 from stages.verdict.coverage import Allocation, EngineTests, Exercised, FreeAnswers, Limits, ProcessMemory, StressResult
 from stages.verdict.gates import decide
@@ -40,18 +37,6 @@ def test_steps_are_counted_where_they_are_taken() -> None:
     assert whole.longest_decode == len("abcdef") + 1 + 4
     assert whole.batch == 2
     assert whole.forks == 1
-
-
-def test_rounds_are_merged() -> None:
-    one, other = Exercised(longest_context=9, longest_decode=2, batch=4, forks=1), Exercised(longest_context=7, forks=2)
-    assert Exercised.merged([one, other]) == Exercised(longest_context=9, longest_decode=2, batch=4, forks=3)
-
-
-def test_a_trace_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
-    trace = Exercised(longest_context=6, longest_decode=2, batch=2, forks=1, shared_prefixes=1)
-    folder = ResultFolder(tmp_path)
-    folder.save(0, SampleResult(StepStatistics.empty(1), None, trace))
-    assert folder.load()[0].trace == trace
 
 
 def test_free_answers_that_forced_decode_contradicts_are_named() -> None:

@@ -32,14 +32,6 @@ def tokenizer(tiny_checkpoint: Path) -> Any:
     return load_tokenizer(tiny_checkpoint)
 
 
-def saved(tokenizer: Any, folder: Path, **changes: object) -> Path:
-    """Save a tokenizer with changes to its configuration; return the checkpoint's folder."""
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return folder
-
-
 def test_code_beside_a_model_is_not_run_where_the_model_and_its_tokenizer_are_loaded(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
