@@ -224,12 +224,11 @@ class MlflowStore:
                 version = version_of(versions[0])
             else:
                 model = self._log_model(candidate, run_id, {**tags, **candidate.citations})
-                made = model.artifact_location, run_id, tags
-                version = version_of(
-                    self.client.create_model_version(
-                        model_name, *made, description=verdict_line(candidate), model_id=model.model_id
-                    )
+                place, said = model.artifact_location, verdict_line(candidate)
+                created = self.client.create_model_version(
+                    model_name, place, run_id, tags, description=said, model_id=model.model_id
                 )
+                version = version_of(created)
             registered = json.dumps([{"name": model_name, "version": version.number}])
             self.client.set_logged_model_tags(version.model_id, {"mlflow.modelVersions": registered})
             self._nominate(candidate, version.number)
@@ -244,8 +243,10 @@ class MlflowStore:
         at = self.alias("candidate")
         found = self.version(at) if at is not None else None
         if found is not None:
-            engine = self.client.get_run(found.run_id).data.tags.get("engine_digest")
-            if "FAIL" in found.tags.values() or engine == candidate.engine.digest:
+            engine = None
+            with suppress(MlflowException):  # the run was deleted
+                engine = self.client.get_run(found.run_id).data.tags.get("engine_digest")
+            if found.tags.get("verdict") == "FAIL" or engine == candidate.engine.digest:
                 self.delete_alias("candidate")
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> LoggedModel:

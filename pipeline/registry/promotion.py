@@ -128,15 +128,10 @@ Replay = Callable[[Candidate], ReplayedEvidence]
 """Replays a candidate's evidence. Raises UserError if its identity cannot be read. See `pipeline.evidence.verify`."""
 
 
-@dataclass(frozen=True)
-class Proof:
-    covered: Limits | None
-    """Limits that the verdict covers; None if no sample's steps were recorded."""
-    verdict: Verdict
+def verify(candidate: Candidate, replay: Replay, decide: Decide) -> tuple[Verdict, Limits | None]:
+    """Check the evidence of a registered candidate again: the files on disk, and the citation of its version.
 
-
-def verify(candidate: Candidate, replay: Replay, decide: Decide) -> Proof:
-    """Check the evidence of a registered candidate again: the files on disk, and the citations of its version.
+    Return the verdict, and the limits that it covers (None if no sample's steps were recorded).
 
     Raises:
         GateRefusal: the first problem.
@@ -161,7 +156,7 @@ def verify(candidate: Candidate, replay: Replay, decide: Decide) -> Proof:
     covered = report.limits
     beyond = covered.exceeded_by(evidence.built_for) if covered is not None else None
     _require(beyond is None, str(beyond))
-    return Proof(covered, verdict)
+    return verdict, covered
 
 
 def _require(holds: bool, reason: str) -> None:
@@ -228,11 +223,11 @@ class Engines:
     """Returns the engine of a version, read from its artifacts. Raises GateRefusal if the evidence is missing."""
     replay: Replay
     decide: Decide
-    proofs: dict[str, Proof] = field(default_factory=dict)
+    proofs: dict[str, tuple[Verdict, Limits | None]] = field(default_factory=dict)
     """Version -> result of its replay. A replay takes seconds, and an engine may serve several classes."""
 
-    def verify(self, candidate: Candidate) -> Proof:
-        """Return the proof of a candidate; see `verify`."""
+    def verify(self, candidate: Candidate) -> tuple[Verdict, Limits | None]:
+        """Check a candidate as `verify` does, once per command."""
         if candidate.version not in self.proofs:
             self.proofs[candidate.version] = verify(candidate, self.replay, self.decide)
         return self.proofs[candidate.version]
@@ -292,7 +287,7 @@ class Engines:
         if rival is not None and name is None and choose([best, rival]) is rival and self._holds(rival):
             return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
         try:
-            covered = self.verify(best).covered
+            _, covered = self.verify(best)
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
@@ -323,11 +318,9 @@ class Engines:
 
     def _holds(self, candidate: Candidate) -> bool:
         """Return whether a candidate's evidence is valid. Without valid evidence, a champion cannot block a promotion."""
-        try:
+        with suppress(GateRefusal, MissingRequirement):
             self.verify(candidate)
-        except (GateRefusal, MissingRequirement):
-            return False
-        return True
+        return candidate.version in self.proofs
 
     def rollback(self) -> PromotionMove:
         """Bring the previous champion back after a replay of its evidence.

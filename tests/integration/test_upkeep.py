@@ -321,3 +321,4 @@ def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsy
     capsys.readouterr()
     command(ground.work, "stage=status")
     assert "no previous champion" in capsys.readouterr().out
+    assert all(len(version.tags) <= 6 for version in ground.store.registered())

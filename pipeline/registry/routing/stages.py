@@ -173,7 +173,7 @@ def find_engine(engines: Engines, name: str, key: str) -> RegisteredEngine:
 
 def prove(engines: Engines, engine: RegisteredEngine, workload: str) -> None:
     """Check the engine's evidence again, and check that it covers the class."""
-    checks = engines.verify(engine.candidate).verdict.checks
+    checks = engines.verify(engine.candidate)[0].checks
     if workload == DEFAULT:  # the verdict covers all workloads
         return
     lines = [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
