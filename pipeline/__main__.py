@@ -84,7 +84,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if arguments.cfg:
         print(*configurations(planned), sep="", end="")
         return 0
-    console.configure(planned.jobs[0].log, verbose=planned.jobs[0].verbose)
+    console.configure(planned.jobs[0].log)
     if any(job.dry for job in planned.jobs):
         from pipeline.chain.dry import foretell
 

@@ -134,7 +134,7 @@ class BuildChain:
     def extremes(self, rotation: Rotation) -> Artifact:
         """Return the extremes of keys and values after `rotation`, measured on the calibration texts."""
         weights, max_length = self.weights(), self.config.calibration.max_length
-        config: dict[str, Any] = {"rotation": rotation, "max_length": max_length, "device": self.config.quantize.device}
+        config: dict[str, Any] = {"rotation": rotation, "max_length": max_length}
         inputs = {"weights": weights.digest, "calibration": self.calibration().digest}
         recipe = Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT)
 
@@ -238,7 +238,7 @@ class BuildChain:
 
     def _recipe_config(self, policy: KVPolicy | None = None) -> dict[str, Any]:
         kv = {} if policy is None else {"kv": policy.model_dump()}
-        return {**self._options(), **kv, "device": self.config.quantize.device}
+        return {**self._options(), **kv}
 
     def _texts(self) -> list[str]:
         texts: list[str] = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))

@@ -154,16 +154,8 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     """Yield checks of later requirements: a missing GPU, or a tracking store that does not open."""
     if config.stage in JUDGING:
         yield open_backend(config.backend).check_runs
-    if config.stage in MAKING and config.quantize.device == "cuda":
-        yield _check_device
     if config.tracking.enabled and config.stage in TRACKED:
         yield lambda: _check_tracking(config)
-
-
-def _check_device() -> None:
-    from stages.quantize.run import resolve_device
-
-    resolve_device("cuda")
 
 
 def _check_tracking(config: Config) -> None:

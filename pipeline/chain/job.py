@@ -24,6 +24,9 @@ from stages.verdict.thresholds import Verdict
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
 
+DECODED_AGAIN = 2
+"""Samples that are decoded again before an alias moves, if the engine opens in seconds."""
+
 
 @cache
 def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
@@ -68,7 +71,7 @@ class Run:
         if backend.name != evidence.identity.backend or not backend.in_process:
             return []
         try:
-            return decoded_again(evidence, open_backend(backend).load, self.config.promote.decode_again)
+            return decoded_again(evidence, open_backend(backend).load, DECODED_AGAIN)
         except MissingRequirement as error:
             console.warning(f"no sample was decoded again: {error}")
             return []

@@ -44,7 +44,7 @@ def evaluate(run: Run) -> None:
     config, chain = run.config, run.chain
     with console.doing("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
-    whole = config.model_dump(mode="json", exclude={"log", "verbose", "dry"})
+    whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
         evaluation = chain.made()

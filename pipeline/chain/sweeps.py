@@ -62,7 +62,7 @@ class Task:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # keep a handler that a cluster set
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         number, config = HydraConfig.get().job.num, to_config(composed)
-        console.configure(config.log, verbose=config.verbose)
+        console.configure(config.log)
         job = console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
         return _attempt(config, self.sweep, job)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.cli.grids import Grid
     from stages.core.records import Progress
 
-MODES = ("human", "json", "quiet")
+MODES = ("human", "verbose", "json", "quiet")
 """Values of `log=`."""
 PLAIN_WIDTH = 100
 """Columns of tables if the output is not a terminal."""
@@ -77,8 +77,6 @@ class _Speech:
     """The output format and the job of this process."""
 
     mode: str = "human"
-    verbose: bool = False
-    """Whether details are shown to people."""
     job: RunningJob | None = None
     streams: Streams | None = None
     """The process's stdout and stderr with `log=json`."""
@@ -135,15 +133,9 @@ def speak(mode: str) -> None:
     LOGGER.setLevel(logging.WARNING if mode == "quiet" else logging.INFO)
 
 
-def configure(mode: str, *, verbose: bool = False) -> None:
-    """Set the format of all output. With `json`, prints of libraries and child processes become JSON lines too.
-
-    Args:
-        mode: Value of `log=`.
-        verbose: Whether to show details to people. JSON always has them.
-    """
+def configure(mode: str) -> None:
+    """Set the format of all output. With `json`, prints of libraries and child processes become JSON lines too."""
     speak(mode)
-    _speech.verbose = verbose
     if mode == "quiet":
         warnings.simplefilter("ignore")
     if mode == "json" and _speech.streams is None:
@@ -159,7 +151,7 @@ def close() -> None:
         _speech.streams.close()
         logging.captureWarnings(False)
         logging.getLogger("py.warnings").handlers = []
-    _speech.streams, _speech.verbose, _speech.job = None, False, None
+    _speech.streams, _speech.job = None, None
     speak("human")
 
 
@@ -183,13 +175,13 @@ def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **
         kind: Name of the object.
         lines: Text for people, with markup.
         paste: Whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
-        detail: Whether to show the lines to people only with `verbose=true`.
+        detail: Whether to show the lines to people only with `log=verbose`. JSON always has their fields.
         fields: Content of the object.
     """
     if _speech.mode == "json":
         _speech.write({RESULT: kind, **fields})
     target = _speech.target
-    if target is not None and (_speech.verbose or not detail):
+    if target is not None and (_speech.mode == "verbose" or not detail):
         for text in map(relative, lines):
             target.print(text, soft_wrap=paste or not target.is_terminal)
 
@@ -285,7 +277,7 @@ def progress(title: str) -> "Iterator[Progress]":
         yield lambda label, _, total: None if total else said(label, {})
         return
     job = _speech.job
-    drawn = _speech.mode == "human" and err.is_terminal and not (job is not None and job.beside_others)
+    drawn = _speech.mode in ("human", "verbose") and err.is_terminal and not (job is not None and job.beside_others)
     phases = Phases(f"{job.place if job is not None else ''}{title}", err if drawn else None)
     lines = repeated(lambda: said(*describe(phases.task)))
     with _showing, phases.bars if drawn else lines:

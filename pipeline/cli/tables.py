@@ -101,7 +101,7 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 def print_verdict(candidate: Candidate) -> None:
     """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
 
-    The details (`verbose=true`) are all other reasons, conformance and warnings.
+    The details (`log=verbose`) are all other reasons, conformance and warnings.
     """
     passed = candidate.verdict == PASS
     *kept, memory = _few_questions(candidate) or candidate.figures

@@ -87,13 +87,6 @@ class WeightsConfig(StrictModel):
     AWQ) for weights, none for no change."""
 
 
-class QuantizeConfig(StrictModel):
-    """Device for ModelOpt's quantization and calibration."""
-
-    device: Literal["auto", "cpu", "cuda"]
-    """Device; auto uses a GPU if torch finds one."""
-
-
 class ReferenceConfig(StrictModel):
     """Device of the reference engine, to which judged engines are compared: transformers' model in float32."""
 
@@ -124,15 +117,13 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class PromoteConfig(StrictModel):
-    """Candidates that stage=promote considers, and their last check."""
+    """Candidates that stage=promote considers."""
 
     name: Text | None
     """Candidate to promote if it passed; null takes the best. A name may also select a candidate that was rolled back or that
     belongs to an unfinished sweep."""
     sweep: Text | None
     """Sweep whose candidates are considered; null takes the last sweep with a candidate."""
-    decode_again: Annotated[int, Field(ge=0, le=1000)]
-    """Samples that are decoded again before an alias moves, if the engine opens in seconds; 0 skips this check."""
 
 
 class PruneConfig(StrictModel):
@@ -151,7 +142,6 @@ class Config(StrictModel):
     """Stage to run; docs/start.md#my-model has a table."""
     model: ModelConfig
     weights: WeightsConfig
-    quantize: QuantizeConfig
     reference: ReferenceConfig
     kv: KVPolicy
     backend: AnyBackend
@@ -173,10 +163,8 @@ class Config(StrictModel):
     """Seed of samples, calibration texts and searches."""
     workdir: PathText
     """Directory of all artifacts."""
-    log: Literal["human", "json", "quiet"]
-    """Format of the output; quiet prints only results and errors. Artifacts do not depend on it."""
-    verbose: bool
-    """Whether details are printed; artifacts do not depend on it."""
+    log: Literal["human", "verbose", "json", "quiet"]
+    """Format of the output: verbose adds details, quiet leaves progress out. Artifacts do not depend on it."""
     bundle: PathText | None
     """Directory of an engine or of its evidence, for stage=verify."""
     dry: bool

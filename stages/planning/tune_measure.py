@@ -21,7 +21,7 @@ from stages.engines.reference.model import LayerInput
 from stages.evaluate.distances.distance import Array, Distributions, Head, head_kl
 from stages.evaluate.distances.scores import head_of
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
-from stages.planning.tuning import TuneConfig
+from stages.planning.tuning import MAX_LENGTH, TuneConfig
 from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.policies.scales import KVScales
 from stages.quantize.calibration import texts_from_file
@@ -82,7 +82,7 @@ def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -
     if min(map(len, sets)) < LEAST:
         raise UserError(
             f"tune.texts={config.texts}: {len(scored)} texts of {len(documents)} documents can be scored within "
-            f"tune.max_length={config.max_length}, too few for three parts; raise one of them"
+            f"{MAX_LENGTH} tokens, too few for three parts; raise it, or give longer documents"
         )
     search, check, held_out = (TextSet(name, members) for name, members in zip(PARTS, sets, strict=True))
     return search, check, held_out
@@ -94,8 +94,8 @@ def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> lis
     # Documents alternate between workloads, so that every part contains all workloads.
     groups = zip(*(generate(name, count, seed, split="calibration") for name in config.workloads), strict=True)
     for number, samples in enumerate(groups):
-        for item in encode(samples, tokenizer, config.max_length):
-            tokens = (*item.prompt, *item.reference)[: config.max_length]
+        for item in encode(samples, tokenizer, MAX_LENGTH):
+            tokens = (*item.prompt, *item.reference)[:MAX_LENGTH]
             # A prompt's last token is decoded, as in an evaluation.
             found.append(Text(tokens, len(item.prompt) - 1 if item.judged else PREFILLED, f"{number}"))
     return found
@@ -103,7 +103,7 @@ def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> lis
 
 def _given(tokenizer: BundleTokenizer, config: TuneConfig, jsonl: Path) -> list[Text]:
     lines = texts_from_file(jsonl, config.texts)
-    encoded = [tuple(tokenizer.text_ids(text)[: config.max_length]) for text in lines]
+    encoded = [tuple(tokenizer.text_ids(text)[:MAX_LENGTH]) for text in lines]
     return [Text(tokens, PREFILLED, f"{number}") for number, tokens in enumerate(encoded)]
 
 

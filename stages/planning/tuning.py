@@ -21,6 +21,9 @@ from stages.workloads.config import Workload
 TUNE_FILE = "tune.json"
 """File of the record (`TuneReport`), in the stage's artifact and in the folder of tuned policies."""
 
+MAX_LENGTH = 512
+"""Maximum tokens per text. Longer texts are cut."""
+
 SIDES = (Side.KEY, Side.VALUE)
 
 Place = tuple[int, Side]
@@ -37,8 +40,6 @@ class TuneConfig(StrictModel):
     """Workloads that provide the texts, in equal parts, unless `calibration.jsonl` names a file."""
     texts: Annotated[int, Field(ge=4, le=10_000)]
     """Number of texts: half for the search, a quarter to check proposals, a quarter held out."""
-    max_length: Annotated[int, Field(ge=64, le=131_072)]
-    """Maximum tokens per text. Longer texts are cut."""
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stages.checkpoints.description import MODELOPT_FILE, inspect_checkpoint, read_config
 from stages.checkpoints.ends import GENERATION
 from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
 from stages.checkpoints.files import TOKENIZER_FILES, read_json
 from stages.checkpoints.loading import load_tokenizer
 from stages.checkpoints.quantized import SERVED
+from stages.core.errors import MissingRequirement
 from stages.core.records import Progress
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import POLICY_FILE, KVPolicy
@@ -25,7 +28,7 @@ from stages.quantize import validate
 from stages.quantize.calibration import tokenize
 from stages.quantize.materialize import check_weights, copy_checkpoint, source_dtype
 from stages.quantize.recipe import cache_quantizers
-from stages.quantize.run import dequantized_weights, quantized_model, resolve_device
+from stages.quantize.run import calibration_device, dequantized_weights, quantized_model
 
 
 def export(
@@ -70,7 +73,9 @@ def export(
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     static = KVScales.model_validate_json(scales.read_bytes())
     made = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
-    model = quantized_model(info, weights, samples, seed, progress, resolve_device(made["device"]))
+    if made["device"] != "cpu" and calibration_device().type == "cpu":
+        raise MissingRequirement("the weights were quantized on a GPU, and torch finds none here; export them where one is")
+    model = quantized_model(info, weights, samples, seed, progress, torch.device(made["device"]))
     if weights != "none":
         check_weights(judged, dequantized_weights(model, info.shape.layers))
     adapter.add_cache_quantizers(model, cache_quantizers(policy, static))

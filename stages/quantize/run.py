@@ -17,7 +17,7 @@ from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.checkpoints.families import LINEARS
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.checkpoints.quantized import SERVED
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.policies.formats import Rotation, WeightsFormat
 from stages.policies.policy import POLICY_FILE, KVPolicy
@@ -50,7 +50,6 @@ def quantize_weights(
     max_length: int,
     seed: int,
     progress: Progress,
-    device: str = "cpu",
 ) -> None:
     """Quantize a checkpoint's weights, which the baseline and all candidates share.
 
@@ -60,7 +59,7 @@ def quantize_weights(
     - `served/`: only if the checkpoint's weights are already quantized: the checkpoint itself, which engines load.
     - `quantizers.json`: the enabled quantizers, the amount of calibration data, and the device.
     """
-    info, runs_on = inspect_checkpoint(checkpoint), resolve_device(device)
+    info, runs_on = inspect_checkpoint(checkpoint), calibration_device()
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     if info.quantized is not None:
         copy_without_scales(info, out / SERVED)
@@ -91,7 +90,6 @@ def measure_cache(
     calibration_texts: list[str],
     max_length: int,
     progress: Progress,
-    device: str = "cpu",
 ) -> None:
     """Write `extremes.json`: the extremes of keys and values per channel, measured with the finished weights.
 
@@ -104,12 +102,11 @@ def measure_cache(
         calibration_texts: The texts.
         max_length: Maximum tokens per text.
         progress: Called with the number of finished texts.
-        device: Device of the model.
     """
     info = inspect_checkpoint(weights / CHECKPOINT)
     samples = tokenize(load_tokenizer(info.path), calibration_texts, max_length, info.vocab_size)
     progress("loading the checkpoint", 0, 1)
-    model = load_model(info).to(resolve_device(device))
+    model = load_model(info).to(calibration_device())
     progress("loading the checkpoint", 1, 1)
     from stages.quantize import modelopt_adapter as adapter
 
@@ -162,12 +159,9 @@ def quantized_model(
     return model.cpu()
 
 
-def resolve_device(device: str) -> torch.device:
-    """Return the torch device for `quantize.device`. Raises MissingRequirement for cuda without an NVIDIA GPU."""
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise MissingRequirement("quantize.device=cuda: torch finds no NVIDIA GPU here; set quantize.device=auto")
-    return torch.device("cuda") if available and device != "cpu" else CPU
+def calibration_device() -> torch.device:
+    """Return the device on which ModelOpt quantizes and measures: a GPU if torch finds one."""
+    return torch.device("cuda") if torch.cuda.is_available() else CPU
 
 
 def load_model(info: CheckpointInfo) -> torch.nn.Module:

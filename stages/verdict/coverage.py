@@ -262,7 +262,7 @@ class EngineTests(Record):
     reused: ReusedPrefixes | None = None
     """None for an engine that reuses no prefixes."""
     speculated: Speculated | None = None
-    """None for an engine that does not speculate, or without `workloads.speculation.lookup_tokens`."""
+    """None for an engine that does not speculate, or without `workloads.speculation`."""
     pressure: Pressure | None = None
     """Result in a full pool; None for the baseline, or if it was not requested."""
 

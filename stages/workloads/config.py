@@ -30,6 +30,10 @@ WARMUP_STEPS = 2
 """Untimed decode steps at the start of a load."""
 LIVE_GIB, LIVE_SEQUENCE_TOKENS = 1.0, 1024
 """Cache memory in GiB and sequence length in tokens for which the number of live tokens is computed."""
+LOOKUP_TOKENS, LOOKUP_NGRAM = 10, 3
+"""Maximum tokens that prompt lookup proposes per pass, and maximum length of the suffix that it searches for."""
+DRAFT_TOKENS = 5
+"""Maximum tokens that a draft checkpoint proposes per pass."""
 CANARY_FACTOR = 0.1
 """Factor of the must-fail control for every key scale."""
 
@@ -78,27 +82,12 @@ class ProbeConfig(StrictModel):
 class SpeculationConfig(StrictModel):
     """Drafters of speculative decoding whose acceptance rate is measured on both engines' answers."""
 
-    lookup_tokens: Annotated[int, Field(ge=0, le=1024)] = 10
-    """Maximum tokens that prompt lookup proposes per pass of the target model; 0 disables prompt lookup."""
-    ngram: Annotated[int, Field(ge=1, le=64)] = 3
-    """Maximum length in tokens of the suffix that prompt lookup searches for in the earlier text."""
     draft: PathText | None = None
-    """Directory of a small draft checkpoint with the same tokenizer; null for none."""
-    draft_tokens: Annotated[int, Field(ge=1, le=1024)] = 5
-    """Maximum tokens that the draft checkpoint proposes per pass of the target model."""
+    """Directory of a small draft checkpoint with the same tokenizer, in addition to prompt lookup; null for none."""
 
     @property
     def drafters(self) -> list[str]:
-        """Names of the enabled drafters."""
-        return [name for name, on in (("lookup", self.lookup_tokens > 0), ("draft", self.draft is not None)) if on]
-
-    @model_validator(mode="after")
-    def _drafts_something(self) -> Self:
-        if not self.drafters:
-            raise ValueError(
-                "lookup_tokens=0 without a draft measures nothing; raise it, name a draft, or set speculation=null"
-            )
-        return self
+        return ["lookup"] if self.draft is None else ["lookup", "draft"]
 
 
 def more_documents(needed: Mapping[str, int]) -> list[str]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from ggml_cases import form_of
 from gguf_files import random_model, write_gguf
-from interpreter_bundles import config_of
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
@@ -28,27 +27,23 @@ def policy_of(key: Format, value: Format, **more: Any) -> KVPolicy:
 
 
 @pytest.mark.parametrize(
-    ("policy", "head_dim", "changes", "message"),
+    ("policy", "head_dim", "message"),
     [
-        (policy_of(FP16, form_of("q4_0")), 64, {"flash_attn": False}, r"^backend\.flash_attn=false: .*kv\.value\.dtype=q4_0"),
-        (policy_of(form_of("q8_0"), FP16), 80, {}, r"^kv\.key\.dtype=q8_0: its blocks of 32 channels .* head_dim 80"),
-        (policy_of(Format(dtype="bf16"), FP16), 64, {}, r"^kv=mine: .*bf16 none keys have no equal there.*q8_0"),
-        (policy_of(FP16, FP16, sink_tokens=4), 64, {}, r"^kv=mine: .*4 sink and 0 recent exact tokens"),
-        (policy_of(form_of("q8_0", "hadamard_64"), FP16), 128, {}, r"^kv\.key\.rotation=hadamard_64: .*blocks of 128 here"),
-        (policy_of(form_of("q8_0", "hadamard"), FP16), 32, {}, r"^kv\.key\.rotation=hadamard: .*heads of a multiple of 64"),
+        (policy_of(form_of("q8_0"), FP16), 80, r"^kv\.key\.dtype=q8_0: its blocks of 32 channels .* head_dim 80"),
+        (policy_of(Format(dtype="bf16"), FP16), 64, r"^kv=mine: .*bf16 none keys have no equal there.*q8_0"),
+        (policy_of(FP16, FP16, sink_tokens=4), 64, r"^kv=mine: .*4 sink and 0 recent exact tokens"),
+        (policy_of(form_of("q8_0", "hadamard_64"), FP16), 128, r"^kv\.key\.rotation=hadamard_64: .*blocks of 128 here"),
+        (policy_of(form_of("q8_0", "hadamard"), FP16), 32, r"^kv\.key\.rotation=hadamard: .*heads of a multiple of 64"),
         (
             policy_of(form_of("q8_0", "hadamard"), form_of("q8_0")),
             64,
-            {},
             r"set kv\.key\.rotation=none kv\.value",
         ),
     ],
 )
-def test_what_llama_cpps_cache_cannot_hold_is_refused(
-    policy: KVPolicy, head_dim: int, changes: dict[str, Any], message: str
-) -> None:
+def test_what_llama_cpps_cache_cannot_hold_is_refused(policy: KVPolicy, head_dim: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        cache_types(policy, config_of("llamacpp", None, **changes), head_dim)
+        cache_types(policy, head_dim)
 
 
 @pytest.mark.parametrize(("head_dim", "key"), [(64, "hadamard"), (64, "hadamard_64"), (128, "hadamard"), (192, "hadamard_64")])
@@ -56,7 +51,7 @@ def test_its_own_rotation_is_taken(head_dim: int, key: str) -> None:
     policy = policy_of(form_of("q8_0", key), form_of("q4_0", "hadamard_64"))
     assert rotates(policy, head_dim)
     assert not rotates(policy_of(form_of("q8_0"), FP16), head_dim)
-    assert list(cache_types(policy, config_of("llamacpp", None), head_dim).values()) == ["q8_0", "q4_0"]
+    assert list(cache_types(policy, head_dim).values()) == ["q8_0", "q4_0"]
 
 
 @pytest.mark.parametrize("python", ["null", "/no/such/python"])

@@ -73,14 +73,6 @@ def test_every_type_is_the_reference_but_for_rounding(
     check(make_engine(tiny_checkpoint, tmp_path / "bundle", policy_of(form, form), llamacpp_python), tiny_checkpoint, texts)
 
 
-def test_values_of_16_bits_need_no_flash_attention(
-    tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
-) -> None:
-    policy = policy_of(form_of("q4_0", "hadamard"), Format(dtype="fp16"))
-    engine = make_engine(tiny_checkpoint, tmp_path / "bundle", policy, llamacpp_python, flash_attn=False)
-    check(engine, tiny_checkpoint, texts)
-
-
 def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
     five = [*texts, *texts, texts[0]]  # more sequences than fit into memory at once
     assert_batches_steps_and_answers_agree(q8_q4, five, 1e-4)

@@ -206,7 +206,7 @@ def test_a_key_of_another_backend_is_refused_with_the_backends_that_have_it() ->
     [
         (["kv.eviction.window_tokens=128"], "kv.eviction={window_tokens: 128}"),
         (["kv.eviction.window_tokens=128", "kv.eviction.sink_tokens=64"], "kv.eviction={window_tokens: 128, sink_tokens: 64}"),
-        (["workloads.speculation.ngram=3"], "workloads.speculation={ngram: 3}"),
+        (["workloads.speculation.draft=DIR"], "workloads.speculation={draft: DIR}"),
     ],
 )
 def test_a_key_below_null_is_refused_with_what_to_write(overrides: list[str], whole: str) -> None:

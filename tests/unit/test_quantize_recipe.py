@@ -7,12 +7,12 @@ import torch
 from onnx_fixtures import BF16, FP8, FP16, fmt
 
 from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side, Window
 from stages.quantize.calibration import tokenize
 from stages.quantize.recipe import check_enabled
-from stages.quantize.run import resolve_device
+from stages.quantize.run import calibration_device
 from stages.quantize.scales import Extremes, Measured, static_scales
 
 SMALL = KVShape(layers=2, kv_heads=2, head_dim=16)
@@ -105,13 +105,7 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
         tokenize(Words(), ["four"], 8, 4)
 
 
-@pytest.mark.parametrize(("device", "found", "means"), [("auto", False, "cpu"), ("cpu", True, "cpu"), ("auto", True, "cuda")])
-def test_auto_is_a_gpu_where_there_is_one(device: str, found: bool, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("found", "means"), [(False, "cpu"), (True, "cuda")])
+def test_models_are_calibrated_on_a_gpu_if_there_is_one(found: bool, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
-    assert resolve_device(device).type == means
-
-
-def test_a_gpu_that_is_missing_is_said_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MissingRequirement, match=r"no NVIDIA GPU here; set quantize\.device=auto"):
-        resolve_device("cuda")
+    assert calibration_device().type == means

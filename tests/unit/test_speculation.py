@@ -11,7 +11,6 @@ import torch
 from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, FakeEngine, fake_engine
 from gate_reports import GATES, prose, verdict
-from pydantic import ValidationError
 from test_evaluate_measure import SAMPLES
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -101,7 +100,7 @@ def test_drafts_end_where_the_draft_has_no_embedding_for_what_was_said(monkeypat
 
 
 def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Path) -> None:
-    settings = brief_workloads(speculation={"lookup_tokens": 10})
+    settings = brief_workloads(speculation={})
     before, after = tmp_path / "before", tmp_path / "after"
     measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
     evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, before, after, config=settings)
@@ -186,9 +185,3 @@ def test_drafters_that_met_no_answers_are_said_to_be_unmeasured() -> None:
     result = verdict(prose(64), drafters=["lookup", "draft"])
     assert [line.status for line in acceptance_lines(result)] == ["WARNING", "WARNING"]
     assert "was not measured: no sample has an answer" in result.warnings[0]
-
-
-def test_nothing_to_draft_with_is_refused() -> None:
-    with pytest.raises(ValidationError, match="lookup_tokens=0 without a draft measures nothing"):
-        SpeculationConfig(lookup_tokens=0)
-    assert SpeculationConfig(lookup_tokens=0, draft="x").drafters == ["draft"]

@@ -43,7 +43,7 @@ def test_an_undecided_verdict_says_how_many_questions_would_decide_and_details_a
     judged = judged_candidate(tmp_path, "fp8", metrics={"quality/samples": 8}).model_copy(update=decided)
     said = {}
     for verbose in (False, True):
-        console.configure("human", verbose=verbose)
+        console.configure("verbose" if verbose else "human")
         print_verdict(judged)
         said[verbose] = capsys.readouterr().out
     console.close()

@@ -28,7 +28,7 @@ class LlamaCppBackend(InterpreterBackend):
         """Refuse policies that llama.cpp's cache does not support, a model other than a GGUF, and a missing interpreter."""
         if not job.builds:
             return
-        types = cache_types(job.policy, self.config, job.checkpoint.shape.head_dim)
+        types = cache_types(job.policy, job.checkpoint.shape.head_dim)
         path = job.checkpoint.path
         if path.is_dir():
             raise UserError(

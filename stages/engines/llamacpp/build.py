@@ -33,8 +33,8 @@ def build_bundle(
     interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     progress("build", 0, 2)
     link_or_copy(gguf, out / GGUF)
-    types = cache_types(policy, config, info.shape.head_dim)
-    keys = ("flash_attn", "n_ctx", "n_seq_max", "n_batch")
+    types = cache_types(policy, info.shape.head_dim)
+    keys = ("n_ctx", "n_seq_max", "n_batch")
     bundle: dict[str, Any] = {
         "arguments": config.model_dump(include=set(keys)),
         "types": {str(side): name for side, name in types.items()},
@@ -70,4 +70,4 @@ def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -
     chosen = f"--cache-type-k {types[Side.KEY]} --cache-type-v {types[Side.VALUE]}"
     limits = f"--ctx-size {config.n_ctx * config.n_seq_max} --parallel {config.n_seq_max} --batch-size {config.n_batch}"
     variable = "" if rotated else "LLAMA_ATTN_ROT_DISABLE=1 "
-    return f"{variable}llama-server --model {GGUF} {chosen} --flash-attn {'on' if config.flash_attn else 'off'} {limits}\n"
+    return f"{variable}llama-server --model {GGUF} {chosen} --flash-attn on {limits}\n"

@@ -16,8 +16,6 @@ class LlamaCppConfig(InterpreterConfig):
     finer = ("llamacpp_q8k_q4v", "llamacpp_q8_0")
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     """CPU threads of the engine; null uses all cores available to this process."""
-    flash_attn: bool
-    """Whether flash attention is used. llama.cpp quantizes values only if it is."""
     n_ctx: Annotated[int, Field(ge=PAGE_TOKENS)]
     """Maximum tokens per sequence, including prompt and answer. Memory is reserved for n_seq_max such sequences."""
     n_seq_max: Annotated[int, Field(ge=1, le=256)]

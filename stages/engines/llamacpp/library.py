@@ -12,7 +12,6 @@ from stages.engines.interpreter import protocol
 from stages.engines.interpreter.bundle import cannot_hold
 from stages.engines.interpreter.process import Program
 from stages.engines.llamacpp import worker
-from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.table import CODES
 
@@ -50,7 +49,7 @@ PROGRAM = Program(
 )
 
 
-def cache_types(policy: KVPolicy, config: LlamaCppConfig, head_dim: int) -> dict[Side, str]:
+def cache_types(policy: KVPolicy, head_dim: int) -> dict[Side, str]:
     """Return llama.cpp's types of keys and values for a policy. Raises UserError if llama.cpp does not support the policy."""
     reason = beyond_one_format(policy.model_copy(update={"value": policy.key}))
     forms = {Side.KEY: policy.key, Side.VALUE: policy.value}
@@ -67,11 +66,6 @@ def cache_types(policy: KVPolicy, config: LlamaCppConfig, head_dim: int) -> dict
                 f"kv.{side}.dtype={form.dtype}: its blocks of {form.code.dynamic_group} channels do not divide the model's "
                 f"head_dim {head_dim}; choose kv=fp16"
             )
-    if policy.value.code.dynamic_group and not config.flash_attn:
-        raise UserError(
-            f"backend.flash_attn=false: llama.cpp quantizes values with flash attention alone, and kv.value.dtype="
-            f"{policy.value.dtype}; set true, or kv.value to fp16"
-        )
     rotates(policy, head_dim)
     return {side: str(name) for side, name in types.items()}
 

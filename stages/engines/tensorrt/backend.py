@@ -46,9 +46,9 @@ class PlanBackend(Backend):
         return Source(bundle.path, bundle.digest)
 
     def run_parts(self) -> dict[str, object]:
-        """Return everything that running a plan depends on: the library, its version, and whether CUDA graphs are used."""
+        """Return everything that running a plan depends on: the library and its version."""
         versions = {self.library: load(self.library).version}
-        return {"library": self.library, "cuda_graphs": self.config.cuda_graphs, "versions": versions}
+        return {"library": self.library, "versions": versions}
 
     def run_libraries(self) -> tuple[str, ...]:
         """Return torch, which holds the pool and captures CUDA graphs."""
@@ -57,7 +57,7 @@ class PlanBackend(Backend):
     def load(self, bundle: Path) -> Engine:
         from stages.engines.tensorrt.engine import load_engine
 
-        return load_engine(bundle, library=self.library, cuda_graphs=self.config.cuda_graphs)
+        return load_engine(bundle, library=self.library)
 
     def describe(self, bundle: Path) -> list[str]:
         """Return one line with the sizes of the plans."""

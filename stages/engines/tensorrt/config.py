@@ -18,8 +18,6 @@ class PlanConfig(GraphConfig):
     """Maximum sequences of a decode step."""
     max_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
     """Maximum tokens of one sequence. Loading the engine allocates a pool for max_batch sequences of this length."""
-    cuda_graphs: bool
-    """Whether decode steps are captured once per shape and replayed."""
 
 
 class TensorRTConfig(PlanConfig):

@@ -25,7 +25,7 @@ from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
 
-def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
+def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool = True) -> "PlanEngine":
     """Load a bundle that build_bundle wrote."""
     described, policy, scales = open_bundle(bundle, PlanRecord, library)
     trt = load(library)

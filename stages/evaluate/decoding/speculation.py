@@ -35,7 +35,7 @@ from stages.evaluate.decoding.rows import Answer
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import FP16_POLICY
 from stages.verdict.coverage import Speculated
-from stages.workloads.config import SpeculationConfig
+from stages.workloads.config import DRAFT_TOKENS, LOOKUP_NGRAM, LOOKUP_TOKENS, SpeculationConfig
 
 Drafter = Callable[[Sequence[int], Sequence[int]], int]
 """(prompt, answer of the target) -> number of target passes that produce the answer."""
@@ -156,14 +156,14 @@ def speculated_by(
     """
     pairs = zip(answers, encoded, strict=True)
     asked = [(item.prompt, greedy.said(answer.tokens, item)) for answer, item in pairs if answer is not None]
-    if config is None or not config.lookup_tokens or not asked or not isinstance(engine, SupportsDrafting):
+    if config is None or not asked or not isinstance(engine, SupportsDrafting):
         return None
-    seen = engine.drafting([(prompt, len(said)) for prompt, said in asked], config.lookup_tokens, config.ngram)
+    seen = engine.drafting([(prompt, len(said)) for prompt, said in asked], LOOKUP_TOKENS, LOOKUP_NGRAM)
     counted = 0
     for (prompt, _), answer in zip(asked, seen.answers, strict=True):
         counted += 1
         if len(answer) > 1:
-            counted += lookup_passes([*prompt, answer[0]], answer[1:], config.lookup_tokens, config.ngram)
+            counted += lookup_passes([*prompt, answer[0]], answer[1:], LOOKUP_TOKENS, LOOKUP_NGRAM)
     return Speculated(
         requests=len(asked),
         same=sum(answer == list(said) for answer, (_, said) in zip(seen.answers, asked, strict=True)),
@@ -178,10 +178,8 @@ def speculated_by(
 
 def _drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     """Return the functions that count passes, by drafter name."""
-    drafters: dict[str, Drafter] = {}
-    if config.lookup_tokens:
-        drafters["lookup"] = lambda prompt, said: lookup_passes(prompt, said, config.lookup_tokens, config.ngram)
+    drafters: dict[str, Drafter] = {"lookup": lambda prompt, said: lookup_passes(prompt, said, LOOKUP_TOKENS, LOOKUP_NGRAM)}
     if config.draft is not None:
         draft = Draft(config.draft)
-        drafters["draft"] = lambda prompt, said: draft_passes(draft.greedy(prompt, said), said, config.draft_tokens)
+        drafters["draft"] = lambda prompt, said: draft_passes(draft.greedy(prompt, said), said, DRAFT_TOKENS)
     return drafters

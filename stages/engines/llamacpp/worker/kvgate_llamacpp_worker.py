@@ -122,7 +122,7 @@ class LlamaCppModel:
         settings.n_outputs_max = settings.n_outputs_max_per_seq = self.batch
         settings.n_threads = settings.n_threads_batch = threads or len(os.sched_getaffinity(0))
         settings.type_k, settings.type_v = (getattr(llama_cpp, f"GGML_TYPE_{types[side].upper()}") for side in ("key", "value"))
-        settings.flash_attn_type = int(context["flash_attn"])
+        settings.flash_attn_type = 1  # llama.cpp quantizes values only with flash attention
         settings.offload_kqv = settings.op_offload = settings.kv_unified = False
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         self._require(self.context)
