@@ -22,6 +22,7 @@ from pipeline.store.store import Store
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.inputs.tokens import read_encoded
+from stages.policies.policy import FP16_POLICY
 from stages.verdict.gate import GateInput
 from stages.verdict.gates import Gates
 from stages.verdict.gates.answers import accuracy
@@ -69,7 +70,8 @@ def measure(workdir: Path) -> dict[str, Any]:
     right: dict[str, list[list[int]]] = {}
     for config in plan([*command, "workloads.rounds=[1.0]", "workloads.conformance_samples=0"], multirun=True).jobs:
         chain = Chain(config, Store(config.work / "artifacts"))
-        baseline, candidate = (read_round(one.path) for one in (chain.baseline(), chain.round(config.kv, 1)))
+        answers = chain.round(FP16_POLICY, 1)
+        baseline, candidate = (read_round(one.path) for one in (answers, chain.round(config.kv, 1, answers)))
         asked = baseline.scored(read_encoded(chain.encoded_samples.path).items)
         rows = make_rows(
             asked,

@@ -8,13 +8,16 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pipeline import __version__
 from pipeline.cli import console
 from pipeline.config import CONF
 from stages.core.errors import INTERRUPTED, UserError, exit_code
 from stages.core.redaction import open_closed, redact_output
+
+if TYPE_CHECKING:
+    from pipeline.config.compose import Plan
 
 
 def _refuse_argument(message: str) -> NoReturn:
@@ -63,7 +66,8 @@ def _by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
     return 0
 
 
-def _dispatch(argv: Sequence[str]) -> int:
+def _planned(argv: Sequence[str]) -> "Plan | int":
+    """Return the checked jobs of a command line, or the exit code of an option or a dry run, which starts no job."""
     from hydra._internal.utils import get_args_parser
 
     parser = get_args_parser()
@@ -93,12 +97,11 @@ def _dispatch(argv: Sequence[str]) -> int:
 
     with console.doing("checking the inputs"):
         check_inputs(*planned.jobs)
-    from pipeline.chain.sweeps import run_command
     from pipeline.cli import commands
 
     folder = ["--config-dir", str(arguments.config_dir)] if arguments.config_dir else []
     commands.remember([*folder, *arguments.overrides])
-    return run_command(planned)
+    return planned
 
 
 def main() -> int:
@@ -117,7 +120,18 @@ def main() -> int:
         return 0
     console.speak(_asked_mode(argv))
     try:
-        return _dispatch(argv)
+        planned = _planned(argv)
+        if isinstance(planned, int):
+            return planned
+        from pipeline.chain.runner import run
+        from pipeline.chain.sweeps import sweep
+        from pipeline.registry.summary import new_sweep
+
+        if planned.sweeping:
+            return sweep(planned, new_sweep())
+        (config,), (name,) = planned.jobs, planned.names
+        run(config, new_sweep(), console.RunningJob(config.stage, name))
+        return 0
     except Exception as error:
         console.ended_by(error)
         return exit_code(error)

@@ -264,26 +264,19 @@ class BuildChain:
         """Return the artifact of `recipe`, and show its progress on the console.
 
         An artifact is verified once per job, because verification reads every byte. `policy` and `note` complete its title on
-        the console. `Store.get` explains `resumable`.
+        the console. `Store.making` explains `resumable`.
         """
         known = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if known is not None:
             return known
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
-        artifact = self._get(recipe, fill, title, resumable)
-        self.finished.append((title, artifact))
-        return artifact
-
-    def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:
-        if not self.store.makes:
-            return self.store.get(recipe, lambda _: None)
-        with console.progress(title) as progress:
-
-            def fill_with_progress(out: Path) -> None:
-                fill(out, progress)
+        with console.progress(title) as progress, self.store.making(recipe, resumable=resumable) as entry:
+            if entry.artifact is None:
+                fill(entry.scratch, progress)
                 self._check_given()
                 give_back()
-
-            artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
-        console.step(title, artifact.path, None if artifact.reused else artifact.seconds)
+        artifact = entry.made
+        self.finished.append((title, artifact))
+        if self.store.makes:
+            console.step(title, artifact.path, None if artifact.reused else artifact.seconds)
         return artifact

@@ -6,6 +6,7 @@ stand-in has made-up digests that depend only on its recipe: the second job of a
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from pipeline.loading import open_backend, required_libraries
 from pipeline.registry.promotion import PASS
 from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
-from pipeline.store.store import Store
+from pipeline.store.store import Entry, Store
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.shapes import read_model
 from stages.core.artifact import Artifact, Recipe
@@ -61,7 +62,7 @@ class StandIn(Artifact):
 
 
 class DryStore(Store):
-    """A store that makes nothing: `get` returns an artifact that exists and is intact, else a stand-in."""
+    """A store that makes nothing: an artifact that exists and is intact is found, any other has a stand-in."""
 
     makes = False
 
@@ -72,13 +73,13 @@ class DryStore(Store):
         self.maker: dict[str, int] = {}
         """Key of a stand-in -> number of the first job that needs it."""
 
-    def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:  # noqa: ARG002
-        found = self.verified(recipe)
-        if found is not None:
-            return found
-        self.maker.setdefault(recipe.key, self.job)
-        path, key = self.path(recipe), recipe.key
-        return StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
+    @contextmanager
+    def making(self, recipe: Recipe, *, resumable: bool = False) -> Iterator[Entry]:  # noqa: ARG002
+        path, key, found = self.path(recipe), recipe.key, self.verified(recipe)
+        if found is None:
+            self.maker.setdefault(key, self.job)
+            found = StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
+        yield Entry(found, path)
 
 
 @dataclass
@@ -142,7 +143,11 @@ def foretell(planned: Plan) -> int:
 
 def _walk(chain: Chain, label: str, verdicts: dict[str, Verdict]) -> None:
     """Walk a chain through all artifacts of its stage, and record the verdict if it is already known."""
-    last = chain.made()
+    stage, policy = chain.config.stage, chain.config.kv
+    if stage == "tune":
+        last = chain.tuned()
+    else:
+        last = {"quantize": chain.exports, "build": chain.bundle}.get(stage, chain.evaluation)(policy)
     if chain.config.stage in JUDGING and last.exists:
         report = load_report(last.path)
         verdicts[label] = decide(report, load_rows(last.path), chain.config.gates)

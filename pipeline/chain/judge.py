@@ -39,16 +39,6 @@ class Chain(BuildChain):
     _opened: "_Opened | None" = field(default=None, init=False)
     """The engine that was used last, kept loaded."""
 
-    def made(self) -> Artifact:
-        """Return the last artifact of the configured stage. A verdict's identity is made separately.
-
-        A command, each job of a sweep and a dry run all walk the chain by calling this method.
-        """
-        stage, policy = self.config.stage, self.config.kv
-        if stage == "tune":
-            return self.tuned()
-        return {"quantize": self.exports, "build": self.bundle}.get(stage, self.evaluation)(policy)
-
     def reference(self, policy: KVPolicy) -> Artifact:
         """Return the reference engine's bundle under `policy`, from the same weights and scales as the engine."""
         return self.bundle(policy, self.reference_config)
@@ -74,15 +64,11 @@ class Chain(BuildChain):
 
         return self.make(self._recipe("encode", "inputs.tokens", {"baseline": bundle}), fill)
 
-    def baseline(self, number: int = 1) -> Artifact:
-        """Return the FP16-KV engine's answers and distributions on a round's samples. It has the same backend and weights."""
-        return self._round("baseline", FP16_POLICY, number)
+    def round(self, policy: KVPolicy, number: int, baseline: Artifact | None = None) -> Artifact:
+        """Return the measurements of `policy`'s engine on a round's samples.
 
-    def round(self, policy: KVPolicy, number: int) -> Artifact:
-        """Return the comparison of `policy`'s engine with the baseline on a round's samples."""
-        return self._round("round", policy, number, self.baseline(number))
-
-    def _round(self, stage: str, policy: KVPolicy, number: int, baseline: Artifact | None = None) -> Artifact:
+        `baseline` is the baseline's artifact of the same round, to compare with; None measures the baseline itself.
+        """
         inputs = self._asked(policy, baseline)
 
         def fill(out: Path, progress: Progress) -> None:
@@ -103,7 +89,7 @@ class Chain(BuildChain):
                 allow_scale_changes=self.config.gates.allow_scale_changes,
             )
 
-        recipe = self._recipe(stage, "measure", inputs, round=number)
+        recipe = self._recipe("baseline" if baseline is None else "round", "measure", inputs, round=number)
         return self.make(recipe, fill, policy, f" {number}/{self._rounds}", resumable=True)
 
     def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
@@ -154,19 +140,19 @@ class Chain(BuildChain):
         made = {"baseline": self.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self._note_length()
-        answers = made[answers_input(1)] = self.baseline(1)
+        answers = made[answers_input(1)] = self.round(FP16_POLICY, 1)
         if answers.exists:
             self._require_able(answers)
         made["baseline_once"] = self.once(FP16_POLICY, answers)
         made["engine"] = self.bundle(policy)
-        candidate = made[round_input(1)] = self.round(policy, 1)
+        candidate = made[round_input(1)] = self.round(policy, 1, answers)
         made["once"] = self.once(policy, candidate, answers)
         for number in range(2, self._rounds + 1):
             # A dry run cannot decide on rounds that are still to be run, so it expects every further round.
             if all(artifact.exists for artifact in made.values()) and self._is_decided(made):
                 break
-            made[answers_input(number)] = self.baseline(number)
-            made[round_input(number)] = self.round(policy, number)
+            answers = made[answers_input(number)] = self.round(FP16_POLICY, number)
+            made[round_input(number)] = self.round(policy, number, answers)
         self._opened = None
 
         def fill(out: Path, _: Progress) -> None:
@@ -218,7 +204,7 @@ class Chain(BuildChain):
             "quantized": self.quantized(policy),
             "engine": engine,
             "baseline": self.bundle(FP16_POLICY),
-            "answers": self.baseline(),
+            "answers": self.round(FP16_POLICY, 1),
             "evaluation": evaluation,
         }
         links = [Link.of(title, artifact) for title, artifact in self.finished]

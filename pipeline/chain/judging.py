@@ -18,7 +18,7 @@ from stages.verdict.tracked import flat_metrics
 
 
 def quantize(run: Run) -> None:
-    exports = run.chain.made()
+    exports = run.chain.exports(run.config.kv)
     checkpoint = exports.path / "checkpoint"
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
@@ -27,7 +27,7 @@ def quantize(run: Run) -> None:
 
 
 def build(run: Run) -> None:
-    bundle = run.chain.made()
+    bundle = run.chain.bundle(run.config.kv)
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
@@ -47,7 +47,7 @@ def evaluate(run: Run) -> None:
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
-        evaluation = chain.made()
+        evaluation = chain.evaluation(config.kv)
         engine, baseline = chain.bundle(config.kv), chain.bundle(FP16_POLICY)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):

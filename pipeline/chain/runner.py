@@ -15,7 +15,7 @@ from pipeline.chain.inputs import UNRECORDED
 from pipeline.chain.job import Run
 from pipeline.chain.planning import recommend_policy, show_capacity
 from pipeline.chain.tuning import tune
-from pipeline.cli import commands, console
+from pipeline.cli import commands, console, next_steps
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.prune import prune
 from pipeline.cli.status import show_status
@@ -23,7 +23,7 @@ from pipeline.config.config import JUDGING, MAKING, PLANNING, Config
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.store.store import used
-from stages.core.errors import DEFECT, INTERRUPTED, exit_code
+from stages.core.errors import DEFECT, INTERRUPTED, CannotBeJudged, exit_code
 from stages.core.files import store_of
 
 STAGES: dict[str, Callable[[Run], None]] = {
@@ -68,6 +68,8 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
         code = 0
     except Exception as error:
         code = exit_code(error)
+        if isinstance(error, CannotBeJudged) and not sweeping:
+            next_steps.show(next_steps.after_weak(config, error.weak, error.able, commands.typed()))
         raise
     except (KeyboardInterrupt, SystemExit):
         code = INTERRUPTED

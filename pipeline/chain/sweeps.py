@@ -19,7 +19,6 @@ from pipeline.config.launchers import BASIC, LOGS
 from pipeline.config.workers import SLURM, end_workers, explained, finish, start
 from pipeline.registry import summary
 from pipeline.registry.promotion import PASS
-from pipeline.registry.summary import new_sweep
 from stages.core.errors import (
     EXIT_CODES,
     INTERRUPTED,
@@ -67,16 +66,14 @@ class Task:
         return _attempt(config, self.sweep, job)
 
 
-def _attempt(config: Config, sweep: str, job: console.RunningJob, *, sweeping: bool = True) -> Ended:
-    """Run a job and return how it ended. An error does not stop a sweep."""
+def _attempt(config: Config, sweep: str, job: console.RunningJob) -> Ended:
+    """Run a job of a sweep and return how it ended. An error does not stop a sweep."""
     try:
-        run(config, sweep, job, sweeping=sweeping)
+        run(config, sweep, job, sweeping=True)
     except Exception as error:
         step = None
         if isinstance(error, CannotBeJudged):
-            step = next_steps.after_weak(config, error.weak, error.able, commands.typed(), sweep=sweeping)
-            if not sweeping:
-                next_steps.show(step)
+            step = next_steps.after_weak(config, error.weak, error.able, commands.typed(), sweep=True)
         console.ended_by(error)
         return Ended(exit_code(error), redact_text(describe(error)), step)
     finally:
@@ -84,12 +81,10 @@ def _attempt(config: Config, sweep: str, job: console.RunningJob, *, sweeping: b
     return Ended(0)
 
 
-def run_command(planned: Plan) -> int:
-    if planned.sweeping:
-        with holding(planned.jobs[0]):  # held between jobs too
-            return _sweep(planned, new_sweep())
-    config, name = planned.jobs[0], planned.names[0]
-    return _attempt(config, new_sweep(), console.RunningJob(config.stage, name), sweeping=False).code
+def sweep(planned: Plan, name: str) -> int:
+    """Run a sweep's jobs and return its exit code. `name` is the sweep's id."""
+    with holding(planned.jobs[0]):  # held between jobs too
+        return _sweep(planned, name)
 
 
 def _sweep(planned: Plan, sweep: str) -> int:

@@ -18,7 +18,7 @@ FOLDER = "tuned"
 
 def tune(chain: Chain) -> None:
     """Search for policies, store the tuned ones for later commands, and print the front."""
-    artifact, shape = chain.made(), chain.shape
+    artifact, shape = chain.tuned(), chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = chain.config.work / FOLDER
     _leave(report, artifact.path, folder)

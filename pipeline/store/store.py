@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from socket import gethostname
@@ -45,9 +46,23 @@ RESUMABLE_S = 30 * 24 * 3600.0
 """Seconds without a write before an unfinished artifact counts as abandoned."""
 
 
+@dataclass
+class Entry:
+    """An artifact that exists, or the directory that it is made in."""
+
+    artifact: Artifact | None
+    """None until it is made."""
+    scratch: Path
+
+    @property
+    def made(self) -> Artifact:
+        assert self.artifact is not None, f"{self.scratch} changed while it was being sealed"
+        return self.artifact
+
+
 class Store:
     makes: ClassVar[bool] = True
-    """Whether `get` makes missing artifacts: False for a dry run."""
+    """Whether missing artifacts are made: False for a dry run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -57,11 +72,18 @@ class Store:
         return self.root / recipe.place(recipe.stage, recipe.key)
 
     def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
-        """Return the artifact of `recipe`: verified and reused if it exists, else made.
+        """Return the artifact of `recipe`: verified and reused if it exists, else made by `fill`, as the block of `making`."""
+        with self.making(recipe, resumable=resumable) as entry:
+            if entry.artifact is None:
+                fill(entry.scratch)
+        return entry.made
 
-        `fill` fills an empty directory. If it raises, the directory is removed. With `resumable` the directory is kept, and the
-        next `fill` may find files of an earlier attempt: it must trust only files that it can check, and remove files that do
-        not belong to the artifact.
+    @contextmanager
+    def making(self, recipe: Recipe, *, resumable: bool = False) -> "Iterator[Entry]":
+        """Hold the lock of an artifact while the block runs. If the artifact is missing, the block fills an empty directory.
+
+        If the block raises, the directory is removed. With `resumable` the directory is kept, and the next block may find files
+        of an earlier attempt: it must trust only files that it can check, and remove files that do not belong to the artifact.
         """
         self._prepare()
         target = self.path(recipe)
@@ -69,15 +91,17 @@ class Store:
         with locked(lock_of(target), f"the artifact {recipe.place(recipe.stage, recipe.key)}"):
             existing = self.verified(recipe)
             if existing is not None:
-                return existing
+                yield Entry(existing, existing.path)
+                return
             started = time.monotonic()
             if resumable:
                 scratch = self.root / PARTIAL / recipe.stage / recipe.key
                 scratch.mkdir(parents=True, exist_ok=True)
             else:
                 scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+            entry = Entry(None, scratch)
             try:
-                fill(scratch)
+                yield entry
                 self._seal(scratch, recipe, time.monotonic() - started)
                 if target.exists():  # it failed its verification
                     shutil.rmtree(target)
@@ -85,9 +109,7 @@ class Store:
             finally:
                 if not resumable:
                     shutil.rmtree(scratch, ignore_errors=True)
-        artifact = self.verified(recipe, reused=False)
-        assert artifact is not None, f"{target} changed while it was being sealed"
-        return artifact
+        entry.artifact = self.verified(recipe, reused=False)
 
     def _prepare(self) -> None:
         """Make the store or check its version, and remove leftovers of dead processes; once per `Store`."""

@@ -46,7 +46,7 @@ def test_a_sweep_may_name_its_policies_by_a_pattern(run: Callable[[list[str]], O
 def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
     stopped = (
         "import os, signal; import pipeline.__main__ as command; "
-        "command._dispatch = lambda _: os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(command.main())"
+        "command._planned = lambda _: os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(command.main())"
     )
     process = subprocess.run([sys.executable, "-c", stopped], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 130

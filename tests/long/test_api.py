@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlflow
 import pytest
@@ -28,7 +29,6 @@ from pipeline.api import (
     evaluate,
     load,
 )
-from pipeline.cli import console
 from pipeline.config.override_syntax import written
 from pipeline.registry import summary
 
@@ -59,10 +59,8 @@ def arguments(values: dict[str, Any]) -> list[str]:
 
 def run_command(*overrides: str) -> int:
     """Run the command line in this process."""
-    try:
-        return command._dispatch(list(overrides))
-    finally:
-        console.close()
+    with patch.object(sys, "argv", ["kvgate", *overrides]):
+        return command.main()
 
 
 @pytest.fixture(scope="module")

@@ -39,17 +39,18 @@ def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
 
 def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
     """Run the jobs; return the requested artifacts as (job number, title, whether it was reused)."""
-    found = []
-    get = Chain._get
+    found: list[tuple[int, str, bool]] = []
+    make = Chain.make
     for number, config in enumerate(jobs.jobs, start=1):
 
-        def noted(self: Chain, recipe: Any, fill: Any, title: str, resumable: bool, number: int = number) -> Any:
-            artifact = get(self, recipe, fill, title, resumable)
-            found.append((number, title, artifact.reused))
+        def noted(self: Chain, *arguments: Any, number: int = number, **options: Any) -> Any:
+            known = len(self.finished)
+            artifact = make(self, *arguments, **options)
+            found.extend((number, title, made.reused) for title, made in self.finished[known:])
             return artifact
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Chain, "_get", noted)
+            patch.setattr(Chain, "make", noted)
             run(config, "20260101-000000-1-a", sweeping=jobs.sweeping)
     return found
 

@@ -42,7 +42,7 @@ def decode(
     one_pass: bool = True,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[DecodeStep | Finished]:
-    """Yield the logits that predict each reference token, and each sample when it has finished.
+    """Return an iterator over the logits that predict each reference token, and each sample when it has finished.
 
     Args:
         engine: The engine to drive. It holds none of the sequences afterwards.
@@ -60,11 +60,10 @@ def decode(
     if one_pass and isinstance(engine, SupportsRequests | SupportsForced):
         events = _whole_samples(engine, encoded, indices, batch_size, after_prefill, stopping)
     elif _has_room(engine, batch_size):
-        yield from SharingBatch(engine, encoded, batch_size, greedy, after_prefill, stopping).run(indices)
-        return
+        return SharingBatch(engine, encoded, batch_size, greedy, after_prefill, stopping).run(indices)
     else:
         events = Batch(engine, encoded, batch_size, None, after_prefill, stopping).run(indices)
-    yield from events if greedy is None else _then_answers(events, engine, encoded, batch_size, greedy)
+    return events if greedy is None else _then_answers(events, engine, encoded, batch_size, greedy)
 
 
 def shares(engine: Engine, batch_size: int) -> bool:
