@@ -131,14 +131,21 @@ class Batch:
         """Number of live sequences per sample in flight."""
         self.traces: defaultdict[int, Exercised] = defaultdict(Exercised)
 
-    def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | Finished]:
+    def begin(self, indices: Sequence[int]) -> None:
+        """Queue the samples before the first step."""
         self.queue = deque(in_order(self.encoded, indices))
+
+    def end(self) -> None:
+        """Release what the batch holds after the last step."""
+
+    def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | Finished]:
+        self.begin(indices)
         while self.queue or self.live or self.forks:
             if self.stopping():
                 self.queue.clear()
             self._fill()
             if not self.live:
-                return
+                break
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
             for s in self.live:
                 self.traces[s.sample].step(len(self.encoded[s.sample].prompt), s.position, len(self.live))
@@ -156,6 +163,7 @@ class Batch:
                     len(self.live),
                 )
             yield from self._advance(tokens)
+        self.end()
 
     def _fill(self) -> None:
         """Admit waiting forks to the batch, then the next samples."""
@@ -227,12 +235,14 @@ class FreeBatch(Batch):
 class SharingBatch(Batch):
     """A batch that prefills a shared document once and forks a sequence when its output deviates from the reference."""
 
-    def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | Finished]:
+    def begin(self, indices: Sequence[int]) -> None:
+        super().begin(indices)
         self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)
         """Number of samples still to be admitted, by prefix."""
         self.prefixes: dict[tuple[str, tuple[int, ...]], int] = {}
         """Sequence handles of prefixes that samples still to be admitted will need."""
-        yield from super().run(indices)
+
+    def end(self) -> None:
         self.engine.release(list(self.prefixes.values()))
 
     def _prefill(self, admitted: Sequence[int]) -> list[int]:
