@@ -71,6 +71,11 @@ class RunningJob:
         """Prefix of the job's lines, `job 2 of 5 int8: `; empty if it is the only job."""
         return printable(f"{self.place[:-2]} {self.policy}: ") if self.of > 1 else ""
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """Fields of the job in a JSON line."""
+        return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.of}
+
 
 @dataclass
 class _Speech:
@@ -91,9 +96,7 @@ class _Speech:
     def write(self, fields: Mapping[str, object]) -> None:
         """Write a JSON object with the job's fields: a result to stdout, other objects to stderr."""
         first = {RESULT: fields[RESULT]} if RESULT in fields else {}
-        job = self.job
-        own = {} if job is None else {"stage": job.stage, "policy": job.policy, "job": job.number, "jobs": job.of}
-        text = line({**first, **own, **fields})
+        text = line({**first, **(self.job.fields if self.job is not None else {}), **fields})
         if self.streams is not None:
             self.streams.write(text, result=RESULT in fields)
         else:
@@ -159,7 +162,7 @@ def begin(job: RunningJob, model: str | None = None) -> None:
     """Start a job, and announce it if it works on a model."""
     end()
     if model is not None:
-        _event(logging.INFO, f"{job.place}{job.stage} {job.policy} of {model}")
+        _event(logging.INFO, f"{job.place}{job.stage} {job.policy} of {model}", **job.fields)
     _speech.job = job
 
 

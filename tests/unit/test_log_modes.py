@@ -66,6 +66,8 @@ def test_everything_else_is_an_object_on_stderr(noise: tuple[list[dict[str, Any]
     assert any("deprecated" in message for message in said)
     assert said["waiting for a lock"]["level"] == "warning"
     assert said["round fp8: look at this"]["step"] == "round fp8"
+    begun = said["job 2 of 5: evaluate fp8 of tiny"]
+    assert begun | {"stage": "evaluate", "policy": "fp8", "job": 2, "jobs": 5} == begun
     (made,) = (line for line in events if "artifact" in line)
     assert made | {"step": "round fp8", "artifact": "/somewhere", "seconds": 1.5, "reused": False, "job": 2} == made
     assert said["it failed"] | {"level": "error", "exit_code": 2, "job": 2} == said["it failed"]
