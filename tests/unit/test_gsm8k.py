@@ -144,5 +144,5 @@ def test_the_option_gsm8k_asks_problems_and_other_samples_can_stand_beside_them(
 def test_a_tokenizer_that_does_not_say_where_tokens_stand_is_refused(problems: list[Sample]) -> None:
     tokenizer = CharTokenizer()
     tokenizer._tokenizer = SimpleNamespace(is_fast=False)
-    with pytest.raises(UserError, match=r"workloads\.gsm8k: the tokenizer .* tokenizer\.json"):
+    with pytest.raises(UserError, match=r"workloads: the tokenizer .* tokenizer\.json"):
         encode(problems, tokenizer, 9)
