@@ -69,7 +69,7 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
     except Exception as error:
         code = exit_code(error)
         if isinstance(error, CannotBeJudged) and not sweeping:
-            next_steps.show(next_steps.after_weak(config, error.weak, error.able, commands.typed()))
+            next_steps.show(next_steps.after_weak(config, error.weak, error.able, commands.typed(), wrong=error.wrong))
         raise
     except (KeyboardInterrupt, SystemExit):
         code = INTERRUPTED

@@ -73,7 +73,7 @@ def _attempt(config: Config, sweep: str, job: console.RunningJob) -> Ended:
     except Exception as error:
         step = None
         if isinstance(error, CannotBeJudged):
-            step = next_steps.after_weak(config, error.weak, error.able, commands.typed(), sweep=True)
+            step = next_steps.after_weak(config, error.weak, error.able, commands.typed(), sweep=True, wrong=error.wrong)
         console.ended_by(error)
         return Ended(exit_code(error), redact_text(describe(error)), step)
     finally:

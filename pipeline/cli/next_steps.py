@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import Field
 from rich.markup import escape
 
 from pipeline.cli import console
@@ -37,11 +38,17 @@ class NextStep(StrictModel):
     why: str
     command: str | None = None
     """Shell command; null if the step is not a command."""
+    wrong: list[str] = Field(default=[])
+    """Some wrong answers of the baseline, which the step follows from."""
 
 
 def show(step: NextStep) -> None:
     """Print a suggestion."""
-    lines = ["", f"[bold]Next[/]: {escape(step.why)}{':' if step.command is not None else ''}"]
+    lines = [
+        "",
+        *(f"  {escape(line)}" for line in step.wrong),
+        f"[bold]Next[/]: {escape(step.why)}{':' if step.command is not None else ''}",
+    ]
     if step.command is not None:
         lines.append(f"  {escape(step.command)}")
     console.result("next", *lines, paste=True, **step.model_dump())
@@ -99,22 +106,36 @@ def after_judging(
 
 
 def after_weak(
-    config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False
+    config: Config,
+    weak: Sequence[str],
+    able: Sequence[str],
+    base: Sequence[str],
+    *,
+    sweep: bool = False,
+    wrong: Sequence[str] = (),
 ) -> NextStep:
     """Return the next step if the baseline fails the workloads in `weak` but can answer the workloads in `able`."""
     asked, lengths = config.workloads.samples, [name.removeprefix(LONG) for name in able if name.startswith(LONG)]
     if lengths and all(name.startswith(LONG) for name in weak):
         why = f"judge it at the lengths where the model itself answers ({', '.join(lengths)} tokens)"
-        return NextStep(why=why, command=judging(base, f"workloads.lengths=[{','.join(lengths)}]", sweep=sweep))
+        return NextStep(
+            wrong=list(wrong), why=why, command=judging(base, f"workloads.lengths=[{','.join(lengths)}]", sweep=sweep)
+        )
     if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
         without = [f"++workloads.samples.{name}=0" for name in weak]
-        return NextStep(why=f"judge it on what it can do ({', '.join(able)})", command=judging(base, *without, sweep=sweep))
+        return NextStep(
+            wrong=list(wrong),
+            why=f"judge it on what it can do ({', '.join(able)})",
+            command=judging(base, *without, sweep=sweep),
+        )
     if set(weak) <= TRAINED:
         why = "ask what language models can do, instead of what the tiny model was trained on"
-        return NextStep(why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
+        return NextStep(wrong=list(wrong), why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
     return NextStep(
-        why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE "
-        "(docs/start.md#my-questions)"
+        wrong=list(wrong),
+        why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl "
+        "workloads.jsonl=FILE. If its answers are right in other words, word the references as the model does, or use check "
+        "mention (docs/start.md#my-questions)",
     )
 
 

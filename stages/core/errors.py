@@ -17,9 +17,17 @@ class GateRefusal(Exception):
 class CannotBeJudged(GateRefusal):
     """The baseline itself fails some workloads, so that a candidate's losses on these workloads would not show."""
 
-    def __init__(self, message: str, weak: Sequence[str], able: Sequence[str]) -> None:
+    def __init__(self, message: str, weak: Sequence[str], able: Sequence[str], wrong: Sequence[str] = ()) -> None:
+        """Create the refusal.
+
+        Args:
+            message: The reason.
+            weak: Workloads that the baseline fails.
+            able: The other workloads.
+            wrong: Lines that show some wrong answers.
+        """
         super().__init__(message)
-        self.weak, self.able = weak, able
+        self.weak, self.able, self.wrong = weak, able, wrong
 
 
 class MissingRequirement(Exception):

@@ -22,7 +22,7 @@ def strata(chosen: list[Sample]) -> Counter[tuple[str, str]]:
 
 
 def test_every_workload_and_difficulty_is_divided_as_the_shares_say() -> None:
-    graded = [replace(s, difficulty=("easy", "hard")[i % 2]) for i, s in enumerate(samples(80))]
+    graded = [replace(s, difficulty=("easy", "hard")[i % 2]) for i, s in enumerate(samples(160))]
     rounds = assign_rounds(graded, SHARES)
     assert sorted(s.id for r in rounds for s in r) == sorted(s.id for s in graded)
     ran: Counter[tuple[str, str]] = Counter()
@@ -33,7 +33,7 @@ def test_every_workload_and_difficulty_is_divided_as_the_shares_say() -> None:
 
 
 def test_documents_stay_whole_and_the_order_of_samples_decides_nothing() -> None:
-    questions = [replace(s, document=f"d{i // 4}") for i, s in enumerate(samples(40))]
+    questions = [replace(s, document=f"d{i // 4}") for i, s in enumerate(samples(200))]
     rounds = assign_rounds(questions, SHARES)
     owners = [{s.cluster for s in chosen} for chosen in rounds]
     assert sum(map(len, owners)) == len({s.cluster for s in questions})
@@ -44,7 +44,8 @@ def test_documents_stay_whole_and_the_order_of_samples_decides_nothing() -> None
 
 
 def test_a_round_that_would_be_next_to_nothing_is_run_with_another() -> None:
-    rounds = assign_rounds(SAMPLES[:3], SHARES)
+    stories = samples(1)[2:5]
+    rounds = assign_rounds(stories, SHARES)
     assert [len(chosen) for chosen in rounds] == [1, 1, 1]
     assert planned_shares([1, 2, 3]) == [1 / 3, 2 / 3, 1]
     assert assign_rounds(SAMPLES, [1.0]) == [SAMPLES]
@@ -55,6 +56,18 @@ def test_a_round_that_would_be_next_to_nothing_is_run_with_another() -> None:
             divided = assign_rounds(questions, shares)
             assert min(map(len, divided)) >= LEAST_STEP * len(questions)
             assert sorted(s.id for chosen in divided for s in chosen) == sorted(s.id for s in questions)
+
+
+@pytest.mark.parametrize(("asked", "first"), [(3, 3), (15, 15), (20, 15), (60, 15), (300, 30)])
+def test_the_first_round_has_15_questions_of_each_kind_or_all_of_them(asked: int, first: int) -> None:
+    rounds = assign_rounds(samples(asked), SHARES)
+    assert abs(strata_of("find", rounds[0]) - first) <= 1
+    assert strata_of("find", rounds[0]) >= min(15, asked)
+    assert strata_of("copy", rounds[0]) >= min(15, asked)
+
+
+def strata_of(workload: str, chosen: list[Sample]) -> int:
+    return sum(sample.workload == workload for sample in chosen)
 
 
 @pytest.mark.parametrize("bad", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [1.0, 0.5]])

@@ -43,7 +43,7 @@ def test_the_jobs_of_a_sweep_are_named_in_the_order_of_the_command_line() -> Non
 
 def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object, **__: object) -> None:
-        raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"])
+        raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"], ["copy-1: asked ..."])
 
     monkeypatch.setattr(commands, "_given", [])  # as in a launcher's process
     monkeypatch.setattr(sweeps, "run", run)
@@ -53,6 +53,7 @@ def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(monkeypatch: py
     assert [str(one).partition(" -m pipeline ")[2] for one in advised] == [
         "-m kv=fp8,int8 model.path=/model ++workloads.samples.copy=0"
     ] * 2
+    assert [one.step.wrong for one in ended if one.step is not None] == [["copy-1: asked ..."]] * 2
     console.close()
 
 

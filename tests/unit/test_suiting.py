@@ -12,6 +12,7 @@ from evaluations import builtin_workloads
 from pipeline.config.compose import plan
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import CannotBeJudged
+from stages.core.records import Sample
 from stages.evaluate.decoding.rows import Answer
 from stages.evaluate.decoding.stored import Round, require_able
 from stages.evaluate.distances.distance import StepStatistics
@@ -90,5 +91,24 @@ def test_a_baseline_that_cannot_answer_is_said_with_its_numbers_and_no_candidate
         "no candidate was run"
     )
     assert (refusal.value.weak, refusal.value.able) == (["lookup"], [])
+    assert [line.partition(" ")[0] for line in refusal.value.wrong] == [item.sample.id for item in encoded[1:4]]
     require_able(*measured(1, 60, 0.03), 0.02)
     require_able(encoded, weak, 0.0)
+
+
+def test_a_wrong_answer_is_shown_cut_on_one_line_and_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Round, "scored", lambda _, encoded: list(encoded))
+    asked = Sample(
+        id="q", workload="own", reference="It is 7.", messages=(("user", "page " * 99 + "Which\nnumber? password=hunter42"),)
+    )
+    steps = StepStatistics.empty(1)
+    steps.baseline_nll[:] = 9.0
+    weak = Round(None, {"q": Answer("Seven.\x1b" + "so " * 99, Judgement(correct=False, valid=None))}, steps)  # type: ignore[arg-type]
+    with pytest.raises(CannotBeJudged) as refusal:
+        require_able([EncodedSample(asked, (1, 2), (3,))], weak, 0.02)
+    (line,) = refusal.value.wrong
+    assert line.isprintable()
+    assert "hunter42" not in line
+    assert line.startswith('q (check "exact"): asked \'...')
+    assert "Which number? password=***', expected 'It is 7.', answered 'Seven.?so so" in line
+    assert len(line) < 500

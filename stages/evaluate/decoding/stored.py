@@ -15,7 +15,9 @@ import numpy as np
 from pydantic import BaseModel, TypeAdapter
 from safetensors.numpy import load_file, save_file
 
-from stages.core.errors import CannotBeJudged
+from stages.core.errors import CannotBeJudged, short
+from stages.core.records import Sample
+from stages.core.redaction import printable, redact_text
 from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -131,7 +133,7 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
         if answer is not None:
             kind = kinds.setdefault(item.sample.workload, [])
             kind.append((answer.judgement.correct, probability(steps.baseline_nll, item)))
-    weak = {}
+    weak, wrong = {}, []
     for name, kind in sorted(kinds.items()):
         mean = fmean(chance for _, chance in kind)
         if not mean >= least:
@@ -140,4 +142,20 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
     if weak:
         these = "this kind of work" if len(weak) == 1 else "these kinds of work"
         said = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
-        raise CannotBeJudged(said, list(weak), sorted(kinds.keys() - weak))
+        for item, answer in zip(scored, measured.answers_to(scored), strict=True):
+            if answer is not None and item.sample.workload in weak and not answer.judgement.correct:
+                wrong.append(_shown(item.sample, answer.text))
+        raise CannotBeJudged(said, list(weak), sorted(kinds.keys() - weak), wrong[:SHOWN_ANSWERS])
+
+
+SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
+"""Wrong answers that a refusal shows, and characters of each text."""
+
+
+def _shown(sample: Sample, answer: str) -> str:
+    """Return a line with the end of a question, its reference and the answer, without secrets."""
+    question = sample.messages[-1][1] if sample.messages else sample.prompt
+    question, reference, said = (" ".join(redact_text(text).split()) for text in (question, sample.reference, answer))
+    asked = printable(question if len(question) <= SHOWN_CHARS else f"...{question[3 - SHOWN_CHARS :]}")
+    reference, said = short(reference, SHOWN_CHARS), short(said, SHOWN_CHARS)
+    return f'{sample.id} (check "{sample.check}"): asked {asked!r}, expected {reference!r}, answered {said!r}'

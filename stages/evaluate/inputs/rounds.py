@@ -2,11 +2,15 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from stages.core.records import Sample
 from stages.verdict.report import LEAST_STEP
+
+FIRST_ROUND = 15
+"""Minimum judged samples per workload in the first round, or all of them. Fewer do not show what the baseline can answer, and
+`gates.min_samples` asks for 15 documents anyway."""
 
 
 def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
@@ -20,8 +24,9 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
         shares: Cumulative share of the samples, by round, ascending to 1.
 
     Returns:
-        The samples by round, in their original order. A round with less than LEAST_STEP of all samples is merged with the next
-        round, or with the previous round if it is the last. Such rounds result from a few long documents.
+        The samples by round, in their original order. The first round has FIRST_ROUND judged samples of every workload, or all.
+        A round with less than LEAST_STEP of all samples is merged with the next round, or with the previous round if it is the
+        last. Such rounds result from a few long documents.
     """
     documents: dict[str, Counter[tuple[str, str]]] = {}
     for sample in samples:
@@ -42,8 +47,19 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
         rounds[name] = chosen
         for stratum, count in document.items():
             missing[chosen][stratum] -= count
-    sizes = Counter(rounds[sample.cluster] for sample in samples)
-    return [[s for s in samples if rounds[s.cluster] in numbers] for numbers in _merged(sizes, len(shares), len(samples))]
+    judged: dict[str, list[int]] = {}
+    for sample in samples:
+        if sample.check != "none":
+            judged.setdefault(sample.workload, []).append(rounds[sample.cluster])
+    first = next(number for number in range(len(shares)) if _suffices(number, judged))
+    sizes = Counter(max(first, rounds[sample.cluster]) for sample in samples)
+    groups = _merged(sizes, len(shares), len(samples))
+    return [[s for s in samples if max(first, rounds[s.cluster]) in numbers] for numbers in groups]
+
+
+def _suffices(number: int, judged: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether the rounds up to `number` have FIRST_ROUND judged samples of every workload, or all of them."""
+    return all(sum(one <= number for one in found) >= min(FIRST_ROUND, len(found)) for found in judged.values())
 
 
 def _merged(sizes: Counter[int], count: int, total: int) -> list[set[int]]:
