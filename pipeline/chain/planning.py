@@ -3,7 +3,7 @@
 Nothing is judged or promoted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,18 +19,21 @@ from pipeline.config.policies import labelled
 from pipeline.evidence.identity import IDENTITY_FILE, Identity
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay_record
+from pipeline.loading import open_backend
 from pipeline.registry import summary
 from pipeline.registry.tracking import locate
 from pipeline.store.store import Store
-from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.description import describe_checkpoint, inspect_checkpoint, read_config
+from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.shapes import read_model
 from stages.core.digest import file_digest
-from stages.core.errors import GateRefusal, UserError
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.files import write_whole
+from stages.engines.backend import Job
 from stages.planning.capacity import Capacity, measure
 from stages.planning.recommend import Judged, recommend
-from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -64,10 +67,15 @@ def recommend_policy(config: Config) -> None:
         binds, notes = _checkpoint_digests(config)
         judged = list(_find_evidence(config, binds, Path(scratch)))
     capacity = _capacity(config, [one.policy for one in judged])
-    recommendation = recommend(capacity, judged, notes)
+    with console.doing("asking the backend which policies it serves"):
+        unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
+    recommendation = recommend(capacity, judged, notes, unserved)
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments
     kept = [part for part in typed() if not part.lstrip("+~").startswith(dropped)]
-    for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, kept)):
+    for line in (
+        *tables.budget_lines(capacity)[:3],
+        *tables.recommendation_lines(recommendation, [*kept, *_questions(config)]),
+    ):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)
     console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
@@ -76,6 +84,41 @@ def recommend_policy(config: Config) -> None:
     next_steps.show(next_steps.after_recommendation(config, summary.load(config.work).candidates, name))
     if name is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
+
+
+def _unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
+    """Return the names of the policies that the backend refuses for this model; none if it refuses the 16-bit cache too."""
+    path = locate_checkpoint(config.model.path)
+    try:
+        found = inspect_gguf(path).info if path.is_file() else describe_checkpoint(path, read_config(path), (), ())
+    except UserError:  # a family whose cache can be counted but not judged
+        return set()
+
+    def refuses(policy: KVPolicy) -> bool:
+        try:
+            policy.check_shape(found.shape)
+            open_backend(config.backend).check_inputs(Job("build", policy, config.weights.format, found))
+        except UserError:
+            return True
+        except MissingRequirement:  # the policy is not at fault
+            pass
+        return False
+
+    return set() if refuses(FP16_POLICY) else {name for name, policy in policies.items() if refuses(policy)}
+
+
+LONGEST_DEFAULT = 640
+"""Maximum tokens, in whole pages, of the questions that `workloads=chat` asks."""
+
+
+def _questions(config: Config) -> list[str]:
+    """Return the arguments that ask questions as long as the use, and let the engine serve no longer sequences."""
+    longest = whole_pages(config.capacity.longest)
+    if longest <= LONGEST_DEFAULT:
+        return []
+    length = config.backend.length_key
+    limit = [] if length is None else [f"backend.{length}={longest}"]
+    return limit if config.workloads.jsonl or config.workloads.lengths else [f"workloads.lengths=[{longest}]", *limit]
 
 
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:

@@ -16,7 +16,7 @@ from pipeline.registry.promotion import PASS, Finding, PromotionMove
 from stages.core.hardware import hardware
 from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity
-from stages.planning.recommend import NO_EVIDENCE, Recommendation
+from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.planning.use import GIB
 from stages.verdict.candidate import Candidate
 
@@ -98,13 +98,13 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     return Grid(title, "what", columns, rows, remarks="found", colours=FINDING_COLOURS)
 
 
-def print_verdict(candidate: Candidate) -> None:
+def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
     """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
 
-    The details (`log=verbose`) are all other reasons, conformance and warnings.
+    A first look (`look`) has no verdict. The details (`log=verbose`) are all other reasons, conformance and warnings.
     """
     passed = candidate.verdict == PASS
-    *kept, memory = _few_questions(candidate) or candidate.figures
+    *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
     saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
     blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
@@ -112,9 +112,14 @@ def print_verdict(candidate: Candidate) -> None:
     lines = [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
     if passed:
         lines = [f"  holds {escape(candidate.covered)}"] if candidate.covered is not None else []
+    if look:
+        lines = [
+            "  this first look decides nothing: its questions are few, and no request was compared with the reference engine"
+        ]
+    title = "FIRST LOOK" if look else candidate.verdict
     console.result(
         "verdict",
-        f"[{COLOURS[candidate.verdict]}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(kept)}",
+        f"[{COLOURS[candidate.verdict]}]{title}[/] {escape(candidate.name)}: {'; '.join(kept)}",
         f"  {memory}{saved}",
         *lines,
         candidate=candidate.name,
@@ -274,7 +279,8 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
     least = 0 if chosen is None else chosen.live_tokens
     unjudged = [one for one in recommendation.passed_over if one.reason == NO_EVIDENCE]
     more = [one for one in unjudged if one.live_tokens >= least]
-    for one in (one for one in recommendation.passed_over if one not in unjudged):
+    unserved = [one for one in recommendation.passed_over if one.reason == NOT_SERVED]
+    for one in (one for one in recommendation.passed_over if one not in (*unjudged, *unserved)):
         lines.append(f"  not {escape(one.name)} ({one.live_tokens:,}): {escape(one.reason)}")
     if more:
         lines.append(f"  {NO_EVIDENCE}: {escape(', '.join(f'{one.name} ({one.live_tokens:,})' for one in more))}; make it with")
@@ -282,4 +288,6 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
         lines.append(f"    {escape(command_line(base, ['stage=evaluate', f'kv={shipped}'], sweep=',' in shipped))}")
     if len(more) < len(unjudged):
         lines.append(f"  and {len(unjudged) - len(more)} without evidence that would hold fewer live tokens")
+    if unserved:
+        lines.append(f"  and {len(unserved)} that the backend does not serve")
     return lines

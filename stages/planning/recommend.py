@@ -14,7 +14,7 @@ If a policy has several evaluations, the engine that was judged last counts. A F
 a PASS in another, so that repeating an evaluation until it passes does not help.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from stages.core.strict import StrictModel
@@ -27,6 +27,7 @@ from stages.verdict.thresholds import Status
 from stages.workloads.config import LONG, more_documents
 
 NO_EVIDENCE = "no evidence"
+NOT_SERVED = "the backend does not serve it"
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,22 @@ class Recommendation(StrictModel):
     """Sorted by live tokens, descending."""
 
 
-def recommend(capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = ()) -> Recommendation:
-    """Choose a policy by its evidence. `notes` are caveats about the evidence, shown with the recommendation."""
+def recommend(
+    capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = (), unserved: Collection[str] = ()
+) -> Recommendation:
+    """Choose a policy by its evidence.
+
+    Args:
+        capacity: The capacity of the memory under every policy.
+        judged: The evidence.
+        notes: Caveats about the evidence, shown with the recommendation.
+        unserved: Names of policies that the backend refuses, so that no command could judge them.
+    """
     ordered = sorted(capacity.policies, key=_order, reverse=True)
-    assessed = [(entry, *_assess(entry, judged, capacity.use)) for entry in ordered]
+    assessed = [
+        (entry, None, NOT_SERVED) if entry.name in unserved else (entry, *_assess(entry, judged, capacity.use))
+        for entry in ordered
+    ]
     covering = [(entry, one) for entry, one, reason in assessed if one is not None and reason is None]
     best = max(covering, key=lambda pair: (*_order(pair[0]), not serves_last(pair[1].backend), -pair[1].kl_mean), default=None)
     passed = []

@@ -13,13 +13,14 @@ from judged_engine import config_of, judged_engine
 from shipped import SHIPPED
 
 from pipeline.chain.planning import recommend_policy
+from pipeline.cli import commands
 from pipeline.cli.tables import recommendation_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
 from stages.checkpoints.shapes import ModelShape
 from stages.core.errors import GateRefusal
 from stages.planning.capacity import Capacity, measure
-from stages.planning.recommend import Judged, Recommendation, recommend
+from stages.planning.recommend import NOT_SERVED, Judged, Recommendation, recommend
 from stages.policies.policy import KVShape
 from stages.verdict.coverage import Exercised, Limits
 from stages.verdict.report import SAMPLES_FILE
@@ -199,6 +200,26 @@ def test_the_stage_decides_by_its_own_gates_and_use(
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     assert found.chosen is None
     assert reason(found, "int8").startswith(expected)
+
+
+def test_only_policies_that_the_backend_serves_are_suggested_with_questions_of_the_asked_length(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = ["capacity.contexts=[{tokens: 900, requests: 1}]", "backend=vllm", "backend.max_model_len=1024"]
+    monkeypatch.setattr(commands, "_given", [(*asked, *longer)])
+    with pytest.raises(GateRefusal):
+        recommend_policy(config_of(*asked, *longer))
+    printed = capsys.readouterr().out
+    (command,) = [line.strip() for line in printed.splitlines() if " stage=evaluate kv=" in line]
+    given = dict(part.split("=", 1) for part in shlex.split(command)[4:])
+    swept = given["kv"].split(",")
+    assert {"fp16", "fp8", "fp8_head"} <= set(swept)
+    assert (given["workloads.lengths"], given["backend.max_model_len"]) == ("[960]", "960")
+    found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
+    refused = [one.name for one in found.passed_over if one.reason == NOT_SERVED]
+    assert {"int8", "fp8k_int4v", "int4_g32", "fp8_token"} <= set(refused)
+    assert not set(refused) & set(swept)
+    assert f"and {len(refused)} that the backend does not serve" in printed
 
 
 def test_altered_samples_are_no_evidence(asked: list[str], tmp_path: Path) -> None:
