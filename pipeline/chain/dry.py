@@ -5,6 +5,7 @@ for each missing artifact. An artifact's key holds the digests of its inputs, wh
 stand-in has made-up digests that depend only on its recipe: the second job of a sweep reuses the stand-ins of the first job.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from stages.verdict.candidate import not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Verdict
-from stages.workloads.config import LONG_QUESTIONS
+from stages.workloads.config import LONG, LONG_QUESTIONS
 
 COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds", "time\n(s)", ",.1f")
 
@@ -114,7 +115,7 @@ def foretell(planned: Plan) -> int:
 
     Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
     """
-    problems, rows, verdicts = Problems(), list[Row](), dict[str, Verdict]()
+    problems, rows, verdicts, short = Problems(), list[Row](), dict[str, Verdict](), list[str]()
     store, opened = DryStore(planned.jobs[0].work / "artifacts"), set[Path]()  # a sweep has one work directory
     for store.job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {problems.look(store.job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
@@ -124,9 +125,12 @@ def foretell(planned: Plan) -> int:
             number = f"job {store.job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
             chain = Chain(config, store)
-            problems.look(store.job, partial(_walk, chain, label, verdicts))
-            if config.stage in JUDGING and store.job == 1:
-                problems.look(store.job, partial(_say_questions, config))
+            walked = problems.look(store.job, partial(_walk, chain, label, verdicts)) == 0
+            if config.stage in JUDGING and walked:
+                if store.job == 1:
+                    problems.look(store.job, partial(_say_questions, chain))
+                if (reason := chain.too_few) is not None:
+                    short.append(reason)
             rows += _rows(chain, store)
     if rows:
         _print(rows)
@@ -136,6 +140,8 @@ def foretell(planned: Plan) -> int:
         (label, verdict), *_ = verdicts.items()
         no = "no candidate of the sweep passed" if planned.sweeping else not_passed(label, verdict.status, verdict.checks)
         problems.found[EXIT_CODES[GateRefusal], no] = list(range(1, len(planned.jobs) + 1))
+    elif len(short) == len(planned.jobs):
+        problems.found[EXIT_CODES[GateRefusal], f"workloads: {short[0]}"] = list(range(1, len(planned.jobs) + 1))
     code = problems.report(planned.sweeping)
     console.say("dry=true: nothing was written")
     return code
@@ -190,16 +196,15 @@ def _print(rows: list[Row]) -> None:
         console.say(f"time: {sum(known):,.0f} s, each the median of earlier artifacts of its stage here{rest}")
 
 
-def _say_questions(config: Config) -> None:
+def _say_questions(chain: Chain) -> None:
     """Print the number of samples per workload, and the time and memory of a verdict with the embedded engine."""
-    workloads, path = config.workloads, locate_checkpoint(config.model.path)
-    kinds = [f"{count} of {name}" for name, count in workloads.samples.items() if count]
+    workloads, path = chain.config.workloads, locate_checkpoint(chain.config.model.path)
+    counts = Counter(sample.workload for sample in chain.samples if not sample.workload.startswith(LONG))
     documents = f"{workloads.length_documents} documents with {LONG_QUESTIONS} questions each"
+    kinds = [f"{count:,} of {name}" for name, count in counts.items()]
     kinds += [f"{documents} of {length:,} tokens" for length in workloads.lengths]
-    kinds += [f"those of {workloads.jsonl}"] if workloads.jsonl is not None else []
-    kinds += [f"{workloads.gsm8k} of gsm8k"] if workloads.gsm8k else []
     said = f"asks {', '.join(kinds)}, in {len(workloads.rounds)} rounds at most"
     console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
     parameters = read_model(path).parameters
-    for line in verdict_lines(parameters) if parameters is not None and config.backend.name == "onnxruntime" else ():
+    for line in verdict_lines(parameters) if parameters is not None and chain.config.backend.name == "onnxruntime" else ():
         console.say(line)

@@ -60,7 +60,7 @@ class Chain(BuildChain):
         def fill(out: Path, _: Progress) -> None:
             from stages.evaluate.inputs.tokens import encode_rounds
 
-            encode_rounds(self._samples, self._tokenizer, self.config.workloads).write(out)
+            encode_rounds(self.samples, self._tokenizer, self.config.workloads).write(out)
 
         return self.make(self._recipe("encode", "inputs.tokens", {"baseline": bundle}), fill)
 
@@ -138,6 +138,7 @@ class Chain(BuildChain):
     def evaluation(self, policy: KVPolicy) -> Artifact:
         """Return the report on the engine of `policy`, after enough rounds for the gates to decide."""
         made = {"baseline": self.bundle(FP16_POLICY), "encoded": self.encoded_samples}
+        self._note_number()
         if self.encoded_samples.exists:
             self._note_length()
         answers = made[answers_input(1)] = self.round(FP16_POLICY, 1)
@@ -159,6 +160,21 @@ class Chain(BuildChain):
             self._joined(made).write(out)
 
         return self.make(self._recipe("evaluate", "joining", made), fill, policy)
+
+    @property
+    def too_few(self) -> str | None:
+        """Why no candidate can PASS on so few questions; None if they suffice, or for a first look, which never passes."""
+        from stages.verdict.gates.enough import too_few
+
+        if not self.config.workloads.conformance_samples:
+            return None
+        return too_few(self.samples, self.config.gates)
+
+    def _note_number(self) -> None:
+        """Warn early that the questions are too few for a PASS."""
+        reason = self.too_few
+        if reason is not None:
+            console.say(f"[yellow]note:[/] these questions {reason} (docs/start.md#my-questions)")
 
     def _note_length(self) -> None:
         """Warn early that a promotion will refuse the engine if it allows longer sequences than the samples have."""
@@ -244,7 +260,8 @@ class Chain(BuildChain):
         return self.digest_of_model(locate_checkpoint(speculation.draft))
 
     @cached_property
-    def _samples(self) -> list[Sample]:
+    def samples(self) -> list[Sample]:
+        """The samples of all rounds."""
         from stages.evaluate.inputs.samples import load_samples
 
         return load_samples(self.config.workloads)
@@ -256,7 +273,7 @@ class Chain(BuildChain):
             return max(self._encoded.numbers)
         from stages.evaluate.inputs.rounds import assign_rounds
 
-        return len(assign_rounds(self._samples, self.config.workloads.rounds))
+        return len(assign_rounds(self.samples, self.config.workloads.rounds))
 
     @cached_property
     def _tokenizer(self) -> "BundleTokenizer":

@@ -70,7 +70,8 @@ def evaluate(run: Run) -> None:
             with console.doing("registering the engine"):
                 candidate = store.conclude(run_id, candidate, rows)
     last = summary.record(config.work, run.sweep, candidate)
-    tables.print_verdict(candidate)
+    look = next_steps.is_look(commands.typed()) and candidate.verdict == "INCONCLUSIVE"
+    tables.print_verdict(candidate, look=look)
     if run.sweeping:
         return
     promotes = config.stage == "all" and config.tracking.enabled
@@ -78,7 +79,7 @@ def evaluate(run: Run) -> None:
     if not (promotes and candidate.verdict == PASS):  # a promotion prints its own next step
         asking = sum(artifact.seconds for _, artifact in chain.finished if artifact.stage in ("baseline", "round"))
         next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))
-    if candidate.verdict != PASS:
+    if candidate.verdict != PASS and not look:
         raise GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
     if promotes:
         promote_from(run, last)

@@ -14,6 +14,7 @@ from pipeline.chain import judging, serving
 from pipeline.chain.inputs import UNRECORDED
 from pipeline.chain.job import Run
 from pipeline.chain.planning import recommend_policy, show_capacity
+from pipeline.chain.showing import replace_page
 from pipeline.chain.tuning import tune
 from pipeline.cli import commands, console, next_steps
 from pipeline.cli.junit import JUNIT, write_junit
@@ -80,5 +81,7 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
             last = summary.finish(config.work, sweep, code, job.number, latest=judging)
             if not sweeping:
                 write_junit(config.work / JUNIT, last)
+                if not last.candidates:
+                    replace_page(config, commands.whole())
         elif config.stage not in UNRECORDED:
             summary.finish(config.work, None, code)

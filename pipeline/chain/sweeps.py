@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from pipeline.chain.inputs import UNRECORDED
 from pipeline.chain.runner import holding, run
-from pipeline.chain.showing import compare_in_mlflow, show
+from pipeline.chain.showing import compare_in_mlflow, replace_page, show
 from pipeline.cli import commands, console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
@@ -146,14 +146,17 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: NextStep | None = 
         step = next_steps.after_judging(
             config, last.candidates, commands.typed(), swept=planned.swept, unfinished=last.unfinished is not None
         )
+    elif config.stage in JUDGING:
+        replace_page(config, last.command)
     elif step is None and config.stage in ("quantize", "build"):
         step = next_steps.after_making(config.stage, commands.typed(), sweep=True)
     if step is not None:
         next_steps.show(step)
+    decent = (PASS, "INCONCLUSIVE") if next_steps.is_look(commands.typed()) else (PASS,)
     if last.unfinished is not None:
         console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)
-    elif last.candidates and not any(candidate.verdict == PASS for candidate in last.candidates):
+    elif last.candidates and not any(candidate.verdict in decent for candidate in last.candidates):
         console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
         codes.append(GATE_EXIT)
     worst = max(codes, key=SEVERITY.index)

@@ -64,6 +64,11 @@ def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> Nex
     return NextStep(why=why, command=judging(base, f"stage={following}", sweep=sweep))
 
 
+def is_look(base: Sequence[str]) -> bool:
+    """Return whether a command with these arguments is a first look, which decides nothing unless the cache fails."""
+    return QUICK in base
+
+
 def after_judging(
     config: Config,
     candidates: Sequence[Candidate],
@@ -91,7 +96,7 @@ def after_judging(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache changed nothing that was "
             "measured, so no policy can be told from another (docs/verdict.md#inconclusive-what-now)"
         )
-    if QUICK in base and verdicts != {"FAIL"}:
+    if is_look(base) and verdicts != {"FAIL"}:
         takes = f", about {duration(FULL_TIMES * asking_s)} more if all are asked" if asking_s else ""
         why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
         return NextStep(why=why, command=judging([part for part in base if part != QUICK], sweep=sweep))

@@ -27,7 +27,7 @@ from stages.policies.scales import SCALES_FILE
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CODE = "stages.core.errors"
-QUESTIONS = [Sample(id=str(number), workload="copy", prompt="a", reference="b") for number in range(8)]
+QUESTIONS = [Sample(id=str(number), workload="copy", prompt="a", reference="b") for number in range(60)]
 LOST = {"int4_tensor": 128}
 """Policy -> number of answers that the policy loses."""
 

@@ -160,7 +160,7 @@ def test_times_are_the_medians_of_earlier_artifacts_of_the_stage(used: Path, cap
     foretell(planned(used.parent / "new", "stage=evaluate", "kv=int8"))
     out = " ".join(capsys.readouterr().out.split())
     assert "time:" not in out
-    assert "asks 24 of prose, 160 of retrieval, 160 of tool_call, 160 of copy, 160 of multi_turn, in 2 rounds at most" in out
+    assert "asks 60 of copy, in 2 rounds at most" in out
     assert "a verdict on a CPU" not in out, "a model that is so small takes what does not grow with its parameters"
 
 

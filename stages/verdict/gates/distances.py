@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stages.verdict import statistics
 from stages.verdict.gate import Figure, GateInput, by_workload
 from stages.verdict.report import SampleRow
@@ -67,6 +69,13 @@ class Ruined(Figure):
         result = super().test(fail_level, gates, last=last)
         none = not self.ruined and self.requests >= NONE_OF
         return replace(result, decision="PASS") if none and result.decision is None else result
+
+
+def shows_none_ruined(documents: int, requests: int, gates: Gates) -> bool:
+    """Return whether so many requests about so many documents PASS `max_ruined_share` if none of them is ruined."""
+    limit, mean = gates.max_ruined_share, statistics.bets.Mean
+    figure = Ruined("max_ruined_share", "all", mean(np.zeros(documents), limit, worst=1.0), limit, requests=requests)
+    return figure.test(gates.alpha, gates, last=True).decision == "PASS"
 
 
 def rare(evidence: GateInput, gates: Gates) -> Iterator[Figure]:

@@ -1,0 +1,126 @@
+"""The first commands of a new user: too few questions are named before any work, and a first look exits with 0."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from fake_stages import use_fake_stages
+
+from pipeline.chain.dry import foretell
+from pipeline.chain.runner import run
+from pipeline.chain.showing import PAGE
+from pipeline.chain.sweeps import sweep
+from pipeline.cli import commands, console
+from pipeline.config.compose import Plan, plan
+from pipeline.registry.summary import new_sweep
+from stages.core.errors import REFUSALS, CannotBeJudged, exit_code
+from stages.core.records import Sample
+from stages.verdict.gates.enough import too_few
+from stages.verdict.thresholds import Gates
+
+BRIEF = ["calibration.samples=4", "workloads.rounds=[1.0]", "tracking=none", "stage=evaluate"]
+
+
+def questions(count: int, documents: int, workload: str = "own") -> list[Sample]:
+    return [
+        Sample(id=f"{workload}-{i}", workload=workload, reference="b", prompt="a", document=f"{workload}-{i % documents}")
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "gates", "said"),
+    [
+        (questions(20, 20), {}, "cannot pass: 20 of 60 questions; ask 60, better 300"),
+        (questions(60, 60), {}, None),
+        (questions(300, 10), {}, "cannot pass: 10 of 15 documents of own; ask 60, better 300"),
+        (questions(60, 60) + questions(9, 9, "rare"), {}, "cannot pass: 9 of 15 documents of rare; ask 60, better 300"),
+        (questions(40, 40), {"max_ruined_share": 0.1}, None),
+    ],
+)
+def test_too_few_questions_for_a_pass_are_known_before_any_work(
+    samples: list[Sample], gates: dict[str, float], said: str | None
+) -> None:
+    assert too_few(samples, Gates.model_validate(gates)) == said
+
+
+@pytest.fixture(autouse=True)
+def _no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the arguments that a test gives."""
+    monkeypatch.setattr(commands, "_given", [])
+
+
+def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
+    given = [f"workdir={work}", *BRIEF, *arguments]
+    commands.remember(given)
+    return plan(given, multirun=sweeping)
+
+
+def run_command(jobs: Plan) -> int:
+    """Run a command; return its exit code."""
+    if jobs.sweeping:
+        return sweep(jobs, new_sweep())
+    try:
+        run(jobs.jobs[0], new_sweep(), console.RunningJob(jobs.jobs[0].stage, jobs.names[0]))
+    except REFUSALS as error:
+        return exit_code(error)
+    finally:
+        console.end()
+    return 0
+
+
+def test_a_dry_run_says_that_few_questions_cannot_pass_and_exits_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_fake_stages(monkeypatch)
+    monkeypatch.setattr("fake_stages.QUESTIONS", questions(8, 8, "copy"))
+    assert foretell(planned(tmp_path, "kv=int8", "dry=true")) == 3
+    said = capsys.readouterr()
+    assert "asks 8 of copy, in 1 rounds at most" in said.out
+    assert "workloads: cannot pass: 8 of 60 questions, 8 of 15 documents of copy; ask 60, better 300" in said.err
+    assert foretell(planned(tmp_path, "kv=int8", "dry=true", "workloads.conformance_samples=0")) == 0
+
+
+def test_a_first_look_asks_the_users_questions_alone(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "1 + 1 = ", "reference": "2"}\n')
+    own = plan(["experiment=quick", "workloads=jsonl", f"workloads.jsonl={file}"], multirun=False).jobs[0].workloads
+    assert (own.file, own.conformance_samples, own.rounds) == (file, 0, [1.0])
+    assert not any(own.samples.values())
+    pages = plan(["experiment=quick"], multirun=False).jobs[0].workloads
+    assert pages.samples == {"documentation": 0, "lookup": 15, "extraction": 15, "quotation": 15, "recall": 15}
+
+
+@pytest.mark.parametrize("sweeping", [False, True])
+def test_a_finished_first_look_exits_with_0_and_says_that_it_decides_nothing(
+    tmp_path: Path, sweeping: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_fake_stages(monkeypatch)
+    policies = "kv=int8,fp8_head" if sweeping else "kv=int8"
+    gate = "gates.min_samples=1000"  # the fakes compare requests with a reference engine even in a first look
+    assert run_command(planned(tmp_path / "look", "experiment=quick", policies, gate, sweeping=sweeping)) == 0
+    said = capsys.readouterr()
+    assert "FIRST LOOK int8" in said.out
+    assert "decides nothing" in said.out
+    assert "INCONCLUSIVE" not in said.out.partition("KV caches against")[0]
+    assert run_command(planned(tmp_path / "whole", policies, gate, sweeping=sweeping)) == 3
+    assert run_command(planned(tmp_path / "bad", "experiment=quick", "kv=int4_tensor")) == 3, "a look can fail a cache"
+
+
+@pytest.mark.parametrize("sweeping", [False, True])
+def test_a_command_without_a_verdict_leaves_no_old_report(
+    tmp_path: Path, sweeping: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_stages(monkeypatch)
+    run_command(planned(tmp_path, "kv=fp8"))
+    page = tmp_path / PAGE
+    assert "held up" in page.read_text()
+
+    def refuse(*_: object) -> None:
+        raise CannotBeJudged("FP16 itself answers none", ["copy"], [])
+
+    monkeypatch.setattr("pipeline.chain.judge.Chain._require_able", refuse)
+    assert run_command(planned(tmp_path, "kv=int8,fp8" if sweeping else "kv=int8", sweeping=sweeping)) == 3
+    assert "ended without a verdict" in page.read_text()
+    assert "held up" not in page.read_text()
+    shutil.rmtree(tmp_path / "artifacts")
