@@ -19,8 +19,9 @@ from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
+from stages.policies.policy import whole_pages
 from stages.verdict.coverage import EngineTests, Exercised
-from stages.workloads.config import WorkloadsConfig
+from stages.workloads.config import ProbeConfig, WorkloadsConfig
 
 
 def once(
@@ -72,7 +73,9 @@ def once(
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
         speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
-        stress=None if reference is None else run_stress_test(engine, reference, config.probe, batch, longest, named, usual),
+        stress=None
+        if reference is None
+        else run_stress_test(engine, reference, bounded(config.probe, longest), batch, longest, named, usual),
     )
     system, noise = measure_system(engine, config.load, named), noise_floor(second)
     if baseline is None:
@@ -85,3 +88,15 @@ def once(
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
         control=must_fail_control(engine, encoded, StoredHeads(baseline / LOGPROBS).sample, config, named),
     )
+
+
+LEAST_STRESS = 128
+"""Minimum of `workloads.probe.max_tokens`."""
+
+
+def bounded(config: ProbeConfig, longest: int) -> ProbeConfig:
+    """Return the limits of the stress test, with sequences no longer than the longest question, in whole pages.
+
+    A verdict covers no longer sequence, and the reference engine needs time for every token.
+    """
+    return config.model_copy(update={"max_tokens": min(config.max_tokens, max(LEAST_STRESS, whole_pages(longest)))})
