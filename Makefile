@@ -74,7 +74,7 @@ test: check
 # What takes minutes: thousands of requests to one engine, faults at every write, planted faults, simulated verdicts, many
 # processes over one store, the wheel, a browser, every KV policy.
 EVERY := $(addprefix tests/integration/test_,onnx_policies.py families.py native_attention.py tensorrt_rtx_plan.py conformance.py \
-	kernel_decode.py kernel_context.py probe.py) tests/bad_input/test_bad_input.py
+	kernel_decode.py kernel_context.py stress_test.py) tests/bad_input/test_bad_input.py
 test-long: $(VENV)/for-test $(GEMMA3)
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)
 

@@ -167,3 +167,13 @@ def test_torch_is_the_same_everywhere() -> None:
     (pinned,) = set(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8")))
     places = [*TEXT.values(), (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")]
     assert {version for text in places for version in re.findall(r"torch==([\d.]+)", text)} == {pinned}
+
+
+def test_every_path_of_the_makefile_exists() -> None:
+    rule = "paths:; @echo $(EVERY) $(BINDINGS_RELEASES:%=requirements/tensorrt-%.lock)"
+    shown = subprocess.run(["make", "-s", "--eval", rule, "paths"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    written = re.findall(r"(?<![\w/.$)])(?:tests|requirements)/[\w./-]+[\w%,*-]", text)
+    paths = shown.split() + [path for path in written if path[-1] not in "%*,-_"]
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
