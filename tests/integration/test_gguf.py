@@ -26,6 +26,7 @@ from gguf_files import (
     sentencepiece_metadata,
     write_gguf,
 )
+from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 
 from pipeline.chain.inputs import check_draft, check_inputs
@@ -305,3 +306,10 @@ def test_a_checkpoint_drafts_for_a_gguf_with_the_same_tokens(metadata: dict[str,
         check_draft(str(draft), other)
     with pytest.raises(UserError, match="is a file; give the directory of a Hugging Face checkpoint"):
         check_draft(str(other), draft)
+
+
+def test_a_hostile_chat_template_reaches_nothing(tmp_path: Path) -> None:
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__chat_template=template))
+    with pytest.raises(SecurityError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)

@@ -163,3 +163,15 @@ def test_a_planned_workload_that_was_not_asked_yet_keeps_the_verdict_open() -> N
     outcome = verdict(rows, planned_rounds=PLAN, planned_workloads=planned | {"legal": True})
     assert outcome.status == "INCONCLUSIVE"
     assert outcome.reasons == ["legal: no sample of it was run yet; a later round has them"]
+
+
+def test_what_failed_at_an_earlier_look_has_failed_whatever_came_later() -> None:
+    rows = flipping("copy", 160, lost=set(range(16)))
+    assert up_to(rows, 1).status == "FAIL"
+    assert up_to(rows, 5).status == "FAIL"
+
+
+def test_a_context_bin_fails_alone() -> None:
+    rows = [row("retrieval", i, after=i % 4 != 0, context_tokens=900 if i % 4 else 100) for i in range(160)]
+    where = [{c.where for c in up_to(rows, last).checks if c.status == "FAIL"} for last in (1, 5)]
+    assert where == [set(), {"retrieval", "retrieval [0, 150)"}]

@@ -187,3 +187,17 @@ def test_every_one_of_several_mentions_must_be_there_and_replaces_the_reference(
     sample = mention("Mara lives in Graz. She bought a lamp.", mentions=("Graz", "lamp"))
     assert judge(sample, "A lamp; Graz").correct
     assert not judge(sample, "Graz").correct
+
+
+@pytest.mark.parametrize(
+    ("reference", "text", "correct"),
+    [
+        ('{"a":1,"b":2}', ' {"b": 2, "a": 1}\n', True),
+        ('{"a":1}', '{"a":true}', False),
+        ('{"a":"1"}', '{"a":1}', False),
+        ("[1,2]", "[2,1]", False),
+        ('{"a":{"b":1}}', '{"a":{"b":1,"c":2}}', False),
+    ],
+)
+def test_json_is_right_when_its_value_is_equal(reference: str, text: str, correct: bool) -> None:
+    assert judge(sample("json", reference), text) == Judgement(valid=True, correct=correct)

@@ -212,3 +212,11 @@ def test_pages_that_were_reserved_for_a_step_that_failed_serve_the_next_one() ->
         assert stored(pool, handle)[: len(kept)] == kept
     pool.release(handle)
     assert pool.in_use == (0, 0)
+
+
+def test_a_batch_that_does_not_fit_gets_no_page_at_all() -> None:
+    pool = PagedPool(FP16_POLICY, SHAPE, 3)
+    a, b = pool.start(), pool.start()
+    with pytest.raises(UserError, match="4 pages"):
+        pool.reserve([a, b], 65)
+    pool.reserve([a], 192)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_pages import exhibit, exhibits, occasion, rows
+from report_pages import asked, exhibit, exhibits, occasion, rows
 
 from stages.report.answers import changed_answers
 from stages.report.charts import Spec, context_numbers, draw_svg, quality_numbers, recovery_numbers
@@ -217,3 +217,12 @@ def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:
     alive = child.is_alive()
     child.kill()
     assert (alive, child.exitcode) == (False, 0)
+
+
+def test_prompts_of_the_users_own_stay_out_of_the_copy_without_them(tmp_path: Path) -> None:
+    of = rows(2)
+    made = replace(exhibit(tmp_path, "fp8", of), samples=asked(of, "my own words"), own={"copy-0", "copy-1"})
+    assert "my own words (copy-0)" in render([made], occasion(tmp_path))
+    copy = render([made.without_own], occasion(tmp_path))
+    assert "my own words (copy-0)" not in copy
+    assert "my own words (retrieval-0)" in copy

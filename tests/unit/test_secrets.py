@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -177,3 +178,26 @@ def test_neither_compiler_nor_driver_tool_sees_a_secret(tmp_path: Path, monkeypa
     seen = (tmp_path / "seen").read_text()
     assert seen.count("PATH=") >= 2
     assert shown(seen) == []
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
+    redacting = "from stages.core.redaction import redact_output; redact_output(); redact_output()"
+    program = f"import os; {redacting}; raise SystemExit(str(os.environ))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert MASK in result.stderr
+    assert shown(result.stderr) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password: hunter2",
+        "http://h/a?password: hunter2",
+        "/db/password=hunter2",
+        "user=bob|password: hunter2",
+        "a;pwd: hunter2",
+    ],
+)
+def test_what_is_assigned_is_a_secret_beside_a_path(text: str) -> None:
+    assert "hunter2" not in redact_text(text, {})
