@@ -13,6 +13,7 @@ from typing import Any, Literal
 from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, make_bundle, static_scales_on, story_tokens
 from benchmarks.recording import ROOT, checkout, log, results_record, write_json
 from stages.core.records import no_progress
+from stages.engines.backend import FLOAT32_GRAPH
 from stages.engines.onnx.engine import load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.engine import ReferenceEngine
@@ -52,7 +53,8 @@ def main() -> None:
                 failures: list[str] = []
                 for seed in range(options.seeds):
                     engine: Any = TorchEngine.from_model(model, policy, scales)
-                    reference = ReferenceEngine(TorchEngine.from_model(model, policy, scales), "float32")
+                    compute_dtype = FLOAT32_GRAPH if kind == "graph" else "float32"
+                    reference = ReferenceEngine(TorchEngine.from_model(model, policy, scales), compute_dtype)
                     if kind != "reference":
                         bundle = Path(work) / name
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))

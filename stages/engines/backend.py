@@ -96,6 +96,10 @@ class Audit:
     """One line for each scale that the engine would skip or fail on."""
 
 
+FLOAT32_GRAPH = "float32, attention in ONNX operators"
+"""Compute type of float32 engines that read packed codes in ONNX operators: sums over both codes of a byte are up to sixteen
+times larger than their terms, and so are the rounding errors."""
+
 FLOAT16_WEIGHTS = "float32, attention weights in float16"
 """Compute type of float32 engines whose kernels round attention weights to float16 before they multiply the values."""
 

@@ -13,7 +13,7 @@ from stages.verdict.record import Number, Record, or_infinite
 
 ALLOWED = 64.0
 """Maximum distance of a request's logits, in roundings. 64 roundings have 4,096 times the KL of one. Sound engines show 0.1
-to 7. INT4 in the graphs' functions shows above 20, because its sums are sixteen times larger than their terms."""
+to 7."""
 
 MEASURED_ALLOWED = 4.0
 """Maximum distance in roundings if the rounding is measured: the 16-bit engine's distance from its own reference engine.

@@ -5,7 +5,7 @@ from pathlib import Path
 from stages.core.artifact import Recipe
 from stages.core.child import in_child
 from stages.core.records import Progress
-from stages.engines.backend import TORCH, Artifacts, Backend, Job, Source
+from stages.engines.backend import FLOAT32_GRAPH, TORCH, Artifacts, Backend, Job, Source
 from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
@@ -32,7 +32,8 @@ class OnnxBackend(Backend):
 
     @property
     def compute_dtype(self) -> str:
-        return self.config.compute_dtype
+        own = self.config.compute_dtype
+        return FLOAT32_GRAPH if own == "float32" and self._attention() == "graph" else own
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         """Return the exported decoder with placeholders for attention, so that all policies over the same weights share it."""

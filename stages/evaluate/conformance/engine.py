@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.core.records import StoredCopy
-from stages.engines.backend import FLOAT16_WEIGHTS
+from stages.engines.backend import FLOAT16_WEIGHTS, FLOAT32_GRAPH
 from stages.engines.interface import Engine
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine
@@ -17,9 +17,12 @@ from stages.engines.reference.replay import Replay
 from stages.policies.policy import Side
 from stages.verdict.conformance import MEASURED_ALLOWED, EngineConformance, allowed
 
-ROUNDING = {"float32": 2.0**-22, FLOAT16_WEIGHTS: 2.0**-17, "float16": 2.0**-9, "bfloat16": 2.0**-6}
+ROUNDING = {
+    "float32": 2.0**-22, FLOAT32_GRAPH: 2.0**-20, FLOAT16_WEIGHTS: 2.0**-17, "float16": 2.0**-9, "bfloat16": 2.0**-6,
+}  # fmt: skip
 """Rounding error of a layer's output by type, relative to the output's root mean square: four units in the last place.
-The value for float16 weights is twice the error measured on an H200, whose FP16 cache has the median KL of 2^-18: 4e-8."""
+Attention in ONNX operators gets four times as much, because a sound int4_tensor has shown 90 roundings of float32. The value
+for float16 weights is twice the error measured on an H200, whose FP16 cache has the median KL of 2^-18: 4e-8."""
 
 
 LEAST_MEASURED = 1 / 16
