@@ -19,9 +19,9 @@ from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import KVPolicy
-from stages.workloads.config import ProbeConfig
+from stages.workloads.config import StressTestConfig
 
-CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
+CONFIG = StressTestConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
 BATCH, CLAIMED = 8, 400
 Kind = Literal["native", "graph", "reference"]
 TOO_WIDE = {"int4_g128"}

@@ -136,7 +136,7 @@ def main() -> int:
         console.ended_by(error)
         return exit_code(error)
     except KeyboardInterrupt:
-        console.interrupted("what was finished is kept, run it again to go on")
+        console.interrupted("finished work is kept; run it again to continue")
         return INTERRUPTED
     finally:
         console.close()

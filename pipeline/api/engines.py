@@ -111,7 +111,7 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> tuple[tuple[str, str
     if isinstance(prompt, str):
         return (("user", prompt),)
     if not isinstance(prompt, Sequence):
-        raise UserError(f"prompt: {prompt!r} is none; give a text, or a conversation")
+        raise UserError(f"prompt: {prompt!r} is not a prompt; give a text, or a conversation")
     messages = []
     for message in prompt:
         if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
@@ -165,7 +165,7 @@ def _engine_directory(directory: Path) -> Path:
     """Return the engine's directory, given the engine itself, a copy with its evidence, or evidence in a store."""
 
     if not directory.is_dir():
-        raise UserError(f"bundle={directory}: no such directory; give the one of an engine, or of its evidence")
+        raise UserError(f"bundle={directory}: no such directory; give an engine's directory, or of its evidence")
     if not (directory / IDENTITY_FILE).is_file():
         if (directory / BUNDLE_FILE).is_file():
             return directory

@@ -55,8 +55,8 @@ class Evaluation:
 
 NOT_HERE = {
     "stage": "evaluate is stage=evaluate",
-    "dry": "evaluate judges; python -m pipeline stage=evaluate dry=true says what it would do",
-    "log": "is about what a command prints; verbose=True prints it here",
+    "dry": "evaluate judges; python -m pipeline stage=evaluate dry=true shows the work",
+    "log": "controls a command's output; verbose=True prints it here",
 }
 """Command-line keys that a call does not take, with the reason."""
 

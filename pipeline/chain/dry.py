@@ -190,7 +190,7 @@ def _print(rows: list[Row]) -> None:
     console.show("dry", Grid("", "artifact", COLUMNS, rows))
     times = [row.values[2] for row in rows if row.values[1] == "made"]
     known = [seconds for seconds in times if isinstance(seconds, float)]
-    console.say(f"{len(rows) - len(times)} reused, {len(times)} made, rounds of samples only as far as the gates want them")
+    console.say(f"{len(rows) - len(times)} reused, {len(times)} made, later rounds run only if the gates are undecided")
     if known:
         rest = f"; nothing tells of {len(times) - len(known)}" if len(known) < len(times) else ""
         console.say(f"time: {sum(known):,.0f} s, each the median of earlier artifacts of its stage here{rest}")

@@ -79,7 +79,7 @@ def _check_registered(config: Config) -> None:
 
 def _check_bundle(config: Config) -> None:
     if not Path(str(config.bundle)).is_dir():
-        raise UserError(f"bundle={config.bundle}: no such directory; give the one of an engine, or of its evidence")
+        raise UserError(f"bundle={config.bundle}: no such directory; give an engine's directory, or of its evidence")
 
 
 def _check_budget(config: Config) -> None:
@@ -156,7 +156,7 @@ def _check_work(config: Config) -> None:
         check_workdir(config.work, config.workdir, writes=not config.dry)
         summary.load(config.work)
     elif os.path.lexists(config.work) and not config.work.is_dir():
-        raise UserError(f"workdir={config.workdir}: is not a directory; give the one that other commands were given")
+        raise UserError(f"workdir={config.workdir}: is not a directory; give the directory of the other commands")
     check_store(config.work / "artifacts")
 
 
@@ -244,7 +244,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
         for sample in samples:
             if any(token in text for text in (sample.prompt, sample.reference, *(said for _, said in sample.messages))):
                 raise UserError(
-                    f"workloads: sample {sample.id} holds {short(token)}, a token that the model has not; leave it out"
+                    f"workloads: sample {sample.id} holds {short(token)}, a token outside the model's vocabulary; leave it out"
                 )
     return samples
 

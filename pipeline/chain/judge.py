@@ -242,7 +242,7 @@ class Chain(BuildChain):
         # Some workloads quote the documentation of the Python that runs.
         python = platform.python_version()
         # Rounds do not depend on the stress test and the load: new settings there repeat no round.
-        apart = {"probe", "load"} if module in ("measure", "inputs.tokens") else set[str]()
+        apart = {"stress_test", "load"} if module in ("measure", "inputs.tokens") else set[str]()
         parts = {"workloads": workloads.model_dump(exclude=apart), "python": python, **backend.run_parts(), **config}
         if "reference" in inputs and self.reference_device == "cuda":
             from stages.engines.reference.device import gpu_identity

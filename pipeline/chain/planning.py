@@ -132,7 +132,7 @@ def _require_room(capacity: Capacity) -> None:
     most = max(capacity.policies, key=lambda entry: (entry.requests, -entry.mix_bytes))
     if most.requests < asked:
         raise GateRefusal(
-            f"capacity.concurrency={asked}: no policy admits as many requests, {most.name} {most.requests} as the most; give "
+            f"capacity.concurrency={asked}: no policy admits this many requests, {most.name} {most.requests} as the most; give "
             "more memory, shorter capacity.contexts, or ask fewer"
         )
 

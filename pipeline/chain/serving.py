@@ -20,7 +20,7 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.delivery import scale_findings
 
-TOLD = "what follows it failed"
+TOLD = "a later step failed"
 """Added to a warning if reporting a move failed: the move itself stands."""
 
 
@@ -31,7 +31,7 @@ def promote(run: Run) -> None:
         judged = summary.last_judged(run.config.work)
         if judged is not None:
             console.LOGGER.warning(
-                "the last command judged nothing: the last sweep with a candidate is promote.sweep=%s", judged.sweep
+                "the last command has no candidate; using the last sweep that has one: promote.sweep=%s", judged.sweep
             )
             last = judged
     try:

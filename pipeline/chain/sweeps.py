@@ -95,7 +95,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
     # Recorded before any job starts, because jobs may run in other processes and on other machines.
     summary.begin(first.work, sweep, planned.names, latest=first.stage in JUDGING, command=commands.whole(sweep=True))
     if has_logs:
-        console.LOGGER.info("jobs write what they print below %s", first.work / LOGS)
+        console.LOGGER.info("jobs write their output below %s", first.work / LOGS)
     try:
         if launcher == BASIC:
             jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
@@ -106,7 +106,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
     except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
         end_workers(launcher)
         if launcher == SLURM:
-            console.LOGGER.info("jobs that Slurm has go on; scancel ends them")
+            console.LOGGER.info("jobs that Slurm has continue; scancel ends them")
         _conclude(planned, sweep, INTERRUPTED)
         raise KeyboardInterrupt from error
     except Exception as error:  # raised by the launcher: jobs return their errors
@@ -154,7 +154,7 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: NextStep | None = 
         next_steps.show(step)
     decent = (PASS, "INCONCLUSIVE") if next_steps.is_look(commands.typed()) else (PASS,)
     if last.unfinished is not None:
-        console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
+        console.error(f"{last.unfinished}; run it again to continue", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)
     elif last.candidates and not any(candidate.verdict in decent for candidate in last.candidates):
         console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)

@@ -233,7 +233,7 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
     first = min((sweep for sweep in recent if sweep.summary.unfinished), key=lambda sweep: sweep.began, default=None)
     for piece in found.pieces:
         if piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S:
-            reasons.setdefault(piece.place, "the command that was interrupted, which goes on from it")
+            reasons.setdefault(piece.place, "the interrupted command, which resumes from it")
         elif piece.is_artifact and first is not None and piece.made >= first.began:
             reasons.setdefault(piece.place, f"sweep {first.name}, which did not finish")
     return reasons, missing

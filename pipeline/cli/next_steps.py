@@ -90,21 +90,21 @@ def after_judging(
     """
     sweep, verdicts = bool(swept), {one.verdict for one in candidates}
     if unfinished:
-        return NextStep(why="finish the sweep; what was made is reused", command=judging(base, sweep=sweep))
+        return NextStep(why="finish the sweep; finished work is reused", command=judging(base, sweep=sweep))
     if all(one.is_blind for one in candidates):
         return NextStep(
-            why="ask a trained model questions whose answers are in the prompt: a corrupted cache changed nothing that was "
-            "measured, so no policy can be told from another (docs/verdict.md#inconclusive-what-now)"
+            why="ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and "
+            "this evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"
         )
     if is_look(base) and verdicts != {"FAIL"}:
-        takes = f", about {duration(FULL_TIMES * asking_s)} more if all are asked" if asking_s else ""
+        takes = f", about {duration(FULL_TIMES * asking_s)} more if all rounds run" if asking_s else ""
         why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
         return NextStep(why=why, command=judging([part for part in base if part != QUICK], sweep=sweep))
     if PASS in verdicts and config.tracking.enabled:
         return NextStep(why="make the best that passed the champion", command=promoting(config))
     if PASS in verdicts:
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
-        why = "register the candidates that passed, so that one can be promoted (what was made is reused)"
+        why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
         return NextStep(why=why, command=judging(without, "stage=evaluate", sweep=sweep))
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
     return _ask_more(config, undecided, base, swept) if undecided else _finer(config, candidates, base, swept)
@@ -241,7 +241,7 @@ def after_status(config: Config, *, judged: bool, promotable: bool, champion: Pa
     if promotable:
         return NextStep(why="make the best of the last sweep the champion, by its gates", command=promoting(config))
     if prunable:
-        return NextStep(why="see what nothing needs any more", command=standing(config, "prune"))
+        return NextStep(why="list files that are no longer needed", command=standing(config, "prune"))
     return after_promotion(config, champion) if champion is not None else None
 
 

@@ -69,7 +69,7 @@ def make_plan(config: Config) -> PrunePlan:
     found = find(config)
     for problem in found.problems:
         line = str(problem).splitlines()[0]
-        raise type(problem)(f"stage=prune: {line}; repair it or remove it: what it names may be needed")
+        raise type(problem)(f"stage=prune: {line}; repair it or remove it: it may name needed artifacts")
     _check_known(config, found)
     reasons, _ = needs_of(found, config.prune.keep_sweeps)
     order = {kind: number for number, kind in enumerate(FIRST)}

@@ -165,9 +165,9 @@ def _reason(candidate: Candidate, champion: Candidate | None) -> str:
     if tokens < most:
         return f"passed, but the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
     if serves_last(candidate.backend) and not serves_last(champion.backend):
-        return "passed, but the reference engine does not serve where another engine holds as many tokens"
+        return "passed, but the reference engine does not serve where another engine holds the same number of tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
-    return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
+    return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}) at equally many tokens in the same memory"
 
 
 KIB, MIB = 1024, 1024**2
@@ -188,7 +188,7 @@ def verdict_lines(parameters: int) -> list[str]:
     memory = BYTES_PER_PARAMETER * parameters / GIB + REST_GIB
     return [
         f"a verdict on a CPU (backend=onnxruntime) takes about {memory:.3g} GiB of memory, and "
-        f"{duration(times * FIRST_ROUND_S)} if the first round decides, {duration(times * ALL_ROUNDS_S)} if all five are asked "
+        f"{duration(times * FIRST_ROUND_S)} if the first round decides, {duration(times * ALL_ROUNDS_S)} if all five run "
         "(SmolLM2-135M on two cores, scaled by parameters)"
     ]
 
@@ -204,8 +204,8 @@ def budget_lines(capacity: Capacity) -> list[str]:
         f"{gpus}{budget.gpu / GIB:.4g} GiB, {budget.weights / GIB:.2f} of it for weights and {budget.reserve / GIB:.4g} "
         f"reserved, leave {capacity.cache_bytes / GIB:.2f} GiB for the cache{' of each' if gpus else ''}; requests are "
         f"admitted to {100 * use.ceiling:g} %",
-        f"mix: {mix} tokens; {100 * capacity.block_waste:.2f} % of their pages' tokens hold nothing; "
-        f"{use.concurrency:,} requests at once are asked",
+        f"mix: {mix} tokens; {100 * capacity.block_waste:.2f} % of their pages' slots stay empty; "
+        f"{use.concurrency:,} requests at once are needed",
     ]
     return lines + [f"[yellow]note:[/] {escape(note)}" for note in capacity.notes]
 
@@ -287,7 +287,7 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
         shipped = ",".join(one.name for one in more if " " not in one.name)  # others are variants
         lines.append(f"    {escape(command_line(base, ['stage=evaluate', f'kv={shipped}'], sweep=',' in shipped))}")
     if len(more) < len(unjudged):
-        lines.append(f"  and {len(unjudged) - len(more)} without evidence that would hold fewer live tokens")
+        lines.append(f"  and {len(unjudged) - len(more)} more that have no evidence and hold fewer live tokens")
     if unserved:
         lines.append(f"  and {len(unserved)} that the backend does not serve")
     return lines

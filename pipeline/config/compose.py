@@ -43,7 +43,8 @@ MOST_KEY, MOST_VALUE = 200, 1 << 15
 ALONE = {
     **dict.fromkeys(PLANNING, "looks at every policy in one run; leave -m and experiment= out"),
     **dict.fromkeys(
-        ({*MOVING} - {*JUDGING}) | {"status", "prune"}, "is of a whole work directory, and jobs may run at once; leave -m out"
+        ({*MOVING} - {*JUDGING}) | {"status", "prune"},
+        "works on the whole work directory, so it cannot run as a sweep; leave -m out",
     ),
 }
 """Stages that cannot be jobs of a sweep -> the reason."""

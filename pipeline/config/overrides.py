@@ -113,7 +113,9 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> 
             return f"{line}: {problem}"
     options = options_of(key)
     if override.is_delete():
-        return f"{line}: every command has an option of {key}; give {key}=OPTION" if options and key != "experiment" else None
+        return (
+            f"{line}: {key} cannot be removed; choose an option with {key}=OPTION" if options and key != "experiment" else None
+        )
     if options:
         for value in values_of(override):
             if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):

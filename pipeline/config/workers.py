@@ -89,8 +89,8 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
     except Exception as error:  # Ray has no specific class for a failed start
         said = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
         raise MissingRequirement(
-            f"hydra/launcher=ray: Ray did not start ({said}); run less beside it, or mend hydra.launcher.ray.init.* or the "
-            f"installation ({install(RAY)})"
+            f"hydra/launcher=ray: Ray did not start ({said}); run fewer other programs, or mend "
+            f"hydra.launcher.ray.init.* or the installation ({install(RAY)})"
         ) from error
     signal.signal(signal.SIGTERM, terminated)  # Ray's handler would abort this process
     return RAY_OVERRIDES
@@ -100,16 +100,16 @@ def explained(name: str, error: Exception) -> Exception:
     """Return the UserError or MissingRequirement for a launcher's exception: a dead worker, a refused job or a wrong key."""
     if isinstance(error, ValueError):
         said = short(" ".join(str(error).split()), 200)
-        return UserError(f"hydra/launcher={name}: {said}; correct what it names in hydra.launcher.*")
+        return UserError(f"hydra/launcher={name}: {said}; correct hydra.launcher.*")
     if isinstance(error.__cause__, CalledProcessError):  # submitit raises it with the class of a failed job
         said = short(" ".join(str(error.__cause__.stderr or error).split()), 200)
-        return MissingRequirement(f"hydra/launcher={name}: sbatch failed ({said}); mend what it names in hydra.launcher.*")
+        return MissingRequirement(f"hydra/launcher={name}: sbatch failed ({said}); mend hydra.launcher.*")
     if LOST.isdisjoint(kind.__name__ for kind in type(error).__mro__):
         return error
     lines = [line for line in str(error).splitlines() if line.strip()]
     # submitit's FailedJobError holds the traceback that ended the process.
     detail = f" ({short(lines[-1], 200)})" if type(error).__name__ == "FailedJobError" and lines else ""
-    going_on = "; jobs that Slurm has go on, and record how they end" if name == SLURM else ""
+    going_on = "; jobs that Slurm has continue, and record how they end" if name == SLURM else ""
     return MissingRequirement(
         f"hydra/launcher={name}: the process of a job died{detail}: out of memory, or killed{going_on}; "
         "free some memory, or run fewer jobs at once"

@@ -81,7 +81,7 @@ def _has_a_digest(parts: Parts) -> Parts:
 
 def _is_beside(name: str | None) -> str | None:
     if name is not None and not WORKLOADS_FILE.fullmatch(name):
-        raise ValueError("must be null or workloads/NAME, a file beside this one")
+        raise ValueError("must be null or workloads/NAME, a file in the same folder")
     return name
 
 

@@ -86,7 +86,7 @@ def find_evidence(directory: Path) -> list[Path]:
         raise UserError(f"bundle={directory}: no identity in its store is about it, and one is broken: {unreadable[0]}")
     if not about:
         raise MissingRequirement(
-            f"bundle={directory}: {IDENTITY_FILE} is missing, here and in {store / 'identity'}: nobody judged this engine; "
+            f"bundle={directory}: {IDENTITY_FILE} is missing, here and in {store / 'identity'}: this engine was never judged; "
             "run stage=evaluate, or copy the evidence here"
         )
     return about

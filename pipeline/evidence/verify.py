@@ -234,10 +234,10 @@ def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
     try:
         config = WorkloadsConfig.model_validate_json(json.dumps(link.parts["config"]["workloads"]))
     except (KeyError, ValidationError) as error:
-        raise UserError(f"what was asked cannot be read: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the questions cannot be read: {str(error).splitlines()[0]}") from None
     if identity.workloads_file is None:
         if config.jsonl is not None:  # the identity's author chose this path: never open it
-            raise UserError("workloads.jsonl was asked, and no copy of it is part of the evidence")
+            raise UserError("workloads.jsonl was asked, and the evidence has no copy")
         return config
     path = evidence.directory / identity.workloads_file
     if path.is_symlink() or path.parent.is_symlink():

@@ -105,7 +105,7 @@ def require_same(what: str, findings: Sequence[Finding]) -> None:
     """
     named = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
     if named["differs"]:
-        raise GateRefusal(f"{what} is not what was judged: {', '.join(named['differs'])}")
+        raise GateRefusal(f"{what} differs from the judged engine: {', '.join(named['differs'])}")
     if named["missing"]:
         raise MissingRequirement(f"{what} could not be verified, missing: {', '.join(named['missing'])}")
 

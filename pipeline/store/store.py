@@ -178,7 +178,7 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
         folder.chmod(0o777)  # in a shared work directory the umask would keep other users out
     own = folder / f"{gethostname()}-{os.getpid()}-{token_hex(4)}"
     with ExitStack() as stack:
-        with locked(lock, f"the artifacts in {root}, of which some are being removed"):
+        with locked(lock, f"the artifacts in {root}, some of which are being removed"):
             stack.enter_context(locked_at_once(own))
             stack.callback(own.unlink, missing_ok=True)
         yield

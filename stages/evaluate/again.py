@@ -90,7 +90,7 @@ def difference(rows: Sequence[SampleRow], again: Mapping[str, SampleRow], noise:
     for row in rows:
         now = again.get(row.id)
         if now is None:
-            return f"sample {row.id} is none that was asked, or what was scored is no right answer to it"
+            return f"sample {row.id} is not in this evaluation, or its scored answer is not a right answer"
         kl, kl_now = _known(row.mean_kl), _known(now.mean_kl)
         room = NOISE_TIMES * noise + LEAST_KL
         if not (kl_now <= FACTOR * kl + room and kl <= FACTOR * kl_now + room):

@@ -14,7 +14,7 @@ from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.report import MustFailControl
-from stages.workloads.config import CANARY_FACTOR, WorkloadsConfig
+from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
 
 
 def must_fail_control(
@@ -33,6 +33,6 @@ def must_fail_control(
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
     subset = control_samples(encoded, config, least)
     run = SampleRun(subset, heads, labelled(progress, "must-fail control: "))
-    corrupt = partial(engine.corrupt_key_scale, CANARY_FACTOR)
+    corrupt = partial(engine.corrupt_key_scale, CONTROL_FACTOR)
     results = run_samples(engine, run, len(subset), after_prefill=corrupt)  # one batch, so that there is one prefill
-    return MustFailControl(factor=CANARY_FACTOR, rows=unjudged_rows(subset, results))
+    return MustFailControl(factor=CONTROL_FACTOR, rows=unjudged_rows(subset, results))

@@ -21,7 +21,7 @@ from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.policies.policy import whole_pages
 from stages.verdict.coverage import EngineTests, Exercised
-from stages.workloads.config import ProbeConfig, WorkloadsConfig
+from stages.workloads.config import StressTestConfig, WorkloadsConfig
 
 
 def once(
@@ -75,7 +75,7 @@ def once(
         speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
         stress=None
         if reference is None
-        else run_stress_test(engine, reference, bounded(config.probe, longest), batch, longest, named, usual),
+        else run_stress_test(engine, reference, bounded(config.stress_test, longest), batch, longest, named, usual),
     )
     system, noise = measure_system(engine, config.load, named), noise_floor(second)
     if baseline is None:
@@ -91,10 +91,10 @@ def once(
 
 
 LEAST_STRESS = 128
-"""Minimum of `workloads.probe.max_tokens`."""
+"""Minimum of `workloads.stress_test.max_tokens`."""
 
 
-def bounded(config: ProbeConfig, longest: int) -> ProbeConfig:
+def bounded(config: StressTestConfig, longest: int) -> StressTestConfig:
     """Return the limits of the stress test, with sequences no longer than the longest question, in whole pages.
 
     A verdict covers no longer sequence, and the reference engine needs time for every token.

@@ -197,7 +197,7 @@ def _missing(one: Judged, use: CapacityConfig) -> list[str]:
         missing.append("no shared prefix was exercised: give samples a common document")
     if batch < use.concurrency:
         missing.append(
-            f"covered up to batch {batch} and {use.concurrency} requests at once are asked: "
-            f"workloads.probe.max_batch={use.concurrency}"
+            f"covered up to batch {batch} and {use.concurrency} requests at once are needed: "
+            f"workloads.stress_test.max_batch={use.concurrency}"
         )
     return missing

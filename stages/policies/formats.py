@@ -102,13 +102,9 @@ class Format(StrictModel):
     def _check_llamacpp(self) -> None:
         size = self.code.dynamic_group
         if size is not None and (self.granularity, self.group_size, self.symmetric) != ("per_group", size, True):
-            raise ValueError(
-                f"dtype {self.dtype} is of granularity=per_group group_size={size} symmetric=true alone: set these"
-            )
+            raise ValueError(f"dtype {self.dtype} requires granularity=per_group group_size={size} symmetric=true: set these")
         if self.rotation == "hadamard_64" and self.code.llamacpp is None:
-            raise ValueError(
-                f"rotation hadamard_64 is of llama.cpp's types alone, got dtype {self.dtype}: set hadamard or none"
-            )
+            raise ValueError(f"rotation hadamard_64 requires a type of llama.cpp, got dtype {self.dtype}: set hadamard or none")
 
     def _check_vllm(self) -> None:
         if self.arithmetic == "kvgate":
@@ -118,8 +114,8 @@ class Format(StrictModel):
         given = (self.dtype, self.granularity, self.symmetric, self.scale, self.rotation)
         if given != (dtype, "per_token", symmetric, "dynamic", rotation):
             raise ValueError(
-                f"arithmetic {self.arithmetic} is of dtype={dtype} granularity=per_token symmetric={str(symmetric).lower()} "
-                f"scale=dynamic rotation={rotation} alone: set these, or arithmetic=kvgate"
+                f"arithmetic {self.arithmetic} requires dtype={dtype} granularity=per_token symmetric={str(symmetric).lower()} "
+                f"scale=dynamic rotation={rotation}: set these, or arithmetic=kvgate"
             )
 
     @property

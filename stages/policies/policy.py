@@ -290,7 +290,7 @@ class KVPolicy(StrictModel):
             slides = sum(window is not None for window in shape.windows)
             raise UserError(
                 f"kv.eviction.window_tokens={self.eviction.window_tokens}: {slides} of the model's {shape.layers} layers "
-                "attend to their latest tokens alone by themselves, and no eviction is defined beside it; set kv.eviction=null"
+                "have a sliding window, and kv.eviction does not support such models; set kv.eviction=null"
             )
         for key, form in self.formats:
             refusal = form.refuse_head_dim(shape.head_dim)

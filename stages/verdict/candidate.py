@@ -136,15 +136,19 @@ class Candidate(StrictModel):
 
 
 def _is_blind(checks: Sequence[Check]) -> bool:
-    return any(check.gate == "canary" and check.status == "FAIL" for check in checks)
+    return any(check.gate == "must_fail_control" and check.status == "FAIL" for check in checks)
 
 
 def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
     """Return a clause that a candidate did not pass, with the kind of reason."""
     said = "is not good enough" if verdict == "FAIL" else "is not decided"
-    wrong = {check.where for check in checks if check.gate in ("conformance", "probe") and check.status == "FAIL"}
+    wrong = {check.where for check in checks if check.gate in ("conformance", "stress_test") and check.status == "FAIL"}
     if wrong:
-        said = "does not compute its policy" if "candidate" in wrong else "is not judged, because FP16 is not computed as FP16"
+        said = (
+            "does not compute its policy"
+            if "candidate" in wrong
+            else "is not judged: the FP16 baseline deviates from the reference engine"
+        )
     if _is_blind(checks):
         said = "is not judged, because its answers do not depend on the cache"
     return f"{name} {said}: {verdict}"

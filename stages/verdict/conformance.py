@@ -200,12 +200,15 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
     largest = max(or_infinite(request.engine.kl_max) for request in engine.requests)
     if not judged:
         mean = sum(or_infinite(request.engine.kl_mean) for request in engine.requests) / count
-        return f"{policy} in an arithmetic of its own: KL {mean:.1e} from the reference engine's, at most {largest:.1e}"
+        return (
+            f"{policy} has arithmetic of its own, so this is only shown: KL {mean:.1e} from the reference engine, "
+            f"at most {largest:.1e}"
+        )
     deviating = sum(times > 1 for times in ranked)
     if not deviating:
         return (
             f"computes {policy} as the reference engine does: none of {count} requests differs by more than rounding "
-            f"(KL at most {largest:.1e}, {ranked[0]:.2g} of what is allowed), {bounded(count, 'deviate')}"
+            f"(KL at most {largest:.1e}, {ranked[0]:.2g} of the allowed error), {bounded(count, 'deviate')}"
         )
     said = f"does not compute {policy} (KL {or_infinite(engine.kl):.1e} from the reference engine"
     said += ")" if engine.reference_kl is None else f", which is {engine.reference_kl:.1e} from FP16)"
@@ -215,6 +218,6 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
         said += f", {engine.deviation.told(f' of sample {engine.deviation.sample}')}"
     said += next((f", {request.problem}" for request in engine.requests if request.problem), "")
     said += (
-        f"; {deviating} of {count} requests differ by more than rounding, the worst by {ranked[0]:.2g} times what is allowed"
+        f"; {deviating} of {count} requests differ by more than rounding, the worst by {ranked[0]:.2g} times the allowed error"
     )
     return said if count < 2 else f"{said}, the next {ranked[1]:.2g}"

@@ -305,7 +305,7 @@ class Limits(Record):
         if bundle.batch is not None and self.batch is not None and bundle.batch > self.batch:
             return (
                 f"it was judged {self}, and its bundle allows batches of {bundle.batch}: build it for {self.batch}, or raise "
-                "workloads.probe.max_batch"
+                "workloads.stress_test.max_batch"
             )
         return None
 

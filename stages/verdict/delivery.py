@@ -19,7 +19,7 @@ RANGE = 1e-6, 1e3
 """Minimum and maximum of plausible calibrated scales. FP8 represents values up to 448 times its scale."""
 
 WORDS: dict[ScaleChangeKind, str] = {
-    "missing": "the checkpoint has none, and {used} is used",
+    "missing": "the checkpoint lacks it, and {used} is used",
     "defaulted": "{carried} became the default, 1.0",
     "merged": "{carried} was merged with others to the largest, {used}",
     "swapped": "{carried} is used for the other side, {used} here",

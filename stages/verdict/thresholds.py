@@ -7,7 +7,7 @@ from pydantic import Field
 from stages.core.strict import StrictModel
 from stages.verdict.record import Record
 
-RULES = 13
+RULES = 14
 """Version of the gates' rules; docs/verdict.md lists the rules of every version."""
 
 MOST_SAMPLES = 1_000_000
@@ -51,7 +51,7 @@ class Gates(StrictModel):
     """Maximum share of the baseline's acceptance length under speculative decoding that a candidate may lose, per workload and
     drafter, if `workloads.speculation` measures it."""
     max_mean_kl: Positive = 0.05
-    """Maximum mean KL(baseline || candidate) per workload, nats per token; a request counts at most three times this."""
+    """Maximum mean KL(baseline || candidate) per workload, nats per token; a document counts at most three times this."""
     min_top10_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.8
     """Minimum mean share of the ten most likely tokens that both engines agree on, per workload. SmolLM2 at FP8: 0.95."""
     max_ppl_ratio: Annotated[float, Field(gt=1)] = 1.05

@@ -34,7 +34,7 @@ LOOKUP_TOKENS, LOOKUP_NGRAM = 10, 3
 """Maximum tokens that prompt lookup proposes per pass, and maximum length of the suffix that it searches for."""
 DRAFT_TOKENS = 5
 """Maximum tokens that a draft checkpoint proposes per pass."""
-CANARY_FACTOR = 0.1
+CONTROL_FACTOR = 0.1
 """Factor of the must-fail control for every key scale."""
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
@@ -61,7 +61,7 @@ GSM8K_PROBLEMS = 1319
 """Number of problems in the test set."""
 
 
-class ProbeConfig(StrictModel):
+class StressTestConfig(StrictModel):
     """Limits of the stress test, which compares an engine with the reference engine; the engine's own limits also apply."""
 
     max_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 2048
@@ -127,7 +127,7 @@ class WorkloadsConfig(StrictModel):
     noise_samples: Count
     """Judged samples per workload that both engines repeat in smaller batches, for the A/A noise floor; the longest sample is
     added."""
-    canary_samples: Annotated[int, Field(ge=1, le=1000)]
+    control_samples: Annotated[int, Field(ge=1, le=1000)]
     """Samples per workload of the must-fail control, at least eight in total: the shortest prompts of at least two pages."""
     conformance_samples: Count = 0
     """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 also
@@ -136,7 +136,7 @@ class WorkloadsConfig(StrictModel):
         default_factory=lambda: [1.0]
     )
     """Fractions of the samples at the ends of the rounds, ascending to 1. A candidate runs rounds until its gates decide."""
-    probe: ProbeConfig = Field(default_factory=ProbeConfig)
+    stress_test: StressTestConfig = Field(default_factory=StressTestConfig)
     pressure: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """Requests that are sent at once, in two rounds, into a pool that holds a third of their pages, and compared with the same
     requests in a large pool; 0 disables this, null uses the backend's default."""
@@ -176,6 +176,6 @@ class WorkloadsConfig(StrictModel):
             raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")
         if self.pressure is not None and 0 < self.pressure < LEAST_PRESSED:
             raise ValueError(
-                f"pressure={self.pressure}: a third of so few holds no two requests; give at least {LEAST_PRESSED}, or 0"
+                f"pressure={self.pressure}: the small pool could not hold two requests; give at least {LEAST_PRESSED}, or 0"
             )
         return self

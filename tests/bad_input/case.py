@@ -136,11 +136,11 @@ def _broken(case: Case, outcome: Outcome, before: Mapping[str, str], after: Mapp
     if outcome.code is None:
         broken.append("it did not end")
     elif outcome.code != case.code:
-        broken.append(f"exit code {outcome.code} in place of {case.code}")
+        broken.append(f"exit code {outcome.code} instead of {case.code}")
     if "Traceback" in outcome.stderr:
         broken.append("a traceback")
     if len(lines) != 1 or not lines[0].startswith(ERROR):
-        broken.append(f"{len(lines)} lines in place of one")
+        broken.append(f"{len(lines)} lines instead of one")
     for part in case.says:
         if part not in outcome.stderr:
             broken.append(f"{part!r} is not said")

@@ -36,7 +36,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("odd head_dim", {"head_dim": 7}, ("head_dim=7",)),
     ("unknown activation", {"hidden_act": "snake"}, ("hidden_act", "'snake'", "silu")),
     ("unknown torch_dtype", {"torch_dtype": "float128"}, ("torch_dtype", "'float128'")),
-    ("padding that the vocabulary has not", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
+    ("padding outside the vocabulary", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
     ("a vision tower", {"vision_config": {}}, ("vision_config", "pictures")),
@@ -45,7 +45,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("architecture with a terminal's codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported",)),
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
-    ("a vocabulary that the weights have not", {"vocab_size": 1345}, ("embed_tokens", "1345")),
+    ("a vocabulary larger than the weights'", {"vocab_size": 1345}, ("embed_tokens", "1345")),
 )
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
@@ -136,7 +136,7 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 HELD_AGAINST_THE_MODEL = (
-    "a vocabulary that the weights have not", "a tensor missing", "a tensor too many", "a tensor transposed",
+    "a vocabulary larger than the weights'", "a tensor missing", "a tensor too many", "a tensor transposed",
 )  # fmt: skip
 """Cases that are detected only after transformers has built the model on the meta device."""
 
@@ -156,7 +156,7 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a template that refuses everything", tokenizer_config_with(chat_template="{{ raise_exception('no') }}"),
      ("chat_template refuses a greeting", "no")),
     ("a template that leaves the question out", tokenizer_config_with(chat_template="hello"), ("chat_template leaves out",)),
-    ("a token that takes the spaces beside it", tokenizer_config_with(added_tokens_decoder={
+    ("a token that takes adjacent spaces", tokenizer_config_with(added_tokens_decoder={
         "3": {"content": "<|user|>", "lstrip": True, "special": True}}), ("tokenizer.json itself", "added_tokens_decoder")),
     ("an end that is no token", tokenizer_config_with(eos_token="<nope>"), ("makes token 1344", "1344")),
     ("no end", tokenizer_config_with(eos_token=None), ("no eos_token",)),

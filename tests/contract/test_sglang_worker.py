@@ -66,7 +66,7 @@ def test_an_engine_that_makes_another_cache_is_refused(bundle: Path, tmp_path: P
         ),
         (
             "other chunks",
-            r"^backend\.chunked_prefill_size: SGLang 0\.5\.23 makes something else of it: .* as 2048 and is 64; ask",
+            r"^backend\.chunked_prefill_size: SGLang 0\.5\.23 rewrites it: .* as 2048 and is 64; ask",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_
     engine.close()
 
 
-def test_a_cache_without_a_scale_has_no_canary(bundles: dict[str, Path], python: str) -> None:
+def test_a_cache_without_a_scale_has_no_control(bundles: dict[str, Path], python: str) -> None:
     with pytest.raises(UserError, match="kv=fp16: the cache has no scale"):
         open_engine(bundles["fp16"], python).corrupt_key_scale(0.1)
 

@@ -33,7 +33,7 @@ CODE = (
 )
 """Entry modules of the evaluation and of the judged engines."""
 
-ASKS_NO_SAMPLE = {"probe", "allocation", "canary", "free_answers", "reused_prefixes", "memory", "error"}
+ASKS_NO_SAMPLE = {"stress_test", "allocation", "must_fail_control", "free_answers", "reused_prefixes", "memory", "error"}
 """Gates that the default evaluation checks like the small one. An engine that they refuse needs no default evaluation."""
 
 
@@ -63,7 +63,7 @@ def _texts(*names: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m faults", description="Judge planted faults by the real gates.")
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of the record, in place of all")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of the record, instead of all")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the configuration")
     parser.add_argument("--costs", action="store_true", help="only serve the days that say what faults cost")
@@ -105,7 +105,7 @@ def judge(options: argparse.Namespace) -> None:
         record.save(record.RESULTS, outcomes)
         gates = ", ".join(found.gates) or "-"
         line = f"{number}/{len(chosen)} {name}: {found.verdict} {found.default} of {found.samples} samples, {gates}"
-        print(f"{line} ({found.probe} probe, {found.seconds:.0f} s)", flush=True)
+        print(f"{line} ({found.stress_test} stress_test, {found.seconds:.0f} s)", flush=True)
 
 
 def _commit() -> str:
@@ -116,16 +116,16 @@ def _commit() -> str:
 
 def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
     started, default, verdict = time.process_time(), "", "ERROR"
-    probe: Literal["small", "default"] = "small"
+    stress_test: Literal["small", "default"] = "small"
     try:
         if job.fault is None:
             judgement = ground.judge_sound(job.policy, job.engine, job.seed)
         else:
             judgement = ground.judge(job.fault)
             if judgement.verdict.status != "FAIL":
-                probe, judgement = "default", ground.judge(job.fault, probe="default")
+                stress_test, judgement = "default", ground.judge(job.fault, stress_test="default")
             if not ASKS_NO_SAMPLE & failed_gates(judgement).keys():
-                default = ground.judge(job.fault, probe="default", workloads=DEFAULT).verdict.status
+                default = ground.judge(job.fault, stress_test="default", workloads=DEFAULT).verdict.status
         verdict, gates, samples = judgement.verdict.status, failed_gates(judgement), len(judgement.rows)
         kl = judgement.report.overall.fidelity.kl_mean
     except Exception as error:  # Any exception of a broken engine ends the evaluation: no verdict, no promotion.
@@ -135,7 +135,7 @@ def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
         verdict=verdict,
         gates={gate: reason[:300] for gate, reason in gates.items()},
         default=default,
-        probe=probe,
+        stress_test=stress_test,
         samples=samples,
         mean_kl=kl,
         seconds=round(time.process_time() - started, 1),

@@ -51,7 +51,7 @@ def decoding(step: Step) -> Any:
 of = partial(Fault, "codes")
 
 FAULTS = [
-    of("truncated", "int8", "codes rounded towards zero: a cast in place of a rounding", write("key value", towards_zero),
+    of("truncated", "int8", "codes rounded towards zero: a cast instead of a rounding", write("key value", towards_zero),
        "conformance"),
     of("fp8_truncated", "fp8", "FP8 codes are cut off by a shift and a mask, as vLLM's CPU path does",
        write("key value", magnitude_less), "conformance"),

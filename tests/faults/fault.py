@@ -79,7 +79,7 @@ class Fault:
     models: str
     """One-line description of the real fault."""
     plant: Plant
-    by: str = "probe"
+    by: str = "stress_test"
     """The gate that is expected to fail."""
     engine: EngineName = "native"
     harm: Harm = "answers"

@@ -40,15 +40,17 @@ SMALL = (
     "workloads.rounds=[0.1, 1.0]",
     "workloads.max_scored_tokens=64",
     "workloads.noise_samples=1",
-    "workloads.canary_samples=1",
+    "workloads.control_samples=1",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",
 )
 """A small evaluation that sound caches pass. With 68 answers, `gates.min_recovery` left a sound int8 INCONCLUSIVE."""
 
-DEFAULT = ("workloads.noise_samples=1", "workloads.canary_samples=1", SMALL[-1])
+DEFAULT = ("workloads.noise_samples=1", "workloads.control_samples=1", SMALL[-1])
 """The default evaluation: all 664 samples in the default rounds, but timed with a smaller load."""
 
-SMALL_PROBE = "workloads.probe={max_tokens: 640, decode_steps: 40, offset_steps: 4, max_batch: 20, requests: 60, seed: 0}"
+SMALL_STRESS_TEST = (
+    "workloads.stress_test={max_tokens: 640, decode_steps: 40, offset_steps: 4, max_batch: 20, requests: 60, seed: 0}"
+)
 """A stress test that finds most faults. Faults that pass it are judged with the default stress test."""
 
 SOUND = ("calibration", "weights", "extremes", "quantize", "export", "build", "encode")
@@ -140,12 +142,12 @@ class Ground:
         self._days: dict[tuple[str, EngineName, bool], Day] = {}
 
     def config(
-        self, policy: str, engine: EngineName, *, probe: str = "small", workloads: Sequence[str] = (), seed: int = 0
+        self, policy: str, engine: EngineName, *, stress_test: str = "small", workloads: Sequence[str] = (), seed: int = 0
     ) -> Config:
         """Return the configuration of one cache on one engine: the defaults with the overrides of this setup."""
-        key = (policy, engine, probe, tuple(workloads), seed)
+        key = (policy, engine, stress_test, tuple(workloads), seed)
         if key not in self._configs:
-            small = [SMALL_PROBE] if probe == "small" else ["workloads.probe.seed=0"]
+            small = [SMALL_STRESS_TEST] if stress_test == "small" else ["workloads.stress_test.seed=0"]
             own = [*POLICIES[policy], *self._model(policy), *BACKENDS[engine], *small, *(workloads or self.workloads)]
             plans = plan([*own, *self.overrides, f"seed={seed}", "tracking=none"], multirun=False)
             self._configs[key] = plans.jobs[0]

@@ -70,7 +70,9 @@ END_OF_PAGE = """  }
 HALF = "    for (int q = 0; q < GROUP; q++) for (int d = 0; d < HEAD_DIM; d++) sums[q][d] = (float)(_Float16)sums[q][d];\n"
 
 
-def mutant(name: str, policy: str, models: str, before: str, after: str, kind: str = "kernels", by: str = "probe") -> Fault:
+def mutant(
+    name: str, policy: str, models: str, before: str, after: str, kind: str = "kernels", by: str = "stress_test"
+) -> Fault:
     """Return a fault: a kernel with one place changed."""
     return Fault(kind, name, policy, models, SOUND, by, loads=kernel(before, after), where="the kernel")
 

@@ -11,8 +11,8 @@ FAULTS: list[Fault] = [
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 ALONE: dict[str, str] = {
-    "canary": "canary_without_effect",
-    "probe": "rows_above_16",
+    "must_fail_control": "control_without_effect",
+    "stress_test": "rows_above_16",
     "allocation": "pool_twice_as_large",
 }
 """Gate -> a fault that passes if this gate is disabled."""

@@ -19,7 +19,7 @@ KINDS = {
     "crowds": "Requests that read what another request wrote",
     "positions": "Positions, lengths, and tokens that are kept exactly",
     "turns": "Later turns of a conversation, and forks",
-    "evictions": "Evictions, windows, and layers that attend to their latest tokens alone",
+    "evictions": "Evictions, windows, and sliding layers",
     "prompts": "Prompts and their first tokens",
     "prefixes": "Beginnings of prompts that are kept for later ones",
     "serving": "Batches, generation, and rare or late faults",

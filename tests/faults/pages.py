@@ -146,7 +146,7 @@ FAULTS = [
        given("lengths", lambda x, _: x - ((x % PAGE_TOKENS == 1) & (x > PAGE_TOKENS)))),
     of("stale_page_one_step_in_ten", "fp8", "another last full page in one step of ten: a race with the append",
        page(lambda pages, _, __: pages[0] if len(pages) > 2 else None, -2, every(10))),
-    of("page_read_twice", "int8", "the second page is read in place of the third", page(lambda pages, *_: pages[1], 2)),
+    of("page_read_twice", "int8", "the second page is read instead of the third", page(lambda pages, *_: pages[1], 2)),
     of("page_number_in_a_byte", "int8", "page numbers above 255 wrap around", given("page_table", lambda x, _: x % 256)),
     of("context_beyond_1024", "fp8", "beyond 1,024 tokens the first page is read: a table of fixed width", beyond(1024)),
     of("third_fork_loses_a_token", "int8", "a fork of a fork of a fork does not get the last token of a partial page",

@@ -46,7 +46,7 @@ class Outcome(BaseModel):
     """Gate that failed the engine -> reason."""
     default: str = ""
     """Verdict of the default evaluation, run only if the gates that use no samples found nothing."""
-    probe: Literal["small", "default"] = "small"
+    stress_test: Literal["small", "default"] = "small"
     """The stress test used; the small one runs first."""
     samples: int
     mean_kl: float | None

@@ -86,7 +86,7 @@ NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])
 NO_TESTS = EngineTests(free_answers=NO_ANSWERS)
 """Tests of an engine without a reference engine and without repeated answers."""
 
-CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
+CONTROL_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
 
 
 def fidelity(**changes: object) -> Fidelity:
@@ -113,7 +113,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "planned_workloads": {},
         "slices": [whole, low],
         "noise": fidelity(),
-        "control": MustFailControl(factor=0.1, rows=CANARY_ROWS),
+        "control": MustFailControl(factor=0.1, rows=CONTROL_ROWS),
         "system": SystemMetrics.model_validate(system),
         "baseline_system": SystemMetrics.model_validate(system),
         "tests": NO_TESTS,

@@ -18,9 +18,9 @@ SHORT = (
     "workloads.max_scored_tokens=16",
     "workloads.batch_size=2",
     "workloads.noise_samples=1",
-    "workloads.canary_samples=1",
+    "workloads.control_samples=1",
     "workloads.pressure=0",
-    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 1}",
+    "workloads.stress_test={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 1}",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8}",
     "calibration.samples=2",
 )

@@ -50,7 +50,7 @@ def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
     )
     process = subprocess.run([sys.executable, "-c", stopped], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 130
-    assert process.stderr == "pipeline: error: interrupted; what was finished is kept, run it again to go on\n"
+    assert process.stderr == "pipeline: error: interrupted; finished work is kept; run it again to continue\n"
 
 
 @pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])

@@ -18,11 +18,11 @@ from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
 from stages.verdict.conformance import Conformance, Deviation, EngineConformance
 from stages.verdict.thresholds import Check
-from stages.workloads.config import ProbeConfig
+from stages.workloads.config import StressTestConfig
 
 SOUND = sorted(POLICIES)[:: 1 if STRIDE == 1 else 2 * STRIDE]
 PAGE_END_UNWRITTEN = FAULTS["shared_page_end_unwritten"].plant
-BRIEF = ProbeConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
+BRIEF = StressTestConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_stale_page_in_one_step_of_ten_is_found_at_its_step(bench: Conformity,
         ("int8_evicting", Eviction(window_tokens=64, sink_tokens=64)),
         ("int4_sinks_evicting", Eviction(window_tokens=64, sink_tokens=64)),
     ],
-    ids=["nothing is evicted", "a page too late", "sinks that there are none of", "a page too early"],
+    ids=["nothing is evicted", "a page too late", "sinks that do not exist", "a page too early"],
 )
 def test_an_engine_that_evicts_other_tokens_than_the_policy_says_is_found(
     name: str, keeps: Eviction | None, bench: Conformity, baseline: EngineConformance
@@ -170,7 +170,7 @@ def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformit
 
 def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity, tmp_path: Path) -> None:
     """Let baseline and candidate share a fault: their logits are equal, so no distance between them shows it."""
-    config = conformance_config(conformance_samples=1, noise_samples=0, canary_samples=1, probe=BRIEF)
+    config = conformance_config(conformance_samples=1, noise_samples=0, control_samples=1, stress_test=BRIEF)
     samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"
 

@@ -283,7 +283,7 @@ def test_gemma_puts_no_space_before_a_text_and_matches_runs_of_spaces_whole(tmp_
 
 def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_gguf(tmp_path / "small.Q8_0.gguf", "Llama", random_model("Llama"), "Q8_0")
-    source.with_name("config.json").write_text("no file beside the GGUF is read")
+    source.with_name("config.json").write_text("no other file in the GGUF's folder is read")
     given = [f"model.path={source}", "stage=build", "kv=fp16", "backend=torch", f"workdir={tmp_path / 'work'}"]
     (job,) = plan(given, multirun=False).jobs
     for second in (False, True):

@@ -133,7 +133,7 @@ def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
     assert engine.attention == "native in 1 of 2 layers"
     (line, kept) = backend("native").describe(tmp_path / "bundle")
     assert line.endswith("in 1 of 2 layers")
-    assert kept == "layer 1: standard ONNX operators, because kv.overrides.0.key.dtype=int2 is none that the kernel reads"
+    assert kept == "layer 1: standard ONNX operators, because kv.overrides.0.key.dtype=int2 is not read by the kernel"
 
 
 def test_a_head_of_half_a_vector_is_refused_by_layer() -> None:

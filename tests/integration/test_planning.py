@@ -38,7 +38,7 @@ def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_and_jso
 
 def test_a_budget_that_no_policy_meets_is_refused_with_the_most_that_one_admits(asked: list[str]) -> None:
     use = ["capacity.gpu_gib=17", "capacity.reserve_gib=0", "capacity.concurrency=500"]
-    with pytest.raises(GateRefusal, match=r"capacity\.concurrency=500: no policy admits as many requests, int4_streaming "):
+    with pytest.raises(GateRefusal, match=r"capacity\.concurrency=500: no policy admits this many requests, int4_streaming "):
         show_capacity(config_of(*asked, "stage=capacity", *use))
 
 

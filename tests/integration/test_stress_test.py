@@ -29,12 +29,12 @@ from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.system import process_memory
 from stages.policies.policy import PAGE_TOKENS, KVShape
 from stages.verdict.coverage import ProcessMemory, StressResult
-from stages.workloads.config import ProbeConfig
+from stages.workloads.config import StressTestConfig
 
-SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
+SMALL = StressTestConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
 WIDE = SMALL.model_copy(update={"max_batch": 20})
 DAY = SMALL.model_copy(update={"max_tokens": 704, "max_batch": 8})
-FAR = ProbeConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40, seed=0)
+FAR = StressTestConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of int8."""
-    return make_bundle(decoder, tmp_path_factory.mktemp("probe") / "bundle", BY_NAME["int8"])
+    return make_bundle(decoder, tmp_path_factory.mktemp("stress_test") / "bundle", BY_NAME["int8"])
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("name", "config", "expected"), [one for one in WHERE_SAMPLES_DO_NOT_LEAD if STRIDE == 1 or one[1] is WIDE]
 )
 def test_a_fault_where_samples_do_not_lead_is_named(
-    name: str, config: ProbeConfig, expected: str, int8: Path, reference: ReferenceEngine
+    name: str, config: StressTestConfig, expected: str, int8: Path, reference: ReferenceEngine
 ) -> None:
     engine = load_engine(int8, threads=1)
     (a_breath_of_another if name == "a_breath_of_another" else FAULTS[name].plant)(engine)
@@ -266,7 +266,7 @@ def test_a_fault_of_a_serving_day_is_named(plant: Any, expected: str, int8: Path
 
 
 def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: ReferenceEngine) -> None:
-    brief = ProbeConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
+    brief = StressTestConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
     engine = load_engine(int8, threads=1)
     drawn = [run_stress_test(engine, reference, brief, 2, 100, no_progress).seed for _ in range(2)]
     assert drawn[0] != drawn[1]

@@ -132,7 +132,7 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
     assert {"build 5", "identity 4"} <= {" ".join(line.split()[:2]) for line in lines}
     files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
     assert f"{decimal(sum(size for _, size in files))} in all: kinds share files" in lines
-    assert "stage=promote" in shown, "the last sweep passed and nobody promoted it"
+    assert "stage=promote" in shown, "the last sweep passed and was not promoted"
 
 
 def test_a_dry_run_shows_what_would_go_and_removes_nothing(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +238,7 @@ def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_hold
     monkeypatch.setenv(LIMIT, "0.2")
     with (
         alone(ground.artifacts),
-        pytest.raises(MissingRequirement, match=r"of which some are being removed: another process held"),
+        pytest.raises(MissingRequirement, match=r"some of which are being removed: another process held"),
     ):
         command(ground.work, "stage=recommend")
 
@@ -260,7 +260,7 @@ def test_what_serves_is_not_guessed(ground: Ground, tmp_path: Path) -> None:
     try:
         for name in (MANIFEST, "identity.json"):
             (unreadable / name).write_text("{}")
-        with pytest.raises(UserError, match=r"identity.json: .* what it names may be needed"):
+        with pytest.raises(UserError, match=r"identity.json: .* it may name needed artifacts"):
             ground.plan()
     finally:
         shutil.rmtree(unreadable)

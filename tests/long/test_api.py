@@ -37,7 +37,7 @@ SAMPLES = ROOT / "examples" / "own_samples.jsonl"
 ASKS: dict[str, Any] = {
     "workloads": "jsonl",
     "workloads.jsonl": SAMPLES,
-    "workloads.probe": {"max_tokens": 448, "decode_steps": 72, "offset_steps": 4, "max_batch": 4, "requests": 24},
+    "workloads.stress_test": {"max_tokens": 448, "decode_steps": 72, "offset_steps": 4, "max_batch": 4, "requests": 24},
     "workloads.load": {
         "batch": 2,
         "context_tokens": 64,
@@ -192,7 +192,7 @@ def _policy(bundle: Path) -> str:
 def test_the_champion_is_found_by_its_checkpoint_or_its_registered_model(promoted: Path, name: str) -> None:
     with champion(name, workdir=promoted) as engine:
         assert isinstance(engine, LoadedEngine)
-        assert engine.bundle.is_relative_to(promoted), "it still lies where it was judged"
+        assert engine.bundle.is_relative_to(promoted), "it is still in its work directory"
         assert engine.generate(ASKED) == COPIED
 
 
@@ -214,7 +214,7 @@ def test_an_altered_champion_is_refused(promoted: Path, tmp_path: Path) -> None:
     (identity,) = (promoted / "mlartifacts").rglob("identity.json")
     weights = identity.parent / "engine" / "weights.bin"
     fetch = partial(champion, "tiny", tracking_uri=f"sqlite:///{promoted}/mlflow.db", workdir=tmp_path, samples=SAMPLES)
-    wrong = {weights: "is not what was judged: engine: weights.bin", identity: "is not the one that the registry cites"}
+    wrong = {weights: "differs from the judged engine: engine: weights.bin", identity: "is not the one that the registry cites"}
     for file, expected in wrong.items():
         kept = file.read_bytes()
         file.write_bytes(kept + b"\n")

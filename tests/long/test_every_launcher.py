@@ -141,4 +141,4 @@ def test_an_interrupt_ends_all_workers_and_the_command_with_130(launcher: str, n
         swept = ended(tmp_path, process, 100)
     assert (swept.code, swept.summary["exit_code"]) == (130, 130), swept.stderr
     assert "jobs ended, not " in swept.stderr
-    assert swept.stderr.endswith("pipeline: error: interrupted; what was finished is kept, run it again to go on\n")
+    assert swept.stderr.endswith("pipeline: error: interrupted; finished work is kept; run it again to continue\n")

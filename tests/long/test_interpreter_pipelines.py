@@ -34,5 +34,5 @@ def test_an_engine_in_an_interpreter_of_its_own_is_judged_once_its_scale_changes
     assert report.overall.fidelity.non_finite_steps == 0
     assert report.noise is not None
     assert report.noise.kl_max == pytest.approx(0.0, abs=1e-6), "stepping and one pass are the same logits"
-    assert lines("canary", report)[0].status == "PASS"
+    assert lines("must_fail_control", report)[0].status == "PASS"
     assert "a promotion will refuse the engine, since the samples have at most" in " ".join(capsys.readouterr().out.split())

@@ -82,7 +82,7 @@ def test_the_reference_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_ca
     work, _ = swept
     by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
     small = (
-        "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 2}",
+        "workloads.stress_test={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 2}",
         "workloads.batch_size=2",
     )
     result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", *small)

@@ -192,8 +192,8 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
     (handles, _), (same, _) = quick(engine, [texts[0][:63]]), reference.prefill([texts[0][:63]])
     before = state(engine.cache)
     for grow, message in (
-        (lambda: engine.cache.reserve(handles, 500), "9 pages of 64 tokens are needed, beside the 1 that are moved"),
-        (engine.cache.start, "2 exact buffers, one a sequence, are needed, beside the 1 that are moved"),
+        (lambda: engine.cache.reserve(handles, 500), "9 pages of 64 tokens are needed, in addition to the 1 that are moved"),
+        (engine.cache.start, "2 exact buffers, one a sequence, are needed, in addition to the 1 that are moved"),
     ):
         for room in range(2):
             with monkeypatch.context() as patch:

@@ -16,9 +16,9 @@ from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
 from stages.verdict.coverage import StressResult
-from stages.workloads.config import ProbeConfig
+from stages.workloads.config import StressTestConfig
 
-CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16, seed=0)
+CONFIG = StressTestConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16, seed=0)
 
 
 @pytest.fixture(scope="module")

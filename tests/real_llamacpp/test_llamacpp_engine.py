@@ -108,7 +108,7 @@ def test_a_sequence_may_have_as_many_tokens_as_the_context(
     long.close()
 
 
-def test_the_canarys_keys_are_wrong_in_the_state_and_taken_back(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
+def test_the_control_keys_are_wrong_in_the_state_and_taken_back(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
     before = q8_q4.forced(texts[0], FIRST)
     q8_q4.corrupt_key_scale(0.1)
     assert mean_kl(before, q8_q4.forced(texts[0], FIRST)) > 0.05

@@ -151,7 +151,7 @@ def test_vllms_own_prompt_lookup_takes_the_passes_that_are_counted_for_its_answe
     assert sum(a == b for a, b in zip(plain, seen.answers, strict=True)) >= 5
 
 
-def test_the_canarys_scale_arrives_and_changes_what_is_read(
+def test_the_control_scale_arrives_and_changes_what_is_read(
     bundles: dict[str, Path], texts: list[list[int]], vllm_python: str
 ) -> None:
     engine = open_engine(bundles["fp8"], vllm_python)
@@ -183,7 +183,7 @@ def altered(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str,
     ("fault", "expected"),
     [
         ("a file that the index does not name", r"8 defaulted \(layer 0 keys: 0\.04 became the default, 1\.0\)"),
-        ("a layer without its key scale", r"1 missing \(layer 2 keys: the checkpoint has none, and 1 is used\)"),
+        ("a layer without its key scale", r"1 missing \(layer 2 keys: the checkpoint lacks it, and 1 is used\)"),
     ],
 )
 def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(

@@ -47,7 +47,7 @@ def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_an
     assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")
     assert report.overall.fidelity.kl_mean is not None
     assert report.overall.fidelity.kl_mean < 0.01
-    assert lines("canary", report)[0].status == "PASS"
+    assert lines("must_fail_control", report)[0].status == "PASS"
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from stages.verdict.thresholds import RULES
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dry": True}, "dry=True: evaluate judges; python -m pipeline stage=evaluate dry=true says what it would do"),
-        ({"log": "json"}, "log=json: is about what a command prints; verbose=True prints it here; leave it out"),
+        ({"dry": True}, "dry=True: evaluate judges; python -m pipeline stage=evaluate dry=true shows the work"),
+        ({"log": "json"}, "log=json: controls a command's output; verbose=True prints it here; leave it out"),
         ({"stage": "build"}, "stage=build: evaluate is stage=evaluate; leave it out"),
         ({"seed": "1"}, "seed: input should be a valid integer (got '1')"),
         ({"seed": -1, "backend.threads": 0}, "\n"),
@@ -116,7 +116,7 @@ def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_pa
     [
         ("hello", 0, "max_new_tokens=0: must be a whole number of at least 1"),
         ("hello", "8", "max_new_tokens='8': must be a whole number of at least 1"),
-        (5, 8, "prompt: 5 is none; give a text, or a conversation"),
+        (5, 8, "prompt: 5 is not a prompt; give a text, or a conversation"),
         ([], 8, "prompt: holds no message; give a text, or a conversation"),
         ([{"role": "user"}], 8, 'prompt: {\'role\': \'user\'} is no message; give {"role": "user", "content": "..."}'),
     ],

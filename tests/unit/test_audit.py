@@ -71,7 +71,7 @@ def without(name: str, tensors: Mapping[str, Any] = OWN) -> dict[str, Any]:
 
 
 CROSSED = named("self_attn.k_proj.S_scale", {"0.v": 0.25}) | named("self_attn.v_proj.S_scale", {"0.k": 0.5})
-NONE = "the checkpoint has none, and 1 is used"
+NONE = "the checkpoint lacks it, and 1 is used"
 
 
 def changed(form: str = "self_attn.S_scale", **scales: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ PROJECTION = "self_attn.S_proj.S_scale"
     [
         (None, {}, [f"missing: layer {number} {side}: {NONE}" for number in (0, 1) for side in ("keys", "values")]),
         (COMPRESSED, without("1.self_attn.v"), [f"missing: layer 1 values: {NONE}"]),
-        (MODELOPT, without("1.self_attn.v", PROJECTIONS), ["missing: layer 1 values: the checkpoint has none, and 0.125"]),
+        (MODELOPT, without("1.self_attn.v", PROJECTIONS), ["missing: layer 1 values: the checkpoint lacks it, and 0.125"]),
         (None, OWN, ["defaulted: layer 0 keys: 0.5 became the default, 1.0", "defaulted: layer 0 values: 0.25"]),
         (COMPRESSED, without("0.") | named("self_attn.S_scale", {"0.kv": 0.5}), ["defaulted: layer 0 values: 0.5 became"]),
         (MODELOPT, without("0.", PROJECTIONS) | CROSSED, ["swapped: layer 0 keys: 0.25", "swapped: layer 0 values: 0.5"]),

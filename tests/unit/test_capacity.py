@@ -125,7 +125,7 @@ def test_the_first_line_says_what_a_request_takes_and_saves_and_how_many_fit(tmp
 
 def test_what_a_verdict_takes_is_said_of_models_that_take_long() -> None:
     (line,) = verdict_lines(8_030_261_248)
-    assert "61.3 GiB of memory, and 2 h 15 min if the first round decides, 7 h 21 min if all five are asked" in line
+    assert "61.3 GiB of memory, and 2 h 15 min if the first round decides, 7 h 21 min if all five run" in line
     assert verdict_lines(1_000_000) == []
 
 

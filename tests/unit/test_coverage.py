@@ -147,7 +147,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("grown", "noise", "status", "said"),
     [
-        (17 * MIB, 0, "PASS", "bytes are those of the policy"),
+        (17 * MIB, 0, "PASS", "bytes match the policy"),
         (26 * MIB, 0, "FAIL", "the process grows by 16.0 MiB more than the policy claims for 8,192 tokens"),
         (26 * MIB, 5 * MIB, "WARNING", "moves by 5.0 MiB by itself, too much to see a float16 copy of 16.0 MiB"),
     ],
@@ -159,7 +159,7 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
         tokens=8192, grown_bytes=grown, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=noise
     )
     grew = stress_result(allocation=stress_result().allocation.model_copy(update={"process": process}))
-    check = next(check for check in lines("probe", report([], tests=engine_tests(grew))) if check.gate == "allocation")
+    check = next(check for check in lines("stress_test", report([], tests=engine_tests(grew))) if check.gate == "allocation")
     assert (check.status, said in check.reason) == (status, True), check.reason
 
 

@@ -17,14 +17,14 @@ OURS = {"pipeline", "stages", "plugins", "conf"}
 ELSEWHERE = {
     "tensorrt": "NVIDIA's installation on a machine with a GPU; tests bring their own module of that name",
     "tensorrt_llm": "an interpreter of its own: backend.python",
-    "kvgate_forcing": "beside stages/engines/trtllm/worker/kvgate_worker.py, which runs in that interpreter",
+    "kvgate_forcing": "next to stages/engines/trtllm/worker/kvgate_worker.py, which runs in that interpreter",
     "kvgate_worker": "likewise",
     "vllm": "an interpreter of its own: backend.python",
-    "kvgate_vllm_forcing": "beside stages/engines/vllm/worker/kvgate_vllm_worker.py, which runs in that interpreter",
+    "kvgate_vllm_forcing": "next to stages/engines/vllm/worker/kvgate_vllm_worker.py, which runs in that interpreter",
     "kvgate_vllm_cache": "likewise",
     "llama_cpp": "an interpreter of its own: backend.python",
     "sglang": "runs in an interpreter of its own: stages/engines/sglang/worker/",
-    "kvgate_sglang_forcing": "beside stages/engines/sglang/worker/kvgate_sglang_worker.py, which runs in that interpreter",
+    "kvgate_sglang_forcing": "next to stages/engines/sglang/worker/kvgate_sglang_worker.py, which runs in that interpreter",
     "kvgate_channel": "stages/engines/interpreter/worker, which every such interpreter has on its path",
     "kvgate_rows": "stages/engines/interpreter/worker, which every such interpreter has on its path",
 }

@@ -58,7 +58,7 @@ def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     a, b, c, d = encoded()
-    config: Any = SimpleNamespace(noise_samples=1, canary_samples=2)
+    config: Any = SimpleNamespace(noise_samples=1, control_samples=2)
     monkeypatch.setattr(noise, "LEAST_CONTROL", 1)
     assert repeated_samples([d, a, b, c], config) == [a, c]
     assert repeated_samples([d], config) == [d]
@@ -68,7 +68,7 @@ def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice
 
 def test_the_must_fail_control_has_enough_samples_although_a_configuration_asks_for_one() -> None:
     a = encoded()[0]
-    config: Any = SimpleNamespace(canary_samples=1)
+    config: Any = SimpleNamespace(control_samples=1)
     assert len(control_samples([a] * 20, config, 1)) == noise.LEAST_CONTROL
     assert len(control_samples([a] * 3, config, 1)) == 3
 

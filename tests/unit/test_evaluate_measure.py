@@ -17,7 +17,7 @@ from stages.verdict.gates import Gates, decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.thresholds import Verdict
 from stages.verdict.tracked import flat_metrics
-from stages.workloads.config import CANARY_FACTOR
+from stages.workloads.config import CONTROL_FACTOR
 
 
 def samples(per_class: int = 80) -> list[Sample]:
@@ -143,14 +143,14 @@ def test_a_baseline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
         measure_baseline(lambda: fake_engine(SAMPLES, not_a_number=True), SAMPLES, tmp_path)
 
 
-def test_an_engine_whose_decoding_does_not_read_the_cache_fails_by_the_canary(baseline: Path, tmp_path: Path) -> None:
+def test_an_engine_whose_decoding_does_not_read_the_cache_fails_by_the_control(baseline: Path, tmp_path: Path) -> None:
     report, _, verdict = candidate(baseline, tmp_path, blind=True)
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-9)
     assert verdict.status == "FAIL"
-    assert [check.gate for check in verdict.checks if check.status == "FAIL"] == ["canary"]
+    assert [check.gate for check in verdict.checks if check.status == "FAIL"] == ["must_fail_control"]
 
 
-def test_the_canary_comes_last_and_leaves_its_fault_in_the_one_engine_that_is_opened(baseline: Path, tmp_path: Path) -> None:
+def test_the_control_comes_last_and_leaves_its_fault_in_the_one_engine_that_is_opened(baseline: Path, tmp_path: Path) -> None:
     opened = []
 
     def open_engine() -> Any:
@@ -158,7 +158,7 @@ def test_the_canary_comes_last_and_leaves_its_fault_in_the_one_engine_that_is_op
         return opened[-1]
 
     report = evaluate(open_engine, SAMPLES, baseline, tmp_path)
-    assert [(engine.key_scale, engine.live) for engine in opened] == [(CANARY_FACTOR, 0)]
+    assert [(engine.key_scale, engine.live) for engine in opened] == [(CONTROL_FACTOR, 0)]
     assert report.candidate_noise is not None
     assert report.candidate_noise.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the fault"
 

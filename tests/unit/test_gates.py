@@ -126,8 +126,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "fewer samples than counted": (every_class(), {"samples": 513}, "FAIL", {"complete"}, "the report counts 513 samples"),
     "a sample twice": ([*every_class()[:-1], every_class()[0]], {}, "FAIL", {"complete"}, ""),
     "an evaluation that does not read the cache": (
-        every_class(), {"control": BLIND}, "FAIL", {"canary"}, "the evaluation does not see the cache"),
-    "a must-fail control that did not run": (every_class(), {"control": ABSENT}, "FAIL", {"canary"}, "it did not run"),
+        every_class(), {"control": BLIND}, "FAIL", {"must_fail_control"}, "the evaluation does not see the cache"),
+    "a must-fail control that did not run": (
+        every_class(), {"control": ABSENT}, "FAIL", {"must_fail_control"}, "it did not run"),
     "noise of the baseline itself": (
         every_class(), {"noise": fidelity(kl_mean=0.06)}, "INCONCLUSIVE", {"max_mean_kl"},
         "max_mean_kl=0.05 is finer than the baseline's own noise"),
@@ -138,7 +139,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "a code that one request of seven stores wrong": (
         every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),
     "a fork that shares a page it should have copied": (
-        every_class(), {"tests": engine_tests(BAD)}, "FAIL", {"probe"}, "does not compute its policy: fork"),
+        every_class(), {"tests": engine_tests(BAD)}, "FAIL", {"stress_test"}, "does not compute its policy: fork"),
     "sixteen bits a number where four are claimed": (
         every_class(), {"tests": engine_tests(LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (

@@ -2,8 +2,8 @@
 
 import pytest
 from gate_reports import (
-    CANARY_ROWS,
     CLASSES,
+    CONTROL_ROWS,
     GATES,
     answered,
     every_class,
@@ -150,9 +150,9 @@ def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
     assert text.endswith("samples would decide with gates.attempt=2")
 
 
-def test_the_canarys_rows_are_no_part_of_the_looks() -> None:
+def test_the_control_rows_are_no_part_of_the_looks() -> None:
     rows = in_rounds(answered("copy", 160), PLAN)
-    late = MustFailControl(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CANARY_ROWS])
+    late = MustFailControl(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CONTROL_ROWS])
     assert verdict(rows, planned_rounds=PLAN, control=late).status == "PASS"
 
 

@@ -85,7 +85,7 @@ def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "must be a positive float, got nan"),
         ({"llama__block_count": 4_000_000_000}, "llama.block_count=4000000000"),
         ({"llama__block_count": 3}, "tensor blk.2.attn_norm.weight is missing"),
-        ({"llama__block_count": 1}, "tensor blk.1.attn_k.weight is none of a llama"),
+        ({"llama__block_count": 1}, "tensor blk.1.attn_k.weight does not belong to a llama"),
         ({"llama__feed_forward_length": 128}, "has shape (96, 64), a llama of this size has it in shape (128, 64)"),
         ({"llama__rope__dimension_count": 8}, "keys, values and rotary embedding must have one width"),
         ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type=longrope is not supported"),
@@ -97,9 +97,9 @@ def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes
         ({"tokenizer__ggml__merges": ["h q"]}, "'h q' is no merge of two tokens to a token"),
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "tokenizer.ggml.tokens must be different texts"),
         ({"tokenizer__ggml__token_type": [1]}, "tokenizer.ggml.token_type must be"),
-        ({"tokenizer__ggml__eos_token_id": 99_999}, "tokenizer.ggml.eos_token_id=99999 is none of its"),
+        ({"tokenizer__ggml__eos_token_id": 99_999}, "tokenizer.ggml.eos_token_id=99999 is outside its"),
         ({"tokenizer__ggml__eos_token_id": None}, "tokenizer.ggml.eos_token_id is missing"),
-        ({"tokenizer__ggml__eot_token_id": 99_999}, "tokenizer.ggml.eot_token_id=99999 is none of its"),
+        ({"tokenizer__ggml__eot_token_id": 99_999}, "tokenizer.ggml.eot_token_id=99999 is outside its"),
         ({"tokenizer__ggml__bos_token_id": None, "tokenizer__ggml__add_bos_token": True}, "texts begin with BOS"),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(f"{key}={str(values)[:16]}" for key, values in value.items()),
@@ -125,7 +125,7 @@ def test_a_gemma_3_that_would_be_another_model_is_refused(keys: dict[str, Any], 
 
 def test_a_bias_that_transformers_would_drop_is_refused(tmp_path: Path) -> None:
     model = random_model("Llama", attention_bias=True)
-    assert "tensor blk.0.attn_k.bias is none of a llama" in refusal(write_gguf(tmp_path / "model.gguf", "Llama", model))
+    assert "tensor blk.0.attn_k.bias does not belong to a llama" in refusal(write_gguf(tmp_path / "model.gguf", "Llama", model))
 
 
 def altered(small: Path, path: Path, at: int, content: bytes) -> Path:

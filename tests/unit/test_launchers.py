@@ -115,8 +115,8 @@ def test_what_is_no_launcher_or_names_code_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ("stage=promote", "is of a whole work directory.*leave -m out"),
-        ("stage=evaluate,rollback", "is of a whole work directory.*leave -m out"),
+        ("stage=promote", "works on the whole work directory.*leave -m out"),
+        ("stage=evaluate,rollback", "works on the whole work directory.*leave -m out"),
         ("stage=capacity", "looks at every policy in one run"),
         ("stage=recommend", "looks at every policy in one run"),
     ],
@@ -168,10 +168,10 @@ def test_a_worker_that_died_is_the_machines_doing_and_other_errors_are_not() -> 
     assert str(lost).startswith("hydra/launcher=joblib: the process of a job died: out of memory, or killed; free some memory")
     failed = workers.explained("submitit_slurm", FailedJobError("Traceback\n  File\nOSError: no such directory\n"))
     assert "died (OSError: no such directory)" in str(failed)
-    assert "jobs that Slurm has go on" in str(failed)
+    assert "jobs that Slurm has continue" in str(failed)
     wrong = workers.explained("joblib", ValueError("n_jobs == 0 has no meaning"))
     assert (exit_code(wrong), str(wrong)) == (
-        2, "hydra/launcher=joblib: n_jobs == 0 has no meaning; correct what it names in hydra.launcher.*"
+        2, "hydra/launcher=joblib: n_jobs == 0 has no meaning; correct hydra.launcher.*"
     )  # fmt: skip
     defect = RuntimeError("ours")
     assert workers.explained("joblib", defect) is defect

@@ -46,10 +46,10 @@ def test_queries_are_rounded_to_blocks_of_8_bits() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"group_size": 64}, "dtype q4_0 is of granularity=per_group group_size=32 symmetric=true alone"),
-        ({"symmetric": False}, "dtype q4_0 is of granularity=per_group group_size=32 symmetric=true alone"),
+        ({"group_size": 64}, "dtype q4_0 requires granularity=per_group group_size=32 symmetric=true"),
+        ({"symmetric": False}, "dtype q4_0 requires granularity=per_group group_size=32 symmetric=true"),
         ({"scale": "calibrated"}, "scale must be dynamic for q4_0 per_group"),
-        ({"dtype": "int4", "rotation": "hadamard_64"}, "rotation hadamard_64 is of llama.cpp's types alone, got dtype int4"),
+        ({"dtype": "int4", "rotation": "hadamard_64"}, "rotation hadamard_64 requires a type of llama.cpp, got dtype int4"),
     ],
 )
 def test_what_llama_cpp_has_no_such_type_of_is_refused(changed: dict[str, object], message: str) -> None:

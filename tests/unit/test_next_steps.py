@@ -177,10 +177,10 @@ def test_what_a_baseline_cannot_answer_is_left_out_or_asked_otherwise(
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
 def test_where_a_corrupted_cache_went_unseen_no_other_policy_is_advised(tmp_path: Path, verdict: Status) -> None:
     judged = candidate(tmp_path, "fp8", verdict)
-    unseen = Check(gate="canary", where="canary", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
+    unseen = Check(gate="must_fail_control", where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
     step = next_steps.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
     assert step.command is None
-    assert "a corrupted cache changed nothing" in step.why
+    assert "a corrupted cache gave the same results" in step.why
 
 
 def test_a_refused_promotion_says_what_else_to_judge_or_what_serves(tmp_path: Path) -> None:

@@ -112,7 +112,11 @@ def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence
     ("changes", "overrides", "expected"),
     [
         ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are asked: workloads.lengths=[960]"),
-        ({"limits": Limits(tokens=900, batch=4)}, [], "batch 4 and 8 requests at once are asked: workloads.probe.max_batch=8"),
+        (
+            {"limits": Limits(tokens=900, batch=4)},
+            [],
+            "batch 4 and 8 requests at once are needed: workloads.stress_test.max_batch=8",
+        ),
         ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with ++workloads.samples.copy=9 gates.attempt=2"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"long_2048": 106}}, [], "with workloads.length_documents=16 gates.at"),
         ({"limits": None}, [], "its report does not say how far it holds"),
@@ -139,7 +143,7 @@ def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted
     jobs = plan([one if one != swept else "kv=int4_g32,fp8_head" for one in arguments], multirun=True).jobs
     assert {(job.stage, job.seed) for job in jobs} == {("evaluate", 1)}
     assert "not fp16" not in lines
-    assert "without evidence that would hold fewer live tokens" in lines
+    assert "more that have no evidence and hold fewer live tokens" in lines
 
 
 # stage=recommend on evidence as a run leaves it
@@ -189,7 +193,7 @@ def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
         (["backend=torch"], "no evidence that counts: it was judged with backend=onnxruntime, not torch"),
         (["weights=fp8"], "no evidence that counts: it was judged with weights=none, not fp8"),
         (["capacity.tensor_parallel=2"], "no evidence that counts: it was judged with capacity.tensor_parallel=1, not 2"),
-        (["capacity.concurrency=17"], "PASS, but covered up to batch 16 and 17 requests at once are asked"),
+        (["capacity.concurrency=17"], "PASS, but covered up to batch 16 and 17 requests at once are needed"),
     ],
 )
 def test_the_stage_decides_by_its_own_gates_and_use(

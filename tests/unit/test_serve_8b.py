@@ -15,7 +15,7 @@ from stages.evaluate.inputs.samples import read_jsonl
 from stages.evaluate.once import bounded
 from stages.verdict.gates.enough import too_few
 from stages.verdict.thresholds import Gates
-from stages.workloads.config import ProbeConfig
+from stages.workloads.config import StressTestConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "serve-8b.md").read_text(encoding="utf-8")
@@ -61,4 +61,4 @@ def test_the_examples_60_questions_can_pass_and_20_of_them_cannot() -> None:
 
 @pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 448), (448, 448), (16_384, 2048)])
 def test_the_stress_test_is_no_longer_than_the_longest_question(longest: int, bound: int) -> None:
-    assert bounded(ProbeConfig(), longest).max_tokens == bound
+    assert bounded(StressTestConfig(), longest).max_tokens == bound

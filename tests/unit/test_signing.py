@@ -141,7 +141,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_pat
     promotion = Run(config_of("stage=promote", f"signing.trusted=[{ours[1]}]"))
     before_a_promotion = promotion.replay(candidate_of(forged)).findings
     assert [finding.name for finding in before_a_promotion if finding.status == "differs"] == ["signature"]
-    with pytest.raises(GateRefusal, match=r"is not what was judged: signature$"):
+    with pytest.raises(GateRefusal, match=r"differs from the judged engine: signature$"):
         verify_stage(stage_verify(forged, ours[1]))
 
 
@@ -158,7 +158,7 @@ def test_a_rollback_and_a_champion_need_the_signature_of_a_trusted_key(
     with pytest.raises(GateRefusal, match=r"version 1 does not serve again: signature: differs, identity\.sig is missing"):
         rollback(Run(config))
     assert registry.aliases == {"champion": "2", "previous": "1"}
-    with pytest.raises(GateRefusal, match=r"version 1, the champion of tiny is not what was judged: signature$"):
+    with pytest.raises(GateRefusal, match=r"version 1, the champion of tiny differs from the judged engine: signature$"):
         champion("tiny", workdir=tmp_path, trusted=[ours[1]])
 
 

@@ -56,7 +56,7 @@ def test_an_undecided_verdict_says_how_many_questions_would_decide_and_details_a
 def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unseen = Check(gate="canary", where="canary", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
+    unseen = Check(gate="must_fail_control", where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
     judged = judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)})
     print_verdict(judged)
     assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
@@ -65,10 +65,13 @@ def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judg
 
 @pytest.mark.parametrize(
     ("where", "said"),
-    [("candidate", "does not compute its policy"), ("baseline", "is not judged, because FP16 is not computed as FP16")],
+    [
+        ("candidate", "does not compute its policy"),
+        ("baseline", "is not judged: the FP16 baseline deviates from the reference engine"),
+    ],
 )
 def test_an_engine_that_fails_the_stress_test_is_not_called_not_good_enough(where: str, said: str) -> None:
-    failed = Check(gate="probe", where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
+    failed = Check(gate="stress_test", where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
     assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {said}: FAIL"
 
 

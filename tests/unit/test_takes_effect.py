@@ -25,7 +25,7 @@ def test_a_policy_is_open_until_a_sample_is_long_enough(policy: KVPolicy) -> Non
     assert outcome.status == "INCONCLUSIVE"
     (reason,) = outcome.reasons
     assert f"the longest sample has {needed - 1:,} tokens" in reason
-    assert f"takes effect from {needed:,} tokens on; ask samples that long, or lower kv." in reason
+    assert f"takes effect from {needed:,} tokens on; ask longer samples, or lower kv." in reason
     assert is_final(outcome, report(short)), "more samples of the same length decide nothing"
 
 

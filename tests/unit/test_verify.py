@@ -292,5 +292,5 @@ def test_samples_of_a_path_that_an_identity_names_are_not_opened(copy: Path, tmp
     resealed(copy, "evaluation", lambda link: link["parts"]["config"]["workloads"].update(jsonl=str(secret)))
     finding = {finding.name: finding for finding in replayed(copy)}["samples, made again"]
     assert finding.status == "differs"
-    assert "no copy of it is part of the evidence" in finding.detail
+    assert "the evidence has no copy" in finding.detail
     assert not any("root" in finding.detail for finding in replayed(copy))

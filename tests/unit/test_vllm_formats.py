@@ -86,10 +86,10 @@ def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"symmetric": True}, "arithmetic vllm_turboquant is of dtype=int4 granularity=per_token symmetric=false"),
-        ({"dtype": "int8"}, "arithmetic vllm_turboquant is of dtype=int4"),
-        ({"rotation": "hadamard"}, "rotation=none alone: set these, or arithmetic=kvgate"),
-        ({"arithmetic": "vllm_token_head"}, "arithmetic vllm_token_head is of .* rotation=signed_hadamard alone"),
+        ({"symmetric": True}, "arithmetic vllm_turboquant requires dtype=int4 granularity=per_token symmetric=false"),
+        ({"dtype": "int8"}, "arithmetic vllm_turboquant requires dtype=int4"),
+        ({"rotation": "hadamard"}, "rotation=none: set these, or arithmetic=kvgate"),
+        ({"arithmetic": "vllm_token_head"}, "arithmetic vllm_token_head requires .* rotation=signed_hadamard"),
         ({"arithmetic": "kvgate", "rotation": "signed_hadamard"}, "rotation must be none or hadamard unless"),
         ({"arithmetic": "kvgate", "dtype": "int3"}, "dtype must be one of .*, got int3"),
         ({"arithmetic": "vllm"}, "arithmetic"),

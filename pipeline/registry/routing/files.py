@@ -72,7 +72,7 @@ class RoutingFile(StrictModel):
     @model_validator(mode="after")
     def _has_routes(self) -> Self:
         if DEFAULT in self.routes:
-            raise ValueError("routes.default must stand beside routes, not in it: it is no class")
+            raise ValueError("routes.default must stand next to routes, not inside: it is not a class")
         if self.default is None and not self.routes:
             raise ValueError("routes must name a class, or give a default")
         return self

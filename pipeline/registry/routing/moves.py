@@ -80,7 +80,7 @@ def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
         with locked(registry.lock, "moving routes"):
             for move in group:
                 if read_aliases(registry, move.workload) != move.before:
-                    raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left as it is; run it again")
+                    raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left unchanged; run it again")
             for move in group:
                 _make(registry, move)
 

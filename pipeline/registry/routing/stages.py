@@ -259,7 +259,7 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Callable[[str], None])
         say(f"{alias_of(workload)}: {decision.text}")
     broken = [workload for workload, decision in decisions.items() if decision.refused]
     if broken:
-        raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above say what was done")
+        raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above have the details")
 
 
 def _decide(

@@ -160,7 +160,7 @@ def attend_exact(
 ):  # fmt: skip
     """Attend to the sinks and the recent tokens of one exact buffer and head. Returns the new m, l and sums.
 
-    origin: None, or the address of a 0 that every turn reads; otherwise the address of every slot would stay in registers.
+    origin: None, or a pointer to 0. Loading it in each turn keeps the compiler from holding all addresses in registers.
     """
     # These wide rows are few; larger tiles would take registers from the whole kernel.
     T: tl.constexpr = 16

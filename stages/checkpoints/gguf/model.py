@@ -231,7 +231,9 @@ def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> 
             raise header.error(f"tensor {name} {found}, a {architecture} of this size has it in shape {shape}")
     unknown = sorted(header.tensors.keys() - expected.keys() - {ROPE_FACTORS})
     if unknown or (ROPE_FACTORS in header.tensors and architecture != "llama"):
-        raise header.error(f"tensor {(unknown or [ROPE_FACTORS])[0]} is none of a {architecture}; use a model without it")
+        raise header.error(
+            f"tensor {(unknown or [ROPE_FACTORS])[0]} does not belong to a {architecture}; use a model without it"
+        )
     return {name: target for name, (target, _) in expected.items()}
 
 

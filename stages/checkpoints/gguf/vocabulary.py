@@ -185,7 +185,7 @@ def _token_id(header: Header, name: str, tokens: int, default: int | None) -> in
     key = f"tokenizer.ggml.{name}_token_id"
     value = header.metadata.get(key, default)
     if value is not None and (type(value) is not int or not 0 <= value < tokens):
-        raise header.error(f"{key}={value} is none of its {tokens} tokens; convert the model again")
+        raise header.error(f"{key}={value} is outside its {tokens} tokens; convert the model again")
     return value
 
 

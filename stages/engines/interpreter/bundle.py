@@ -89,7 +89,7 @@ def resolve(
     changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
     if changed:
         listed = "; ".join(f"{name} was asked as {arguments[name]} and is {resolved[name]}" for name in changed)
-        raise UserError(f"backend.{changed[0]}: {title} makes something else of it: {listed}; ask for what it makes")
+        raise UserError(f"backend.{changed[0]}: {title} rewrites it: {listed}; ask for the rewritten value")
     return resolved
 
 

@@ -25,7 +25,7 @@ from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.interpreter.worker import kvgate_channel
 
 CHANNEL = Path(kvgate_channel.__file__).parent
-PROBE_SECONDS = 300
+STRESS_TEST_SECONDS = 300
 """Time limit of `describe`: importing a library from a cold disk takes a minute."""
 EXIT_TIMEOUT_S = 30
 """Seconds that a worker has to exit after its input was closed; freeing an engine takes a moment."""
@@ -124,7 +124,7 @@ def probe(program: Program, python: str | None) -> Interpreter:
     path = find_python(program, python)
     with Worker(program, path) as worker:
         try:
-            described = worker.call("describe", PROBE_SECONDS, key="backend.python", answer=program.description)
+            described = worker.call("describe", STRESS_TEST_SECONDS, key="backend.python", answer=program.description)
         except WorkerError as error:
             raise MissingRequirement(
                 f"backend.python={python}: {program.library} cannot be used there ({error}); {program.hint}"

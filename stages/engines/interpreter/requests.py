@@ -101,7 +101,7 @@ class RequestEngine(Engine):
         given = self._bundle / CHECKPOINT
         if self._fault == 1.0:
             return given
-        self._faulted = tempfile.TemporaryDirectory(prefix="kvgate-canary-")
+        self._faulted = tempfile.TemporaryDirectory(prefix="kvgate-must_fail_control-")
         faulted = Path(self._faulted.name) / CHECKPOINT
         write_faulted(given, faulted, self._fault)
         return faulted

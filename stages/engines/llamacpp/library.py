@@ -83,7 +83,7 @@ def rotates(policy: KVPolicy, head_dim: int) -> bool:
     for side in rotated:
         if head_dim % LEAST_ROTATED or sizes.get(forms[side].rotation) != own[side] or len(rotated) != len(forms):
             raise UserError(
-                f"kv.{side}.rotation={forms[side].rotation}: llama.cpp rotates all that is quantized or nothing, heads of a "
+                f"kv.{side}.rotation={forms[side].rotation}: llama.cpp rotates both sides or none, with a head_dim that is a "
                 f"multiple of 64, keys in blocks of {own[Side.KEY]} here and values of 64; set "
                 f"{' '.join(f'kv.{other}.rotation=none' for other in forms)}"
             )

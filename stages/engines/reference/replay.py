@@ -33,7 +33,7 @@ SMALLEST = 1e-30
 
 @dataclass(frozen=True)
 class Errors:
-    """Distance of stored vectors from the computed vectors in excess of the nearest codes' distance, relative to their length.
+    """How much farther a stored vector is from the computed one than the nearest codes are, relative to its length.
 
     It is 0 for the nearest codes, and almost 0 for either code if a number lies halfway between two codes.
     """

@@ -55,7 +55,7 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
     if reason is None and key.exact:
         if key.dtype == "fp16" or key.code.storage.torch == config.dtype:
             return "auto"
-        reason = f"a cache that is not quantized is of backend.dtype={config.dtype}"
+        reason = f"an unquantized cache must use backend.dtype={config.dtype}"
     if reason is None and key.code.sglang is not None and key.scale == "uncalibrated" and key.rotation == "none":
         return key.code.sglang
     reason = reason or f"{describe_format(key)} has no equal there, or takes scales, which are not handed over"

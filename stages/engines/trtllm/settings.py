@@ -131,7 +131,7 @@ def refuse_rewrites(rewritten: Iterable[Difference], allowed: Sequence[str]) -> 
         listed = "; ".join(f"{key} was asked as {value} and is {built}" for key, value, built in refused)
         names = ",".join(key.rpartition(".")[2] for key, _, _ in refused)
         raise UserError(
-            f"backend.allow_rewrites={list(allowed)}: TensorRT-LLM built something else: {listed}; ask for what it builds, or "
+            f"backend.allow_rewrites={list(allowed)}: TensorRT-LLM built something else: {listed}; ask for that, or "
             f"set backend.allow_rewrites=[{names}]"
         )
 

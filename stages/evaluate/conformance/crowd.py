@@ -62,7 +62,7 @@ def crowd(test: StressTest) -> None:
     if influenced.any():
         usual = f"{noise:.2g} when nothing does" if noise else "nothing, but for rare steps, when nothing does"
         test.failures.append(
-            f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on what other requests hold: "
+            f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on other requests' tokens: "
             f"logits change by up to {changed.max():.2g} when only the others' tokens do, by {usual}"
         )
 

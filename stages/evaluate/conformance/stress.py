@@ -21,7 +21,7 @@ from stages.evaluate.decoding.free import behind, contradiction
 from stages.evaluate.decoding.system import allocation
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.coverage import Allocation
-from stages.workloads.config import ProbeConfig
+from stages.workloads.config import StressTestConfig
 
 
 @dataclass
@@ -29,7 +29,7 @@ class StressTest:
     """State of a run over all scenarios."""
 
     comparer: Comparer
-    config: ProbeConfig
+    config: StressTestConfig
     max_tokens: int
     largest: int
     """Number of sequences in the largest batch."""

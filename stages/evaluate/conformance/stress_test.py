@@ -21,16 +21,16 @@ from stages.evaluate.decoding.system import allocation, process_memory
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import StressResult
-from stages.workloads.config import ProbeConfig
+from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50
-"""Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.probe.requests`."""
+"""Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.stress_test.requests`."""
 
 
 def run_stress_test(
     engine: Engine,
     reference: ReferenceEngine,
-    config: ProbeConfig,
+    config: StressTestConfig,
     batch_size: int,
     claimed: int,
     progress: Progress,

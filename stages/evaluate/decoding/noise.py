@@ -36,12 +36,12 @@ def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
 
 
 def control_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, least: int | None = None) -> list[EncodedSample]:
-    """Return the samples of the must-fail control: at least LEAST_CONTROL, or `config.canary_samples` per workload if more.
+    """Return the samples of the must-fail control: at least LEAST_CONTROL, or `config.control_samples` per workload if more.
 
     They are the shortest prompts with at least `least` tokens, or the longest prompts if there are not enough or if `least`
     is None. A short prompt may consist of sink and recent tokens only, which are kept exact, and would then use no scale.
     """
-    count = max(LEAST_CONTROL, len(first_of_each_workload(encoded, config.canary_samples)))
+    count = max(LEAST_CONTROL, len(first_of_each_workload(encoded, config.control_samples)))
     by_length = sorted(answered(encoded), key=lambda item: len(item.prompt))
     enough = [item for item in by_length if least is not None and len(item.prompt) >= least]
     return enough[:count] if len(enough) >= count else by_length[-count:][::-1]

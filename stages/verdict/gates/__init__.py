@@ -15,7 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stages.verdict.gate import Gate, GateInput, Line
-from stages.verdict.gates import acceptance, answers, canary, conformance, delivery, distances, evaluation, pressure, probes
+from stages.verdict.gates import (
+    acceptance,
+    answers,
+    conformance,
+    delivery,
+    distances,
+    evaluation,
+    must_fail_control,
+    pressure,
+    stress_test,
+)
 from stages.verdict.gates.recovery import RECOVERY, needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import MOST_SAMPLES, RULES, Check, Gates, Status, Verdict
@@ -44,7 +54,7 @@ GATES = (
     Gate(
         {
             evaluation.MIN_SAMPLES: Line(
-                "Documents", "of a planned workload; without answers, of distances that decide alone", per="all"
+                "Documents", "per planned workload; if no question has an answer, over all workloads", per="all"
             )
         },
         check=evaluation.documents,
@@ -69,14 +79,14 @@ GATES = (
     Gate({"noise_floor": Line("A/A noise", "distance of an engine from itself", per="engine")}, check=evaluation.noise_floor),
     Gate(
         {
-            "canary": Line(
+            "must_fail_control": Line(
                 "Must-fail control",
                 "mean KL of the policy with corrupted key scales, which has to be noticed",
                 per="engine",
                 samples_decide=False,
             )
         },
-        check=canary.canary,
+        check=must_fail_control.must_fail_control,
     ),
     Gate(
         {"conformance": Line("Conformance", "distance from the reference engine, as a share of rounding", per="engine")},
@@ -84,12 +94,14 @@ GATES = (
     ),
     Gate(
         {
-            "probe": Line("Stress test", "sequences of random tokens that deviate from the reference engine", per="engine"),
-            "allocation": Line("Allocation", "bytes that are not those of the policy", per="engine"),
+            "stress_test": Line(
+                "Stress test", "sequences of random tokens that deviate from the reference engine", per="engine"
+            ),
+            "allocation": Line("Allocation", "bytes that differ from the policy's", per="engine"),
             "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one", per="engine"),
             "reused_prefixes": Line("Reused prefixes", "samples that differ over reused prefixes", per="engine"),
         },
-        check=probes.probes,
+        check=stress_test.stress_test,
     ),
     Gate(
         {"scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's", per="engine")},

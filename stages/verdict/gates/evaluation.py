@@ -74,7 +74,7 @@ def takes_effect(evidence: GateInput, _: Gates) -> Iterator[Check]:
         unseen = UNSEEN.get(key.rpartition(".")[0], "every token was kept exact")
         reason = (
             f"all: {unseen}: the longest sample has {longest:,} tokens, {key} takes effect from {tokens:,} tokens on; ask "
-            f"samples that long, or lower {key}"
+            f"longer samples, or lower {key}"
         )
         yield Check(gate="takes_effect", where="all", value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
 

@@ -15,8 +15,8 @@ def pressure(evidence: GateInput, _: Gates) -> Iterator[Check]:
     if found is None:
         return
     told = (
-        f"{found.requests} requests are what they are with room, in a pool of {found.pages} pages for {found.wanted_pages}: "
-        f"they gave way {found.preempted} times and reused {found.reused:,} tokens"
+        f"{found.requests} requests gave the same answers in a pool of {found.pages} pages (they need {found.wanted_pages}): "
+        f"{found.preempted} preemptions, {found.reused:,} tokens reused"
     )
     status: Status = "FAIL" if found.deviations else "PASS" if found.preempted else "INCONCLUSIVE"
     if not found.requests:

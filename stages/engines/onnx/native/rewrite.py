@@ -81,7 +81,7 @@ def _refusal(spec: AttentionSpec) -> str | None:
     for side, codec in spec.sides.items():
         form = codec.form
         if form.code.native[not form.symmetric] is None:
-            return f"{spec.policy.format_key(side, spec.layer)}.dtype={form.dtype} is none that the kernel reads"
+            return f"{spec.policy.format_key(side, spec.layer)}.dtype={form.dtype} is not read by the kernel"
         step = LANES * form.code.packed
         if codec.head_dim % step:
             return f"head_dim {codec.head_dim} is no multiple of {step}, which the kernel takes for {form.dtype}"

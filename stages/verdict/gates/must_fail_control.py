@@ -9,7 +9,7 @@ from stages.verdict.record import finite
 from stages.verdict.thresholds import Check, Gates
 
 
-def canary(evidence: GateInput, gates: Gates) -> Iterator[Check]:
+def must_fail_control(evidence: GateInput, gates: Gates) -> Iterator[Check]:
     """Yield a FAIL unless the gates on distances fail the engine with corrupted key scales.
 
     The corruption also counts as noticed if the logits are not finite.
@@ -22,8 +22,8 @@ def canary(evidence: GateInput, gates: Gates) -> Iterator[Check]:
     if rows:
         outcome = ", noticed" if noticed else ", and no gate noticed: the evaluation does not see the cache"
     yield Check(
-        gate="canary",
-        where="canary",
+        gate="must_fail_control",
+        where="control",
         value=finite(kl),
         threshold=gates.max_mean_kl,
         status="PASS" if noticed else "FAIL",

@@ -9,7 +9,7 @@ from stages.verdict.thresholds import Check, Gates, LineStatus
 FAILURES_SHOWN = 4
 
 
-def probes(evidence: GateInput, _: Gates) -> Iterator[Check]:
+def stress_test(evidence: GateInput, _: Gates) -> Iterator[Check]:
     """Yield the checks of candidate and baseline.
 
     An engine fails if it deviates from the reference engine on random tokens, allocates other bytes than its policy claims,
@@ -18,9 +18,9 @@ def probes(evidence: GateInput, _: Gates) -> Iterator[Check]:
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
         stress, free, reused = tests.stress, tests.free_answers, tests.reused
         if stress is not None:
-            yield _line("probe", where, stress.failures, str(stress))
+            yield _line("stress_test", where, stress.failures, str(stress))
             problem = stress.allocation.problem
-            line = _line("allocation", where, [problem] if problem else [], "allocated bytes are those of the policy")
+            line = _line("allocation", where, [problem] if problem else [], "allocated bytes match the policy")
             unsure = stress.allocation.unsure
             unseen = {"status": "WARNING", "reason": f"{line.reason}; {unsure}"} if unsure and line.status == "PASS" else {}
             yield line.model_copy(update=unseen)
@@ -36,7 +36,7 @@ def probes(evidence: GateInput, _: Gates) -> Iterator[Check]:
 
 def _line(key: str, where: str, failures: Sequence[str], passed: str) -> Check:
     more = f"; and {len(failures) - FAILURES_SHOWN} more" if len(failures) > FAILURES_SHOWN else ""
-    fault = "does not compute its policy: " if key == "probe" else ""
+    fault = "does not compute its policy: " if key == "stress_test" else ""
     reason = f"{where}: {key}: " + (fault + "; ".join(failures[:FAILURES_SHOWN]) + more if failures else passed)
     status: LineStatus = "FAIL" if failures else "PASS"
     return Check(gate=key, where=where, value=len(failures), threshold=0, status=status, reason=reason)
