@@ -50,5 +50,5 @@ def test_without_evidence_nothing_is_recommended_and_no_store_is_made(
     monkeypatch.setattr(planning, "typed", lambda: own)
     with pytest.raises(GateRefusal, match="no policy has evidence that covers this use: nothing is recommended"):
         recommend_policy(config_of(*asked, *own))
-    assert "-m gates.max_mean_kl=0.02 stage=evaluate kv=int4_streaming," in capsys.readouterr().out
+    assert "-m gates.max_mean_kl=0.02 'workloads.lengths=[32768]' stage=evaluate kv=int4_streaming," in capsys.readouterr().out
     assert not list(tmp_path.rglob("mlflow.db"))
