@@ -186,11 +186,11 @@ def _missing(one: Judged, use: CapacityConfig) -> list[str]:
     tokens, batch = one.limits.tokens or 0, one.limits.batch or 0
     if whole_pages(tokens) < use.longest:
         missing.append(
-            f"covered up to {tokens:,} tokens and {use.longest:,} are asked: workloads.lengths=[{whole_pages(use.longest)}]"
+            f"covered up to {tokens:,} tokens and {use.longest:,} are needed: workloads.lengths=[{whole_pages(use.longest)}]"
         )
     if one.longest_decode < use.new_tokens:
         missing.append(
-            f"no sample decoded more than {one.longest_decode:,} tokens and answers of {use.new_tokens:,} are asked: ask "
+            f"no sample decoded more than {one.longest_decode:,} tokens and answers of {use.new_tokens:,} are needed: ask "
             f"samples with such answers and workloads.max_scored_tokens={use.new_tokens}"
         )
     if use.shared_prefix_tokens and not one.forks:

@@ -279,7 +279,7 @@ def test_a_worker_gets_the_folder_of_its_library_and_neither_another_folder_nor_
     given = dict(line.partition("=")[::2] for line in seen.read_text(encoding="utf-8").splitlines())
     assert given["PYTHONPATH"].split(":") == [str(PROGRAM.script.parent), str(CHANNEL), str(tmp_path / "library")]
     assert not [name for name in given if name.startswith(("SLURM_", "PMIX_", "OMPI_"))]
-    assert given["TRTLLM_NO_USAGE_STATS"] == given["HF_HUB_OFFLINE"] == "1", "nothing is sent, and no hub is asked"
+    assert given["TRTLLM_NO_USAGE_STATS"] == given["HF_HUB_OFFLINE"] == "1", "nothing is sent, and no hub is contacted"
 
 
 @pytest.mark.parametrize("mode", ["chunks by default", "chunks"])

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="NAME", help="names of the record, instead of all")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the configuration")
-    parser.add_argument("--costs", action="store_true", help="only serve the days that say what faults cost")
+    parser.add_argument("--costs", action="store_true", help="only run the service that shows the cost of faults")
     options = parser.parse_args()
     if not options.page:
         judge(options)

@@ -70,7 +70,7 @@ FAULTS = [
        reports(window_bytes=lambda _, report: 2 * report.window_bytes), "allocation", harm="memory"),
     of("float16_copy_unreported", "int8", "keeps a float16 copy of the cache that it does not report",
        method("pool.append", copy_beside), "allocation", harm="memory"),
-    of("control_without_effect", "int8", "what the must-fail control corrupts is a copy that decoding does not read",
+    of("control_without_effect", "int8", "the must-fail control corrupts a copy that decoding does not read",
        method("corrupt_key_scale", lambda *_: None), "must_fail_control", harm="claim"),
     of("shared_page_end_unwritten", "int8", "both engines lose the last token of every page",
        write("key value", zero, offset(63)), shared=True),

@@ -78,7 +78,7 @@ FAULTS = [
     of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed, harm="memory"),
     slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",
            "length + 1 - layer->slide", "length + 2 - layer->slide", by="conformance"),
-    slides("prompts_do_not_slide", "fp8_mistral", "a prompt's tokens attend to all before them in the chunk",
+    slides("prompts_do_not_slide", "fp8_mistral", "a prompt's tokens attend to all earlier tokens of the chunk",
             "region.first = first_token(layer, step)", "region.first = 0", by="conformance"),
     of("slid_page_early", "fp8_mistral", "a page is freed that layers still attend to", pool_slides(-PAGE_TOKENS)),
     of("window_of_row_before", "fp8_windowed", "rows read the window of finer values of the row before",

@@ -142,7 +142,7 @@ crowd = partial(Fault, "crowds")
 FAULTS = [
     of("page_end_unwritten", "fp8", "the last token of every page is lost: an off-by-one of the append's mask",
        write("key value", zero, offset(63))),
-    of("newest_missing_at_page_starts", "fp8", "the newest token is not attended to where it is the first of its page",
+    of("newest_missing_at_page_starts", "fp8", "the newest token is not attended to if it begins a page",
        given("lengths", lambda x, _: x - ((x % PAGE_TOKENS == 1) & (x > PAGE_TOKENS)))),
     of("stale_page_one_step_in_ten", "fp8", "another last full page in one step of ten: a race with the append",
        page(lambda pages, _, __: pages[0] if len(pages) > 2 else None, -2, every(10))),

@@ -81,7 +81,7 @@ class Chunk:
         assert (maximum[empty] == -math.inf).all()
         assert not empty[..., -1].any(), "the split of the new tokens is never empty"
         assert partial_acc[~empty].isfinite().all()
-        assert partial_acc[empty].isnan().all(), "sums of empty splits are written, though nobody reads them"
+        assert partial_acc[empty].isnan().all(), "sums of empty splits are written, although they are never read"
         out = launch.join_partials(layout, partial_acc, partial_ml, self.case.dtype)
         assert out.dtype == self.case.dtype
         self.compare(out, scaling)

@@ -203,7 +203,7 @@ def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(
         assert broken(copied) == []
         assert needed <= {piece.place for piece in walk(copied)}
         Store(copied).get(Recipe("demo", (), {"at": at}, {}), write_one)
-        assert all(piece.is_artifact for piece in walk(copied)), "the next command that makes something removes what was left"
+        assert all(piece.is_artifact for piece in walk(copied)), "the next command that makes something removes leftovers"
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
     assert any(piece.kind == "tune" for piece in ground.plan().gone)
     summary.begin(ground.work, name, ["fp8", "int8"])
     try:
-        assert ground.plan().gone == (), "all of it was made within this hour"
+        assert ground.plan().gone == (), "everything was made within this hour"
         assert any(piece.kind == "tune" for piece in ground.plan("prune.keep_sweeps=0").gone)
     finally:
         (ground.work / "summaries" / f"{name}.json").unlink()
@@ -316,7 +316,7 @@ def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsy
     capsys.readouterr()
     with pytest.raises(GateRefusal, match="has no evidence"):
         command(ground.work, "stage=promote", "promote.sweep=20260101-000000-1-a")
-    assert "stage=status" in capsys.readouterr().out.partition("Next")[2], "what was refused says what next, too"
+    assert "stage=status" in capsys.readouterr().out.partition("Next")[2], "a refused command has a next step, too"
     command(ground.work, "stage=status")
     assert "route-copy of kvgate-some-llm" not in capsys.readouterr().out, "nothing that serves lacks its evidence"
     command(ground.work, "stage=rollback")

@@ -85,7 +85,7 @@ def test_each_head_keeps_its_own_heavy_hitters_and_the_latest_tokens(name: str, 
     out = view.attend(0, q, key, value, LayerAttention())
     expected, left = directly(storages, q, key, value, chunks)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
-    assert view.caches[0].length == 0, "nothing is stored before it is asked for"
+    assert view.caches[0].length == 0, "nothing is stored before the first request"
     view.store()
     assert view.caches[0].positions.tolist() == left
     assert left[0] != left[1], "heads keep tokens of their own"

@@ -244,7 +244,7 @@ def test_trtllm_serve_starts_every_bundle_with_the_arguments_that_were_judged(se
         assert "error" not in answer, answer
         pinned, judged = pinned_in(bundle), record_of(bundle)["evaluated_with"]
         assert settings.differences(settings.flatten(pinned), answer["ok"]) == []
-        assert {**judged, **pinned} == judged, "what is judged has what is served, and no overlap"
+        assert {**judged, **pinned} == judged, "the judged arguments equal the served ones, without overlap"
 
 
 def test_trtllm_build_keeps_every_setting_on_every_generation_of_gpus(engines: Bundles, inside: Inside, tmp_path: Path) -> None:

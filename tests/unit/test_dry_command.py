@@ -161,7 +161,7 @@ def test_times_are_the_medians_of_earlier_artifacts_of_the_stage(used: Path, cap
     out = " ".join(capsys.readouterr().out.split())
     assert "time:" not in out
     assert "asks 60 of copy, in 2 rounds at most" in out
-    assert "a verdict on a CPU" not in out, "a model that is so small takes what does not grow with its parameters"
+    assert "a verdict on a CPU" not in out, "a tiny model takes a constant amount"
 
 
 def test_a_work_directory_that_may_not_be_written_to_is_a_problem_and_no_reason_to_say_less(

@@ -84,8 +84,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "14 pages do not": (
         pages(14), {}, "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, "14 documents, gates.min_samples is 15"),
     "59 questions do not": (pages(15)[:59], {}, "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, ""),
-    "what the baseline cannot do": (HOPELESS, {}, "INCONCLUSIVE", {"min_recovery"}, "0.001, is below gates.min_baseline_prob"),
-    "what nobody asks of it": (HOPELESS, {"gates": {"min_baseline_probability": 0.0}}, "PASS", set(), ""),
+    "questions that the baseline cannot answer": (
+        HOPELESS, {}, "INCONCLUSIVE", {"min_recovery"}, "0.001, is below gates.min_baseline_prob"),
+    "questions that the gates do not need": (HOPELESS, {"gates": {"min_baseline_probability": 0.0}}, "PASS", set(), ""),
     "samples of few documents": (shared(every_class(), 8), {}, "INCONCLUSIVE", {"min_recovery", *OPEN_MEANS}, ""),
     "probability that is lost": (every_class_keeping(0.9), {}, "FAIL", {"min_recovery"}, "all: keeps 90.0 %"),
     "probability that is lost in one kind of work": (

@@ -163,7 +163,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) 
         )  # fmt: skip
     assert done.returncode == 0
     assert not [line for line in done.stderr.splitlines() if '"level": "info"' not in line]
-    assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "work goes on to its end"
+    assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "the work finishes"
 
 
 def test_nothing_is_raised_where_nobody_reads_another_stream_than_stdout() -> None:

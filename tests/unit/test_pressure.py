@@ -66,7 +66,7 @@ def test_noise_of_the_engine_itself_is_no_deviation() -> None:
     assert found is not None
     assert not found.deviations
     assert found.limit_kl is not None
-    assert found.limit_kl > 10 * LEAST_KL, "the noise decides what is allowed"
+    assert found.limit_kl > 10 * LEAST_KL, "the noise decides the limit"
     assert pressure_line(found).status == "PASS"
 
 

@@ -72,7 +72,7 @@ OLD = judged("fp8", status="FAIL", engine_digest="old")
 
 CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
     "nothing without evidence, not even the baseline": ([], [], None, {"fp16": "no evidence"}),
-    "the most live tokens among those that passed": (
+    "the most live tokens of all that passed": (
         [judged("fp8"), judged("int8"), judged("int4", status="FAIL", reasons=("copy: 16 lost",))],
         [],
         "fp8",
@@ -85,9 +85,9 @@ CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
         [FAILED, judged("fp8", made=2.0)], [], None, {"fp8": "FAIL: worse"}),
     "the engine that was judged last counts": ([OLD, judged("fp8", made=2.0)], [], "fp8", {}),
     "also where it failed": ([judged("fp8"), replace(OLD, made=2.0)], [], None, {}),
-    "evidence of another use is none": (
+    "evidence of another use does not count": (
         [judged("fp8", problem="of another model")], [], None, {"fp8": "no evidence that counts: of another model"}),
-    "a policy that admits too few requests is passed over whatever its evidence": (
+    "a policy without room for the requests is passed over": (
         [judged("fp16"), judged("fp8", limits=Limits(tokens=900, batch=2000))],
         ["capacity.concurrency=700"],
         "fp8",
@@ -111,7 +111,7 @@ def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are asked: workloads.lengths=[960]"),
+        ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are needed: workloads.lengths=[960]"),
         (
             {"limits": Limits(tokens=900, batch=4)},
             [],
@@ -120,7 +120,7 @@ def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence
         ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with ++workloads.samples.copy=9 gates.attempt=2"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"long_2048": 106}}, [], "with workloads.length_documents=16 gates.at"),
         ({"limits": None}, [], "its report does not say how far it holds"),
-        ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are asked"),
+        ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are needed"),
         ({"forks": 0}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),
     ],
 )

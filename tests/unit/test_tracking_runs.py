@@ -147,7 +147,7 @@ def test_the_alias_candidate_is_never_on_an_engine_that_failed(store: MlflowStor
     good, bad = judged(tmp_path, "good"), judged(tmp_path, "bad", "FAIL")
     passed = track_one(store, good, "a")
     track_one(store, bad, "a")
-    assert store.alias("candidate") == passed.version, "another engine that failed leaves it where it was"
+    assert store.alias("candidate") == passed.version, "another engine that failed does not move it"
     undecided = track_one(store, good.model_copy(update={"verdict": "INCONCLUSIVE"}), "b")
     assert store.alias("candidate") == undecided.version
     failed = track_one(store, good.model_copy(update={"verdict": "FAIL"}), "c")

@@ -37,7 +37,7 @@ def test_no_choice_within_the_budget_has_fewer_bytes_or_as_many_with_less_kl(uni
     if chosen is None:
         assert not [kl for _, kl in every if kl <= budget * (1 - 1e-6)]
         return
-    assert 0 not in chosen, "what is not finite is never chosen"
+    assert 0 not in chosen, "infinite costs are never chosen"
     size, kl = cost(chosen)
     assert kl <= budget * (1 + 1e-6)
     bounds = (1 + 1e-6, 1 - 1e-6)  # the solver rounds

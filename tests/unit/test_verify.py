@@ -129,7 +129,7 @@ def test_a_file_of_the_engine_that_is_gone_is_named_and_is_something_missing(cop
     assert wrong(copy) == {"engine: weights.bin": "missing"}
     assert code(copy) == 4
     (copy / "engine" / "kv_scales.json").write_text("altered")
-    assert code(copy) == 3, "what differs weighs more than what is missing"
+    assert code(copy) == 3, "differences weigh more than missing files"
 
 
 def test_a_verdict_that_the_rows_do_not_give_is_named(tmp_path: Path) -> None:

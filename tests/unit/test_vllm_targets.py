@@ -77,7 +77,7 @@ def test_layers_that_vllm_skips_by_itself_have_to_be_said() -> None:
         for layers in ([0, 1, 28], [0, 1, 7, 28, 29])
     )
     with pytest.raises(
-        UserError, match=r"^kv=vllm_k8v4: vLLM leaves layers 0, 1, 28, 29 at 16 bits beside turboquant_k8v4: set "
+        UserError, match=r"^kv=vllm_k8v4: vLLM leaves layers 0, 1, 28, 29 at 16 bits under turboquant_k8v4: set "
     ):
         check_boundaries(few, "turboquant_k8v4", 30)
     check_boundaries(all_, "turboquant_k8v4", 30)

@@ -143,7 +143,7 @@ def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
     own = {*range(most), *range(layers - most, layers)}
     if policy.value.code.vllm_beside and not own <= set(map(int, skipped_layers(policy) or ())):
         raise UserError(
-            f"kv={policy.name}: vLLM leaves layers {', '.join(map(str, sorted(own)))} at 16 bits beside {dtype}: set "
+            f"kv={policy.name}: vLLM leaves layers {', '.join(map(str, sorted(own)))} at 16 bits under {dtype}: set "
             f"'kv.overrides=[{{layers: {sorted(own)}, key: {{dtype: fp16}}, value: {{dtype: fp16}}}}]'"
         )
 
@@ -152,9 +152,9 @@ def check_own_scales(policy: KVPolicy, quantized: Quantized, found: Audit) -> No
     """Refuse a policy that vLLM does not support with such quantized weights, and scales that vLLM would not use."""
     scaled = policy.key.has_static_scales and policy.key.dtype != "fp8_e5m2"
     if scaled and quantized.method not in (*SEPARATE, *PAIRED):
-        raise UserError(f"kv={policy.name}: vLLM reads no scales of a cache beside {quantized.title}; choose kv=fp8_e5m2")
+        raise UserError(f"kv={policy.name}: vLLM reads no scales of a cache with {quantized.title}; choose kv=fp8_e5m2")
     if policy.key.dtype == "fp8_e5m2" and quantized.method in PAIRED:
-        raise UserError(f"kv={policy.name}: vLLM takes no E5M2 beside {quantized.title}; choose kv=fp8")
+        raise UserError(f"kv={policy.name}: vLLM takes no E5M2 with {quantized.title}; choose kv=fp8")
     findings = [*scale_findings(found.layers), *found.problems] if any(layer.carried for layer in found.layers) else []
     if scaled and findings:
         raise UserError(
