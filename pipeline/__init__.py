@@ -1,4 +1,4 @@
-"""Orchestration: command line, typed configuration, artifact store, the chain of stages, registry and Python API."""
+"""kvgate's orchestration: command line, typed configuration, artifact store, the chain of stages, registry and Python API."""
 
 import sys
 from pathlib import Path

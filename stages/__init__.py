@@ -1,1 +1,1 @@
-"""The domain, one folder per concept: policies, checkpoints, workloads, engines, evaluation and verdict."""
+"""kvgate's domain, one folder per concept: policies, checkpoints, workloads, engines, evaluation and verdict."""

@@ -120,7 +120,8 @@ def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Serv
 def test_a_quantized_engine_equals_the_reference(served: Served) -> None:
     """Replay over the engine's own codes: a number on the border of two codes may round differently and move later logits."""
     engine, first = served.engine(AGED, "native"), TOKENS - FORCED
-    assert engine.attention == f"native in {engine.shape.layers} of {engine.shape.layers} layers"
+    if engine.shape.head_dim % 32 == 0:  # the kernel reads no 4-bit codes of other widths
+        assert engine.attention == f"native in {engine.shape.layers} of {engine.shape.layers} layers"
     handles, _ = engine.prefill([text()[:first]])
     computed = np.concatenate([engine.decode(handles, [token]) for token in text()[first:]])
     fed = Fed(text(), [(first, False), (FORCED, True)])
