@@ -119,29 +119,32 @@ def after_weak(
     sweep: bool = False,
     wrong: Sequence[str] = (),
 ) -> NextStep:
-    """Return the next step if the baseline fails the workloads in `weak` but can answer the workloads in `able`."""
+    """Return the next step if the baseline fails the workloads in `weak` but can answer the workloads in `able`.
+
+    `wrong` shows some of the wrong answers.
+    """
+    why, command = _after_weak(config, weak, able, base, sweep)
+    return NextStep(wrong=list(wrong), why=why, command=command)
+
+
+def _after_weak(
+    config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], sweep: bool
+) -> tuple[str, str | None]:
     asked, lengths = config.workloads.samples, [name.removeprefix(LONG) for name in able if name.startswith(LONG)]
     if lengths and all(name.startswith(LONG) for name in weak):
         why = f"judge it at the lengths where the model itself answers ({', '.join(lengths)} tokens)"
-        return NextStep(
-            wrong=list(wrong), why=why, command=judging(base, f"workloads.lengths=[{','.join(lengths)}]", sweep=sweep)
-        )
+        return why, judging(base, f"workloads.lengths=[{','.join(lengths)}]", sweep=sweep)
     if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
         without = [f"++workloads.samples.{name}=0" for name in weak]
-        return NextStep(
-            wrong=list(wrong),
-            why=f"judge it on what it can do ({', '.join(able)})",
-            command=judging(base, *without, sweep=sweep),
-        )
+        return f"judge it on what it can do ({', '.join(able)})", judging(base, *without, sweep=sweep)
     if set(weak) <= TRAINED:
         why = "ask what language models can do, instead of what the tiny model was trained on"
-        return NextStep(wrong=list(wrong), why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
-    return NextStep(
-        wrong=list(wrong),
-        why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl "
-        "workloads.jsonl=FILE. If its answers are right in other words, word the references as the model does, or use check "
-        "mention (docs/start.md#my-questions)",
-    )
+        return why, judging(base, "workloads=chat", "calibration=chat", sweep=sweep)
+    return (
+        "ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE. If "
+        "its answers are right in other words, word the references as the model does, or use check mention "
+        "(docs/start.md#my-questions)"
+    ), None
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:

@@ -7,7 +7,7 @@ version in the second layout.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -123,16 +123,10 @@ def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-@cache
-def _digest(path: Path, _written_ns: int) -> str:
-    """Return the digest of an identity. A command looks up many versions; a replay reads the file again."""
-    return file_digest(path)
-
-
 def registered_evidence(store: Path, version: Version) -> Evidence:
     """Return the evidence that a version cites, from a store. Raises GateRefusal if it is missing or unreadable."""
     every = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
-    path = next((path for path in every if _digest(path, path.stat().st_mtime_ns) == version.identity_digest), None)
+    path = next((path for path in every if file_digest(path) == version.identity_digest), None)
     if path is None:
         raise GateRefusal(
             f"{version} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"

@@ -287,8 +287,9 @@ class MlflowStore:
         return [version_of(one) for one in self.client.search_model_versions(f"name = '{self.location.model_name}'")]
 
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
-        found = self.version(version)
-        for name in (name for name, value in tags.items() if value is None and found is not None and name in found.tags):
+        deleted = [name for name, value in tags.items() if value is None]
+        found = self.version(version) if deleted else None
+        for name in (name for name in deleted if found is not None and name in found.tags):
             self.client.delete_model_version_tag(self.location.model_name, version, name)
         for name, value in tags.items():
             if value is not None:

@@ -264,8 +264,8 @@ class Engines:
         because a rebuilt baseline has another digest. If a candidate has the champion's name, the champion was judged again,
         and only the new evidence counts.
         """
-        version = self.registry.alias("champion")
-        serving = next((one for one in self.registry.registered() if one.number == version), None)
+        number = self.registry.alias("champion")
+        serving = self.registry.version(number) if number is not None else None
         if serving is None or serving.name in [one.name for one in candidates]:
             return None
         try:

@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,13 +70,6 @@ class Store:
 
     def path(self, recipe: Recipe) -> Path:
         return self.root / recipe.place(recipe.stage, recipe.key)
-
-    def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
-        """Return the artifact of `recipe`: verified and reused if it exists, else made by `fill`, as the block of `making`."""
-        with self.making(recipe, resumable=resumable) as entry:
-            if entry.artifact is None:
-                fill(entry.scratch)
-        return entry.made
 
     @contextmanager
     def making(self, recipe: Recipe, *, resumable: bool = False) -> "Iterator[Entry]":

@@ -21,7 +21,7 @@ from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.policies.policy import whole_pages
 from stages.verdict.coverage import EngineTests, Exercised
-from stages.workloads.config import StressTestConfig, WorkloadsConfig
+from stages.workloads.config import LEAST_STRESS_TOKENS, StressTestConfig, WorkloadsConfig
 
 
 def once(
@@ -90,13 +90,9 @@ def once(
     )
 
 
-LEAST_STRESS = 128
-"""Minimum of `workloads.stress_test.max_tokens`."""
-
-
 def bounded(config: StressTestConfig, longest: int) -> StressTestConfig:
     """Return the limits of the stress test, with sequences no longer than the longest question, in whole pages.
 
     A verdict covers no longer sequence, and the reference engine needs time for every token.
     """
-    return config.model_copy(update={"max_tokens": min(config.max_tokens, max(LEAST_STRESS, whole_pages(longest)))})
+    return config.model_copy(update={"max_tokens": min(config.max_tokens, max(LEAST_STRESS_TOKENS, whole_pages(longest)))})

@@ -61,10 +61,13 @@ GSM8K_PROBLEMS = 1319
 """Number of problems in the test set."""
 
 
+LEAST_STRESS_TOKENS = 128
+
+
 class StressTestConfig(StrictModel):
     """Limits of the stress test, which compares an engine with the reference engine; the engine's own limits also apply."""
 
-    max_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 2048
+    max_tokens: Annotated[int, Field(ge=LEAST_STRESS_TOKENS, le=1 << 20)] = 2048
     """Maximum tokens per sequence."""
     decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 400
     """Decode steps after short prompts, with forced tokens and with the engine's own."""

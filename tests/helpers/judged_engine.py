@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from gate_reports import every_class, report
+from stores import make_artifact
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
@@ -56,7 +57,7 @@ def judged_engine(
 
     def make(stage: str, title: str, inputs: dict[str, str], write: Callable[[Path], None], **recipe: object) -> Artifact:
         full_recipe = Recipe(stage, (), {"title": title, **recipe}, inputs, ("numpy",), measures_time=stage == "evaluate")
-        artifact = store.get(full_recipe, write)
+        artifact = make_artifact(store, full_recipe, write)
         chain.append(Link.of(title, artifact))
         return artifact
 
@@ -95,7 +96,8 @@ def judged_engine(
     named = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
     identity = make_identity(named, chain, roles, engine.path, report=judged, verdict=verdict)
-    return store.get(
+    return make_artifact(
+        store,
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
         lambda out: write_identity(identity, evaluation.path, jsonl, out, config.signing),
     ).path

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from judged_candidates import candidate_in, judged_candidate
+from stores import make_artifact
 
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
@@ -48,14 +49,16 @@ def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact
         link_or_copy(checkpoint, out / "checkpoint" / checkpoint.name)
         (out / "kv_scales.json").write_text(json.dumps({"policy": policy}))
 
-    quantized = store.get(Recipe("quantize", CODE, {"kv": policy}, {"checkpoint": file_digest(checkpoint)}), quantize)
+    quantized = make_artifact(
+        store, Recipe("quantize", CODE, {"kv": policy}, {"checkpoint": file_digest(checkpoint)}), quantize
+    )
 
     def bundle(out: Path) -> None:
         link_or_copy(quantized.path / "checkpoint" / checkpoint.name, out / "weights.bin")
         for name in ("bundle.json", "kv_policy.json"):
             (out / name).write_text(json.dumps({"kv": policy}))
 
-    return quantized, store.get(Recipe("build", CODE, {"kv": policy}, {"model": quantized.digest}), bundle)
+    return quantized, make_artifact(store, Recipe("build", CODE, {"kv": policy}, {"model": quantized.digest}), bundle)
 
 
 def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> Ended:
@@ -74,12 +77,14 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
             (out / ".part").unlink(missing_ok=True)
 
         recipe = Recipe("round", CODE, {"kv": policy}, {"engine": engine.digest})
-        measured = Store(work / "artifacts").get(recipe, measure, resumable=True)
+        measured = make_artifact(Store(work / "artifacts"), recipe, measure, resumable=True)
 
         def report(out: Path) -> None:
             judged_candidate(out, policy, metrics={})
 
-        judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
+        judged = make_artifact(
+            Store(work / "artifacts"), Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report
+        )
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
         candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
         done = opened.conclude(run, candidate)

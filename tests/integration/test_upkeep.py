@@ -16,6 +16,7 @@ import pytest
 from interruptions import FORK, attempt
 from judged_engine import candidate_of, config_of, judged_engine
 from rich.filesize import decimal
+from stores import make_artifact
 
 from pipeline.chain import job, runner
 from pipeline.cli.needs import Piece, distinct_bytes, find, walk
@@ -94,7 +95,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
             if kv != "int8_tensor":
                 command(work, "stage=promote", f"promote.sweep={sweep}", f"promote.name={kv}")
         judge(work, store, LAST, "fp8k_int4v")
-        Store(work / "artifacts").get(Recipe("tune", (), {}, {}), write_one)
+        make_artifact(Store(work / "artifacts"), Recipe("tune", (), {}, {}), write_one)
     return Ground(work, store)
 
 
@@ -202,7 +203,7 @@ def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(
         assert attempt(partial(remove, copied, gone(copied)), copied, at).code == -signal.SIGKILL
         assert broken(copied) == []
         assert needed <= {piece.place for piece in walk(copied)}
-        Store(copied).get(Recipe("demo", (), {"at": at}, {}), write_one)
+        make_artifact(Store(copied), Recipe("demo", (), {"at": at}, {}), write_one)
         assert all(piece.is_artifact for piece in walk(copied)), "the next command that makes something removes leftovers"
 
 

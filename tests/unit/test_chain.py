@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from stores import make_artifact
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.judge import Chain
@@ -49,7 +50,7 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
     hashed = Mock(wraps=tree_files)
     recipe = Recipe("demo", ("stages.policies.policy",), {}, {})
     store = Store(tmp_path)
-    store.get(recipe, lambda _: None)
+    make_artifact(store, recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", hashed)
     config: Any = None  # `make` does not use the configuration
     chain = Chain(config, store)
@@ -100,12 +101,14 @@ class _Made(Chain):
     """A chain with existing inputs of plans."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
-        return self.store.get(Recipe("quantize", ("stages.policies.policy",), {}, {}), lambda out: (out / SCALES_FILE).touch())
+        return make_artifact(
+            self.store, Recipe("quantize", ("stages.policies.policy",), {}, {}), lambda out: (out / SCALES_FILE).touch()
+        )
 
     def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:
         if config is None:
             return super().bundle(policy)
-        return self.store.get(Recipe("build", ("stages.policies.policy",), {}, {}), lambda _: None)
+        return make_artifact(self.store, Recipe("build", ("stages.policies.policy",), {}, {}), lambda _: None)
 
 
 GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}

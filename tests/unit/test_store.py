@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stores import make_artifact
 
 import stages
 from pipeline.store.locks import locked_at_once
@@ -56,8 +57,8 @@ def test_whatever_can_change_the_bytes_changes_the_key(other: dict[str, Any]) ->
 )
 def test_what_was_altered_is_noticed_and_made_again(tmp_path: Path, alter: Callable[[Path], object]) -> None:
     store = Store(tmp_path)
-    alter(store.get(recipe(a=1), write_one).path)
-    again = store.get(recipe(a=1), write_one)
+    alter(make_artifact(store, recipe(a=1), write_one).path)
+    again = make_artifact(store, recipe(a=1), write_one)
     assert not again.reused
     assert (again.path / "sub" / "one.txt").read_text() == "one"
 
@@ -69,9 +70,9 @@ def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
 
     store = Store(tmp_path)
     with pytest.raises(RuntimeError, match="disk on fire"):
-        store.get(recipe(), fail)
+        make_artifact(store, recipe(), fail)
     assert [p for p in (tmp_path / "demo").iterdir() if p.is_dir()] == []
-    assert not store.get(recipe(), write_one).reused
+    assert not make_artifact(store, recipe(), write_one).reused
 
 
 def test_a_resumable_artifact_goes_on_from_what_its_own_recipe_left(tmp_path: Path) -> None:
@@ -86,17 +87,17 @@ def test_a_resumable_artifact_goes_on_from_what_its_own_recipe_left(tmp_path: Pa
     store = Store(tmp_path)
     for a in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            store.get(recipe(a=a), fill, resumable=True)
+            make_artifact(store, recipe(a=a), fill, resumable=True)
     assert not store.path(recipe(a=1)).exists()
-    made = store.get(recipe(a=1), fill, resumable=True)
+    made = make_artifact(store, recipe(a=1), fill, resumable=True)
     assert found == [[], [], ["part1"]]
     assert sorted(made.files) == ["part1", "part3"]
     assert [path.name for path in (tmp_path / ".partial" / "demo").iterdir()] == [recipe(a=2).key]
-    assert store.get(recipe(a=1), fill, resumable=True).reused
+    assert make_artifact(store, recipe(a=1), fill, resumable=True).reused
 
 
 def test_scratch_of_a_dead_process_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
-    made = Store(tmp_path).get(recipe(a=1), write_one)
+    made = make_artifact(Store(tmp_path), recipe(a=1), write_one)
     others = {a: Store(tmp_path).path(recipe(a=a)) for a in (2, 3)}
     for target in (made.path, *others.values()):
         target.with_name(f".{target.name}-abcd").mkdir()
@@ -106,7 +107,7 @@ def test_scratch_of_a_dead_process_goes_and_that_of_a_living_one_stays(tmp_path:
     living = others[2]
     with locked_at_once(living.with_name(f".{living.name}.lock")) as held:
         assert held
-        Store(tmp_path).get(recipe(a=4), write_one)
+        make_artifact(Store(tmp_path), recipe(a=4), write_one)
     left = {path.name for path in (tmp_path / "demo").glob(".*-*")}
     assert left == {f".{living.name}-abcd"}
     # A resumable scratch folder stays; a finished artifact needs none.
@@ -129,9 +130,9 @@ def test_a_store_says_who_uses_it_and_lets_other_users_say_it_too(tmp_path: Path
 
 
 def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
-    Store(tmp_path / "here").get(recipe(), write_one)
+    make_artifact(Store(tmp_path / "here"), recipe(), write_one)
     (tmp_path / "here").rename(tmp_path / "there")
-    moved = Store(tmp_path / "there").get(recipe(), write_one)
+    moved = make_artifact(Store(tmp_path / "there"), recipe(), write_one)
     assert moved.reused
     assert str(tmp_path) not in (moved.path / MANIFEST).read_text()
 
@@ -142,14 +143,14 @@ def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
 def test_a_store_of_another_form_is_refused_with_a_line(content: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / STORE_FILE).write_text(content)
     with pytest.raises(UserError, match=problem):
-        Store(tmp_path).get(recipe(), write_one)
+        make_artifact(Store(tmp_path), recipe(), write_one)
     assert [path.name for path in tmp_path.iterdir()] == [STORE_FILE]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"parts": {"inputs": {}}}', "\udcff"])
 def test_a_manifest_that_cannot_be_read_hides_no_other_artifact(text: str, tmp_path: Path) -> None:
     store = Store(tmp_path)
-    made = store.get(recipe(), write_one)
+    made = make_artifact(store, recipe(), write_one)
     shutil.copytree(made.path, made.path.with_name(f".{made.path.name}-x1"))  # an artifact that is being made
     broken = made.path.with_name("broken")
     broken.mkdir()
@@ -163,7 +164,7 @@ def test_the_digest_of_a_folder_ignores_its_siblings(tmp_path: Path) -> None:
         (out / "else.txt").write_text("x")
 
     store = Store(tmp_path)
-    plain, more = store.get(recipe(a=1), write_one), store.get(recipe(a=2), with_sibling)
+    plain, more = make_artifact(store, recipe(a=1), write_one), make_artifact(store, recipe(a=2), with_sibling)
     assert plain.digest != more.digest
     assert plain.digest_under("sub") == more.digest_under("sub")
 

@@ -1,7 +1,7 @@
 """Descriptions of vLLM's token-and-head formats: INT8 or E4M3 codes with a float32 scale, or INT4 codes with a zero point.
 
 The zero point is a whole number of codes in the four lowest bits of the scale. ONNX operators cannot read these bits, so this
-folder has no graph.py.
+folder has no arithmetic_onnx.py.
 """
 
 from stages.policies.spec import E4M3, FLOAT32, PACKED, Spec
