@@ -73,8 +73,9 @@ test: check
 
 # What takes minutes: thousands of requests to one engine, faults at every write, planted faults, simulated verdicts, many
 # processes over one store, the wheel, a browser, every KV policy.
-EVERY := $(addprefix tests/integration/test_,onnx_policies.py families.py native_attention.py tensorrt_rtx_plan.py conformance.py \
-	kernel_decode.py kernel_context.py stress_test.py) tests/bad_input/test_bad_input.py
+EVERY := $(addprefix tests/integration/,$(addprefix engines/test_,onnx_policies.py families.py native_attention.py \
+	tensorrt_rtx_plan.py) $(addprefix evaluate/test_,conformance.py stress_test.py) \
+	$(addprefix plugins/test_,kernel_decode.py kernel_context.py)) tests/bad_input/test_bad_input.py
 test-long: $(VENV)/for-test $(GEMMA3)
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)
 
@@ -93,7 +94,7 @@ BINDINGS_RELEASES := 10.16.1.11 11.0.0.114 11.4.0.106
 test-tensorrt-bindings: $(VENV)/for-test $(BINDINGS_RELEASES:%=$(BINDINGS)/%/ready)
 	for release in $(BINDINGS_RELEASES); do \
 	PYTHONPATH=$(abspath $(BINDINGS))/$$release REQUIRE_TENSORRT=$$release $(BIN)/python -m pytest -q \
-	tests/contract/test_tensorrt_facts.py tests/integration/test_tensorrt_plugin.py || exit 1; done
+	tests/contract/test_tensorrt_facts.py tests/integration/plugins/test_tensorrt_plugin.py || exit 1; done
 
 $(BINDINGS)/%/ready: requirements/tensorrt-%.lock | $(VENV)/torch
 	$(LOCKED) $< --target $(@D) --upgrade
@@ -166,7 +167,7 @@ gpu:
 GPU_STACK := .venv-gpu
 test-gpu-stack: $(GPU_STACK)/ready
 	$(GPU_STACK)/bin/python -m pytest --collect-only -q tests/gpu
-	$(GPU_STACK)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 5 tests/integration/test_kernel_*.py
+	$(GPU_STACK)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 5 tests/integration/*/test_kernel_*.py
 
 $(GPU_STACK)/ready: requirements/gpu.lock
 	$$(python3.12 -c 'import sys; print(sys.executable)' || echo $(PYTHON)) -m venv --clear $(GPU_STACK)

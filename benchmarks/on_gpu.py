@@ -50,7 +50,7 @@ ENVIRONMENT = {"REQUIRE_GPU": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHON
 PYTHON = sys.executable
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 CORES = str(min(12, os.cpu_count() or 1))
-KERNELS = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/test_kernel_*.py")))
+KERNELS = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/*/test_kernel_*.py")))
 KV = "fp8k_int4v,fp8,bf16,sdpa bf16"
 """Kernels of every run of the attention benchmark."""
 TESTED = ("pytest", "hypothesis", "pydantic", "hydra", "triton")
@@ -135,7 +135,7 @@ STEPS: dict[str, tuple[Part, ...]] = {
     "correctness": (
         tests("captured kernels", 120, (), "tests/gpu/test_kernels_on_gpu.py"),
         tests("kernels against the reference", 240, ("xdist",), "-n", CORES, *KERNELS),
-        tests("PTX of the plugin", 90, ("cupy",), "tests/integration/test_kernel_arguments.py"),
+        tests("PTX of the plugin", 90, ("cupy",), "tests/integration/plugins/test_kernel_arguments.py"),
         tests("engine", 180, ("transformers",), "tests/gpu/test_engine_on_gpu.py", "-k", "not command_line"),
         tests(
             "engine against the reference engine",

@@ -32,6 +32,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 compose_once()
 
 ROOT = Path(__file__).resolve().parents[1]
+INTEGRATION = ROOT / "tests" / "integration"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     # Only marks are checked: an item's keywords also contain the names of its folders.
     if STRIDE == 1:
-        items[:] = [item for item in items if item.path.parent.name != "integration" or item.get_closest_marker("every")]
+        items[:] = [item for item in items if not item.path.is_relative_to(INTEGRATION) or item.get_closest_marker("every")]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and os.environ.get("REQUIRE_GPU") != "1" and not torch.cuda.is_available():
         for item in marked:

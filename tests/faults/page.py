@@ -68,7 +68,7 @@ ALL_GATES = """
 
 How many of the faults each gate sees, and how many no other gate saw before the evaluation stopped. Conformance and
 the stress test see nearly everything together: the gates on distances and answers judge policies, and few faults
-need them. `tests/unit/test_gates.py` has for every gate a report that it alone stops.
+need them. `tests/unit/verdict/test_gates.py` has for every gate a report that it alone stops.
 
 | gate | sees | alone |
 |---|---|---|"""

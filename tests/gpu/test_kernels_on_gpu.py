@@ -1,7 +1,7 @@
 """The kernels on a real GPU: in CUDA graphs, without waiting for the host; and a short run of the benchmark.
 
-The results of the kernels are checked by tests/integration/test_kernel_{append,context,decode,launch}.py, which run on the
-GPU if there is one and in Triton's interpreter otherwise.
+tests/integration/plugins/test_kernel_{append,context,decode,launch}.py check the results of the kernels. They run on the GPU
+if there is one, and in Triton's interpreter otherwise.
 """
 
 import json

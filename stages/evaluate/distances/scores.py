@@ -8,7 +8,7 @@ vocab_size / 8 tokens (LEAST_CAP for small vocabularies).
 LEAST_CAP, the sample's arrays are compressed to a third of their size. The EXACT most likely tokens of a head are stored
 unchanged. The other tokens are sorted by id and stored as gaps, which are small, with log-probabilities in steps of STEP.
 Reading shifts their log-probabilities so that the total mass is 1. The KL between a stored and an original head is at most
-STEP ** 2 / 24 = 2.5e-6 nats (tests/unit/test_evaluate_scores.py).
+STEP ** 2 / 24 = 2.5e-6 nats (tests/unit/evaluate/test_evaluate_scores.py).
 """
 
 import zlib

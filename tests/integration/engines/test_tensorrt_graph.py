@@ -1,0 +1,129 @@
+"""Graphs with the attention plugin: its nodes receive the inputs that the replaced functions computed with."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_fixtures import BY_NAME, LAYERS, make_bundle
+from tensorrt_graph_cases import INT4_KEYS, Surgery, forced, operate, surgeries
+
+from plugins.kv_attention import launch, reference
+from plugins.kv_attention.kernels.variants import Setting, decode_variant
+from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
+from stages.engines.tensorrt.plugin import default_counts
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
+    return surgeries(tmp_path_factory)
+
+
+def test_layers_that_the_kernels_hold_share_a_work_list_and_get_two_plugins_the_others_keep_their_function(
+    graphs: dict[str, Surgery],
+) -> None:
+    both, one = graphs["fp8k_int4v"], graphs["aged"]
+    assert (list(both.layers.layouts), both.layers.refusals) == ([0, 1], {})
+    assert list(one.layers.layouts) == [0]
+    assert {layer: str(refusal) for layer, refusal in one.layers.refusals.items()} == {1: INT4_KEYS}
+    for surgery in (both, one):
+        assert [node.op_type for node in surgery.model.graph.node].count("plan_work") == 1
+        for model in (surgery.model, surgery.prefill):
+            functions = {function.name for function in model.functions}
+            for layer in range(LAYERS):
+                taken = layer in surgery.layers.layouts
+                assert (f"PagedAttention_{layer}" in functions) == (not taken)
+                assert any(node.op_type == f"PagedAttention_{layer}" for node in model.graph.node) == (not taken)
+                assert f"QuantizeKey_{layer}" in functions
+
+
+def test_no_plan_widens_the_pool_of_a_layer_that_the_kernels_hold(graphs: dict[str, Surgery]) -> None:
+    """The pools of such a layer are inputs of the plugin only."""
+    for surgery in graphs.values():
+        for model in (surgery.model, surgery.prefill):
+            for layer in surgery.layers.layouts:
+                pools = (f"key_pool.{layer}", f"value_pool.{layer}")
+                takers = {node.domain for node in model.graph.node if set(pools) & set(node.input)}
+                assert takers == {"kv"}
+                (attend,) = (node for node in model.graph.node if f"key_pool.{layer}" in node.input)
+                assert any(attribute.name == "plugin_namespace" for attribute in attend.attribute)
+
+
+def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(decoder: Path, tmp_path: Path) -> None:
+    """Other reasons: tests/unit/engines/test_kernel_policies.py."""
+    policy = BY_NAME["int8_asym"]
+    surgery = operate(make_bundle(decoder, tmp_path / policy.name, policy), policy)
+    reason = "kv.key.symmetric=false: the CUDA kernels have no zero points"
+    assert surgery.layers.layouts == {}
+    assert [str(refusal) for refusal in surgery.layers.refusals.values()] == [reason] * LAYERS
+    for name, model in (("decode", surgery.model), ("prefill", surgery.prefill)):
+        assert model == onnx.load(surgery.onnx_bundle / f"{name}.onnx", load_external_data=False)
+
+
+def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
+    graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
+    surgery = graphs["fp8k_int4v"]
+    info = surgery.bundle.model
+    layouts = list(surgery.layers.layouts.values())
+    programs = default_counts(layouts, info, replace(surgery.limits, max_tokens=1 << 17), sm=90)["decode"]
+    (resident,) = {
+        decode_variant(Setting(layout, info.compute_dtype, 90, info.q_heads // info.kv_heads)).resident for layout in layouts
+    }
+    assert programs == 132 * resident // info.kv_heads
+    assert default_counts(layouts, info, surgery.limits, sm=90)["decode"] == surgery.limits.pages
+
+
+@pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])
+@pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
+def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
+    name: str, tolerance: float, tokens: int, graphs: dict[str, Surgery], tmp_path: Path
+) -> None:
+    """Compare the ONNX bundle's attention in ONNX Runtime with the kernels' reference on the plugin's inputs."""
+    surgery, operation = graphs[name], "decode" if tokens == 1 else "context"
+    info = surgery.bundle.model
+    feeds, activations = forced(surgery, tmp_path, tokens)
+    for layer, layout in surgery.layers.layouts.items():
+        attend, join = (surgery.node(f"{operation}_{part}.{layer}") for part in ("partial", "reduce"))
+        turned = {
+            node.output[0]: activations[node.input[0]].transpose(node.attribute[0].ints)
+            for node in surgery.prefill.graph.node if node.name.endswith(f".by_token.{layer}") and tokens > 1
+        }  # fmt: skip
+        assert len(turned) == (0 if tokens == 1 else 3)
+        roles = dict(zip(node_of(f"{operation}_partial", layout).inputs, attend.input, strict=True))  # type: ignore[arg-type]
+        taken = {role: (feeds | activations | turned)[at] for role, at in roles.items() if role not in PLAN.outputs}
+        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in taken.items()}
+        for side in ("key", "value"):
+            if getattr(layout, side).dtype == "fp8_e4m3":
+                tensors[f"{side}_pool"] = tensors[f"{side}_pool"].view(torch.float8_e4m3fn)
+            if f"{side}_scale" in tensors:
+                tensors[f"{side}_scale"] = tensors[f"{side}_scale"].flatten()
+        values = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in attend.attribute}
+        setting = read_setting(node_of(f"{operation}_partial", layout), values)  # type: ignore[arg-type]
+        assert setting.layout == layout
+        scaling = setting.scaling
+        assert scaling == pytest.approx(info.head_dim**-0.5, rel=1e-6)
+        new = tuple(x[:, :, 0] if tokens == 1 else x.flatten(0, 1) for x in (tensors[r] for r in ("query", "key", "value")))
+        expected = activations[join.output[0]].astype(np.float32)
+        assert expected.shape == (3, tokens, info.q_heads, info.head_dim)
+
+        def error(
+            factor: float,
+            layout: CacheLayout = layout,
+            tensors: dict[str, torch.Tensor] = tensors,
+            new: tuple[torch.Tensor, ...] = new,
+            expected: Any = expected,
+        ) -> float:
+            query, key, value = new
+            tables = {name: tensors[name] for name in ("page_table", "lengths", "exact_slots") if name in tensors}
+            starts = torch.arange(0, 3 * tokens + 1, tokens)
+            attended = reference.attend(layout, query, key, value, tensors, query_starts=starts, scaling=factor, **tables)
+            return float(np.abs(attended.numpy().reshape(expected.shape) - expected).max())
+
+        assert error(scaling) <= tolerance
+        assert error(2 * scaling) > 5 * tolerance  # a wrong scaling would be noticed

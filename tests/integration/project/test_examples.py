@@ -1,0 +1,66 @@
+"""The CI workflow uses no action that others can change (tests/long/test_workflow.py runs it); BFCL's questions convert."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stages.evaluate.inputs.checks import judge
+from stages.evaluate.inputs.samples import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKFLOW = (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")
+JOB: dict[str, Any] = yaml.safe_load(WORKFLOW)
+STEPS: list[dict[str, Any]] = JOB["jobs"]["judge"]["steps"]
+
+
+def test_a_refusal_stops_the_ci_job_before_it_promotes() -> None:
+    """GitHub runs `bash -e`, and runs a step without `always()` only if the earlier steps succeeded."""
+    names = [step["name"] for step in STEPS if "name" in step]
+    assert names.index("Judge") < names.index("Promote") < names.index("Try the champion") < names.index("Step summary")
+    assert [step["name"] for step in STEPS if "name" in step and "always()" in step.get("if", "")] == ["Step summary"]
+    assert "continue-on-error" not in WORKFLOW
+
+
+def test_the_ci_job_may_only_read_and_runs_nothing_that_can_be_moved() -> None:
+    assert JOB["permissions"] == {"contents": "read"}
+    used = re.findall(r"uses: (\S+)", WORKFLOW)
+    assert used
+    assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action) for action in used)
+    assert not any("${{" in step.get("run", "") for step in STEPS), "an expression in a script runs as code"
+
+
+def test_bfcls_calls_become_questions_that_are_read_and_judged(tmp_path: Path) -> None:
+    """Convert five entries. Three are skipped: one has two calls, one an object, one no value for a required argument."""
+    area = {"name": "area", "description": "", "parameters": {"properties": {}, "required": ["base", "height"]}}
+    other = {"name": "side", "description": "", "parameters": {"properties": {}, "required": ["base"]}}
+    right = {"area": {"base": [10, 10.0], "height": [5], "unit": ["units", ""]}}
+    possible: list[list[dict[str, Any]]] = [
+        [right],
+        [right, right],
+        [{"area": {"base": [{"x": [1]}], "height": [5]}}],
+        [{"area": {"base": [""], "height": [5]}}],
+        [{"area": {"base": ["", 2], "height": [5]}}],
+    ]
+    entries = [{"id": f"c_{i}", "question": [[{"role": "user", "content": "?"}]], "function": [area, other]} for i in range(5)]
+    answers = [{"id": f"c_{i}", "ground_truth": calls} for i, calls in enumerate(possible)]
+    for folder, found in ((tmp_path, entries), (tmp_path / "possible_answer", answers)):
+        folder.mkdir(exist_ok=True)
+        (folder / "BFCL_v4_c.json").write_text("\n".join(map(json.dumps, found)))
+    script, out = ROOT / "examples" / "bfcl_questions.py", tmp_path / "questions.jsonl"
+    given: list[str | Path] = [sys.executable, script, out, "--categories", "c", "--data"]
+    subprocess.run([*given, tmp_path], check=True)
+    samples = {sample.id: sample for sample in read_jsonl(out, set())}
+    assert {name: json.loads(sample.reference)["arguments"] for name, sample in samples.items()} == {
+        "c_0": {"base": 10, "height": 5},
+        "c_4": {"base": 2, "height": 5},
+    }
+    assert judge(samples["c_0"], '{"name": "area", "arguments": {"height": 5, "base": 10}}').correct
+    assert not judge(samples["c_0"], '{"name": "side", "arguments": {"base": 10}}').correct
+    refused = subprocess.run([*given, tmp_path / "none"], capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "give --data DIR" in refused.stderr

@@ -1,0 +1,269 @@
+"""The quantize stage with the real ModelOpt, on the trained tiny model and on random models of the other families."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from onnx_fixtures import FP8, fmt
+from quantize_fixtures import (
+    quantized_model,
+    random_checkpoint,
+    stage,
+    token_ids,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from stages.checkpoints.families import LINEARS
+from stages.checkpoints.files import INDEX
+from stages.core.errors import UserError
+from stages.core.files import STORE_FILE
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import FP16_POLICY, KVPolicy, Side
+from stages.policies.scales import KVScales, SideScales
+from stages.quantize import modelopt_adapter as adapter
+from stages.quantize.run import scale_cache
+
+FACTS = json.loads((Path(__file__).parents[2] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
+"""Facts recorded from TensorRT-LLM's sources."""
+
+
+@pytest.fixture(scope="module")
+def run_stage(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, WeightsFormat], Path]:
+    """A function that returns the stage's output on the tiny model by policy and weight format. Each runs once."""
+    outputs: dict[tuple[str, WeightsFormat], Path] = {}
+
+    def run(policy: str, weights: WeightsFormat = "none", checkpoint: Path = tiny_checkpoint) -> Path:
+        if (policy, weights) not in outputs:
+            out = tmp_path_factory.mktemp(f"{policy}_{weights}")
+            stage(checkpoint, out, policy, weights)
+            outputs[policy, weights] = out
+        return outputs[policy, weights]
+
+    return run
+
+
+@pytest.fixture(scope="module", params=["mistral", "qwen2", "qwen3"])
+def family(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model of another family with the tiny model's tokenizer and bfloat16 weights."""
+    return random_checkpoint(request.param, tiny_checkpoint, tmp_path_factory.mktemp(request.param))
+
+
+def scales_of(out: Path) -> KVScales:
+    return KVScales.model_validate_json((out / "kv_scales.json").read_bytes())
+
+
+def test_unquantized_weights_are_byte_identical(tiny_checkpoint: Path, run_stage: Callable[..., Path]) -> None:
+    names = {path.name for path in tiny_checkpoint.iterdir() if path.is_file()}
+    for policy in ("fp16", "fp8", "int4"):
+        copied = run_stage(policy) / "checkpoint"
+        assert {path.name for path in copied.iterdir()} <= names
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in copied.iterdir()}
+        assert all(path.read_bytes() == (tiny_checkpoint / path.name).read_bytes() for path in copied.iterdir())
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
+def test_a_candidate_has_exactly_its_baselines_weights(weights: WeightsFormat, run_stage: Callable[..., Path]) -> None:
+    baseline, candidate = (run_stage(policy, weights) / "checkpoint" for policy in ("fp16", "fp8"))
+    assert {path.name for path in candidate.iterdir()} == {path.name for path in baseline.iterdir()}
+    assert all(path.read_bytes() == (baseline / path.name).read_bytes() for path in candidate.iterdir())
+
+
+def test_uncalibrated_scales_are_one_and_take_no_calibration(run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8_uncalibrated")
+    one = SideScales(scale=(1.0,))
+    assert scales_of(out).layers == ({"key": one, "value": one},) * 4
+    assert not list(out.glob("extremes_*"))
+
+
+def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8")
+    scales = scales_of(out).layers
+    unified = load_file(out / "exports" / "unified_hf" / "model.safetensors")
+    engine = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
+    for layer in range(4):
+        (key,), (value,) = scales[layer][Side.KEY].scale, scales[layer][Side.VALUE].scale
+        stored = [unified[f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"].item() for side in "kv"]
+        assert stored == pytest.approx([key, value], rel=1e-6)
+        shared = engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item()
+        assert shared == pytest.approx(max(key, value, 1.0), rel=1e-6)
+    assert (out / "exports" / "unified_hf" / "tokenizer.json").is_file()
+
+
+def test_the_exports_carry_the_rotary_base_where_tensorrt_llm_reads_it(run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8")
+    base = json.loads((out / "checkpoint" / "config.json").read_text())["rope_theta"]
+    unified = json.loads((out / "exports" / "unified_hf" / "config.json").read_text())
+    assert (unified["rope_theta"], unified["rope_scaling"]) == (base, None)
+    assert "rope_parameters" not in unified
+    assert json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())["rotary_base"] == base
+
+
+def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: Callable[..., Path]) -> None:
+    """Keys and values share one scale, which unlike FP8's is never raised to 1. The unified export refuses INT8."""
+    out = run_stage("int8_tensor")
+    config = json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())
+    assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
+    engine = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
+    for layer, scales in enumerate(scales_of(out).layers):
+        shared = max(scales[Side.KEY].scale[0], scales[Side.VALUE].scale[0])
+        assert shared < 1
+        assert engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item() == pytest.approx(shared, rel=1e-6)
+    report = json.loads((out / "exports" / "exports.json").read_text())
+    assert report["tensorrt_llm"] == {"written": True, "kv_scale": "scale", "kv_scale_shared_by_keys_and_values": True}
+    assert not report["unified_hf"]["written"]
+    assert not (out / "exports" / "unified_hf").exists()
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
+def test_quantized_weights_are_asserted_exported_and_validated(weights: WeightsFormat, run_stage: Callable[..., Path]) -> None:
+    out = run_stage("fp8", weights)
+    report = json.loads((out / "quantizers.json").read_text())
+    assert len(report["quantizers"]) == 4 * (7 if weights == "int4_awq" else 14)
+    exports = json.loads((out / "exports" / "exports.json").read_text())
+    assert exports["unified_hf"]["written"]
+    assert exports["tensorrt_llm"]["written"]
+    with safe_open(out / "exports" / "unified_hf" / "model.safetensors", framework="np") as exported:
+        packed = exported.get_slice("model.layers.0.mlp.up_proj.weight").get_dtype()
+    assert packed == {"fp8": "F8_E4M3", "int8_sq": "I8", "int4_awq": "U8"}[weights]
+
+
+def other_codes(out: Path) -> int:
+    """Count the FP8 weights of the unified export that have another code than in `checkpoint/`.
+
+    Codes are 2^-4 apart; float16 numbers are 2^-11 apart.
+    """
+    unified, judged = (load_file(out / folder / "model.safetensors") for folder in ("exports/unified_hf", "checkpoint"))
+    scaled = [name.removesuffix("_scale") for name in unified if name.endswith(".weight_scale")]
+    assert scaled
+    count = 0
+    for name in scaled:
+        expected = judged[name].float()
+        value = unified[name].float() * unified[f"{name}_scale"]
+        count += int(((value - expected).abs() > 2.0**-11 * expected.abs() + 2.0**-25).sum())
+    return count
+
+
+FUSED = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.dense": ("self_attn.o_proj",),
+    "mlp.fc": ("mlp.gate_proj",),
+    "mlp.gate": ("mlp.up_proj",),
+    "mlp.proj": ("mlp.down_proj",),
+}
+
+
+def effective(tensors: dict[str, torch.Tensor], base: str, weights: str) -> torch.Tensor:
+    """Return W (out, in) such that W x is the layer's result if activations are not rounded."""
+    codes = tensors[f"{base}.weight"]
+    if weights == "none":
+        return codes.float()
+    scale = tensors[f"{base}.weights_scaling_factor"].float()
+    if weights == "fp8":
+        return codes.view(torch.float8_e4m3fn).float() * scale
+    if weights == "int4_awq":
+        packed = codes.T
+        codes = torch.stack(((packed << 4) >> 4, packed >> 4), -1).flatten(1).T
+        scale = scale.reshape(len(codes), -1)
+        scale = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+    else:
+        scale = scale[:, None]
+    return codes.float() * scale * tensors[f"{base}.prequant_scaling_factor"].float()
+
+
+@pytest.mark.parametrize("weights", ["none", "fp8", "int8_sq", "int4_awq"])
+def test_every_weight_of_the_tensorrt_llm_export_is_the_one_that_is_judged(
+    weights: WeightsFormat, run_stage: Callable[[str, WeightsFormat], Path]
+) -> None:
+    """A dequantized weight may differ from the float16 in `checkpoint/` by half a unit of float16.
+
+    The format follows TensorRT-LLM 1.2.1 (tensorrt_llm/models/modeling_utils.py and quantization/layers.py): qkv contains
+    the rows of q, k and v, fc is gate_proj, gate is up_proj; INT4 codes are transposed, two outputs per byte, low bits
+    first.
+    """
+    out = run_stage("fp8", weights)
+    tensors = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
+    judged = load_file(out / "checkpoint" / "model.safetensors")
+    if weights == "none":
+        assert {re.sub(r"layers\.\d+\.", "layers.{layer}.", name) for name in tensors} <= set(FACTS["tensors"]["names"])
+    for layer in range(4):
+        for name, parts in FUSED.items():
+            expected = torch.cat([judged[f"model.layers.{layer}.{part}.weight"].float() for part in parts])
+            found = effective(tensors, f"transformer.layers.{layer}.{name}", weights)
+            other = (found - expected).abs() > 2.0**-11 * expected.abs() + 2.0**-25
+            # A weight halfway between two codes may get either: ModelOpt multiplies, but its exporter divides.
+            allowed = 0.0 if weights in ("none", "fp8") else 1e-3
+            assert other.float().mean() <= allowed, f"layer {layer} {name}: {int(other.sum())} weights differ"
+            assert (found - expected).norm() <= 5e-3 * expected.norm()
+    for name, source in (("vocab_embedding", "embed_tokens"), ("ln_f", "norm")):
+        assert torch.equal(tensors[f"transformer.{name}.weight"].float(), judged[f"model.{source}.weight"].float())
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
+def test_the_checkpoint_computes_what_modelopt_computes_without_activation_rounding(
+    weights: WeightsFormat, tiny_checkpoint: Path, run_stage: Callable[..., Path]
+) -> None:
+    """Tolerance: 1 % of the logits' standard deviation, for the float16 rounding of the stored weights (2^-11 each)."""
+    model, _ = quantized_model(tiny_checkpoint, FP16_POLICY, weights)
+    for name, quantizer in adapter.enabled_quantizers(model):
+        if name.endswith("input_quantizer"):
+            quantizer.disable()
+    checkpoint = run_stage("fp16", weights) / "checkpoint"
+    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    source = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).eval()
+    ids = token_ids(tiny_checkpoint)[1]
+    with torch.no_grad():
+        fake, folded, original = (m(input_ids=ids, use_cache=False).logits for m in (model, plain, source))
+    assert (fake - folded).abs().max() < 0.01 * fake.std()
+    # The bound is meaningful: the quantization itself moves the logits further.
+    assert (original - folded).abs().max() > 0.02 * fake.std()
+    assert transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").dtype is torch.float16
+
+
+def test_shards_and_their_index_survive_dequantization(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype="auto")
+    model.save_pretrained(sharded, max_shard_size="1MB")
+    for file in tiny_checkpoint.glob("*token*.json"):
+        (sharded / file.name).write_bytes(file.read_bytes())
+    (tmp_path / STORE_FILE).write_text("{}")
+    stage(sharded, tmp_path, "fp16", "fp8")
+    out = tmp_path / "checkpoint"
+    assert not (out / INDEX).samefile(sharded / INDEX), "written to in place, the owner's would change"
+    index = json.loads((out / INDEX).read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in out.glob("*.safetensors")}
+    assert len(set(index["weight_map"].values())) > 1
+    _, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not loading["missing_keys"]
+
+
+def test_every_family_gets_its_quantizers_and_exports(family: Path, tmp_path: Path) -> None:
+    """The unified export holds every scale and an unquantized embedding."""
+    stage(family, tmp_path, "fp8", "fp8")
+    report = json.loads((tmp_path / "quantizers.json").read_text())
+    linear = {
+        f"model.layers.{layer}.{name}.{kind}_quantizer"
+        for layer in range(2)
+        for name in LINEARS
+        for kind in ("weight", "input")
+    }
+    assert set(report["quantizers"]) == linear
+    exports = json.loads((tmp_path / "exports" / "exports.json").read_text())
+    assert exports["unified_hf"]["written"]
+    assert exports["tensorrt_llm"]["written"] == ("mistral" in family.name)
+    with safe_open(tmp_path / "exports" / "unified_hf" / "model.safetensors", framework="pt") as exported:
+        assert exported.get_tensor("model.embed_tokens.weight").dtype is torch.bfloat16
+    assert other_codes(tmp_path) == 0
+
+
+def test_empty_calibration_and_an_ill_fitting_group_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"calibration\.samples=1: every text is empty"):
+        stage(tiny_checkpoint, tmp_path, "fp8", calibration_texts=[""])
+    wide = KVPolicy(name="wide", key=FP8, value=fmt("int4", "per_group", group_size=128))
+    with pytest.raises(UserError, match=r"kv\.value\.group_size=128 does not divide the model's head_dim 64"):
+        scale_cache(tiny_checkpoint, tmp_path, policy=wide, extremes={})
+    assert not any(tmp_path.iterdir())

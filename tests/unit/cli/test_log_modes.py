@@ -1,0 +1,175 @@
+"""`log=human|json|quiet`: the contents of stdout and stderr. With json, every line is an object."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_input.case import Case, Commands, Outcome
+
+from stages.core.redaction import RedactedStream
+
+ROOT = Path(__file__).resolve().parents[3]
+
+NOISE = """
+import logging, os, subprocess, sys, warnings
+from pipeline.cli import console
+from pipeline.cli.grids import Column, Grid, Row
+console.configure("json")
+console.begin(console.RunningJob("evaluate", "fp8", 2, 5), "tiny")
+print("printed by a library")
+os.write(2, b"written by native code\\n")
+warnings.warn("deprecated")
+logging.getLogger("other").warning("logged by a library")
+logging.getLogger("kvgate.waits").warning("waiting for a lock")
+subprocess.run(["sh", "-c", "echo said by a child >&2; echo hf_abcdefghijklmnopqrstuvwxyz"])
+subprocess.run([sys.executable, "-c", "print('{\\"time\\": \\"t\\", \\"result\\": \\"verdict\\", \\"job\\": 3}')"])
+console.say("[bold]a sentence[/] for people in colour")
+console.show("comparison", Grid("t", "policy", [Column("kl", "KL", ".1e")], [Row("fp8", [float("nan")]), Row("int8", [0.25])]))
+with console.progress("round fp8") as progress:
+    progress("look at this", 0, 0)
+console.step("round fp8", "/somewhere", 1.5)
+console.warning("beware")
+console.error("it failed", exit_code=2)
+os.environ["KVGATE_DEBUG"] = "1"
+console.ended_by(KeyError("planted"))
+"""
+
+
+@pytest.fixture(scope="module")
+def noise() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    done = subprocess.run(
+        [sys.executable, "-c", NOISE], check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()], [json.loads(line) for line in done.stderr.splitlines()]
+
+
+def test_results_are_objects_on_stdout(noise: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    results, _ = noise
+    by_kind = {line["result"]: line for line in results}
+    assert by_kind.keys() == {"text", "comparison", "verdict"}
+    assert by_kind["text"]["message"] == "a sentence for people in colour"
+    assert by_kind["comparison"]["rows"] == [{"policy": "fp8", "kl": None}, {"policy": "int8", "kl": 0.25}]
+    assert by_kind["comparison"] | {"stage": "evaluate", "policy": "fp8", "job": 2, "jobs": 5} == by_kind["comparison"]
+    assert by_kind["verdict"]["job"] == 3, "a job in a process of its own says which one it is"
+
+
+def test_everything_else_is_an_object_on_stderr(noise: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    _, events = noise
+    said = {line["message"]: line for line in events}
+    assert {line["level"] for line in events} == {"info", "warning", "error"}
+    for message in ("printed by a library", "written by native code", "logged by a library", "said by a child", "***"):
+        assert said[message]["source"] == "library"
+    assert any("deprecated" in message for message in said)
+    assert said["waiting for a lock"]["level"] == "warning"
+    assert said["round fp8: look at this"]["step"] == "round fp8"
+    begun = said["job 2 of 5: evaluate fp8 of tiny"]
+    assert begun | {"stage": "evaluate", "policy": "fp8", "job": 2, "jobs": 5} == begun
+    (made,) = (line for line in events if "artifact" in line)
+    assert made | {"step": "round fp8", "artifact": "/somewhere", "seconds": 1.5, "reused": False, "job": 2} == made
+    assert said["it failed"] | {"level": "error", "exit_code": 2, "job": 2} == said["it failed"]
+    assert said["where it came from"]["traceback"] == "KeyError: 'planted'"
+    assert all(line["time"].endswith("Z") for line in events)
+
+
+def outcome(commands: Commands, folder: Path, *arguments: str, begins: bool = False) -> Outcome:
+    """Run a command. One that begins its work imports torch, which the test process has already."""
+    return commands.run(Case("", arguments, (), begins=begins, loads_model=begins), folder)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("kv=fp9", "log=json"),
+        ("-m", "kv=fp8,fp9", "log=json"),
+        ("log=json", "kv.sink_tokens=-1", "seed=-1"),
+    ],
+)
+def test_errors_before_any_work_follow_what_the_command_line_says(
+    arguments: tuple[str, ...], commands: Commands, tmp_path: Path
+) -> None:
+    done = outcome(commands, tmp_path, *arguments)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert lines
+    assert {(line["level"], line["exit_code"]) for line in lines if "step" not in line} == {("error", 2)}
+    assert (done.code, done.stdout) == (2, "")
+
+
+def test_a_whole_command_under_json_is_objects_alone(commands: Commands, tmp_path: Path) -> None:
+    done = outcome(commands, tmp_path, "stage=capacity", "log=json", begins=True)
+    assert done.code == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"capacity", "text"} <= {line["result"] for line in results}
+    assert all(isinstance(json.loads(line), dict) for line in done.stderr.splitlines())
+
+
+def test_quiet_shows_results_and_errors_alone(commands: Commands, tmp_path: Path) -> None:
+    shown, quiet = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", begins=True) for mode in ("human", "quiet"))
+    assert quiet.stderr == ""
+    assert "What the memory holds" in quiet.stdout
+    assert "capacity fp8 of pkg://stages.tiny/checkpoint" in shown.stderr.splitlines()
+    assert shown.stdout == quiet.stdout
+    assert "work/capacity.json" in shown.stdout.splitlines(), "paths are relative to the current directory"
+    assert str(tmp_path) not in shown.stdout
+    assert (
+        outcome(commands, tmp_path, "kv=fp9", "log=quiet").stderr
+        == "pipeline: error: kv=fp9: no such option, did you mean fp8?\n"
+    )
+
+
+SHOWN = [
+    (("--cfg", "job", "-m", "kv=fp8,int8"), 0, "# job 2 of 2: kv=int8\n"),
+    (("--version",), 0, "kvgate "),
+    (("kv=fp8", "--version"), 0, "kvgate "),
+    (("-sc", "install=bash"), 0, "complete -o nospace"),
+    (("-sc", "uninstall=bash"), 0, "unset hydra_bash_completion"),
+    (("--cfg", "all"), 2, "--cfg=all: shows Hydra's configuration; give --cfg job"),
+    (("--cfg", "job", "--resolve"), 2, "--resolve: is an option of Hydra's"),
+    (("--cfg", "job", "--package", "kv.name"), 2, "--package=kv.name: is an option of Hydra's"),
+    (("--hydra-help", "kv=nosuch"), 2, "--hydra-help: is an option of Hydra's"),
+    (("--info", "searchpath", "kv=nosuch"), 2, "--info=searchpath: is an option of Hydra's"),
+    (("-sc",), 2, "give install=bash"),
+    (("-sc", "install=tcsh"), 2, "give install=bash"),
+    (("log=yaml",), 2, "log=yaml: no such option"),
+    (("-m", "log=json,quiet"), 2, "a command speaks in one way; give one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"), SHOWN, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_an_option_shows_what_it_is_for_or_is_refused_in_a_line(
+    arguments: tuple[str, ...], code: int, said: str, commands: Commands, tmp_path: Path
+) -> None:
+    done = outcome(commands, tmp_path, *arguments)
+    assert done.code == code, done.stderr
+    assert said in (done.stderr if code else done.stdout)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (1 if code else 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--help", "stage=capacity log=json"])
+def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # like `head` after it has ended
+    with os.fdopen(writes, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", *option.split()], check=False, stdout=closed, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert done.returncode == 0
+    assert not [line for line in done.stderr.splitlines() if '"level": "info"' not in line]
+    assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "the work finishes"
+
+
+def test_nothing_is_raised_where_nobody_reads_another_stream_than_stdout() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w", buffering=1) as closed:
+        stream = RedactedStream(closed)
+        for _ in range(3):
+            print("a line", file=stream, flush=True)

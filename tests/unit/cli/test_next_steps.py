@@ -1,0 +1,288 @@
+"""Every ending names the next command. The printed command must compose, and its inputs must exist."""
+
+import json
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from judged_candidates import judged_candidate
+from judged_engine import config_of
+
+from pipeline.chain.inputs import check_inputs
+from pipeline.cli import commands, next_steps
+from pipeline.cli.next_steps import NextStep
+from pipeline.config.compose import plan
+from pipeline.config.config import Config
+from stages.verdict.candidate import Candidate
+from stages.verdict.gates.recovery import RECOVERY
+from stages.verdict.thresholds import Check, Status
+
+TINY = str(Path(__file__).parents[3] / "stages" / "tiny" / "checkpoint")
+TYPED = [
+    f"model.path={TINY}",
+    "workdir='a dir/it\\'s'",
+    "gates.margin=0.1",
+    "tracking.experiment='other one'",
+    "backend.threads=1",
+]
+"""Overrides as the shell passes them."""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create the inputs that the commands refer to in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "an engine").mkdir()
+    questions = [{"prompt": f"{n}:", "reference": "4711", "workload": name} for n in range(2) for name in ("custom", "other")]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+
+
+def composed(step: NextStep | None) -> Config:
+    """Parse and compose a printed kvgate command; return its first job. Asserts that all jobs find their inputs."""
+    assert step is not None
+    assert step.command is not None, step.why
+    words = shlex.split(step.command)
+    assert Path(words[0]).name.startswith("python")
+    assert words[1:3] == ["-m", "pipeline"]
+    arguments = words[3:]
+    if "--config-dir" in arguments:
+        place = arguments.index("--config-dir")
+        arguments[place : place + 2] = [f"hydra.searchpath=[file://{arguments[place + 1]}]"]
+    planned = plan([one for one in arguments if one != "-m"], "-m" in arguments)
+    sweeps = {one for one in arguments if one.startswith("experiment=")} - {next_steps.QUICK}
+    assert planned.sweeping == ("-m" in arguments or bool(sweeps))
+    for job in planned.jobs:
+        check_inputs(job)
+    return planned.jobs[0]
+
+
+def candidate(
+    folder: Path, name: str, verdict: Status, needed: dict[str, int] | None = None, gate: str = "accuracy"
+) -> Candidate:
+    judged = judged_candidate(folder, name.partition(" ")[0], verdict, metrics={})
+    where, bound = next(iter(needed or ["copy"])), None if gate == "noise_floor" else 0.0
+    check = Check(gate=gate, where=where, value=0.0, bound=bound, threshold=0.0, status=verdict, reason="mean KL")
+    return judged.model_copy(update={"name": name, "samples_needed": needed or {}, "checks": (check,)})
+
+
+@pytest.mark.parametrize(
+    ("base", "verdicts", "unfinished", "stage", "kv"),
+    [
+        (["kv=fp8,int4"], {"fp8": "PASS", "int4": "FAIL"}, False, "promote", None),
+        (["kv=fp8,int4"], {"fp8": "PASS"}, True, "all", "fp8"),  # nothing of an unfinished sweep is promoted
+        (["kv=fp8,int8"], {"fp8": "INCONCLUSIVE", "int8": "FAIL"}, False, "all", "fp8"),
+        (["kv=fp8", "tracking=none"], {"fp8": "PASS"}, False, "evaluate", "fp8"),  # it must be registered first
+        (["kv=int4_tensor"], {"int4_tensor": "FAIL"}, False, "all", "int4_g32"),  # the next finer policy
+        (["kv=int4_g32", "kv.sink_tokens=4"], {"int4_g32": "FAIL"}, False, "all", "fp8k_int4v"),
+        (["kv=int8"], {"int8": "FAIL"}, False, "tune", None),  # there is no finer policy
+    ],
+)
+def test_after_judging_the_next_command_has_what_was_typed(
+    base: list[str], verdicts: dict[str, Status], unfinished: bool, stage: str, kv: str | None, tmp_path: Path
+) -> None:
+    sweeping = "," in base[0]
+    judged = [candidate(tmp_path, name, verdict, {"copy": 700}) for name, verdict in verdicts.items()]
+    config = plan([*TYPED, *base], multirun=sweeping).jobs[0]
+    step = next_steps.after_judging(config, judged, [*TYPED, *base], swept=["kv"] if sweeping else [], unfinished=unfinished)
+    after = composed(step)
+    assert (after.stage, after.model.path, after.workdir) == (stage, TINY, "a dir/it's")
+    assert kv is None or (after.kv.name, after.kv.sink_tokens) == (kv, 0)
+    assert after.tracking.enabled
+    assert "tracking=none" in base or after.tracking.experiment == "other one"
+    if stage != "tune":
+        assert after.gates.margin == 0.1
+
+
+@pytest.mark.parametrize(("verdict", "kv", "quick"), [("INCONCLUSIVE", "fp8", False), ("FAIL", "int8", True)])
+def test_after_a_quick_look_comes_a_whole_verdict_or_a_quick_look_at_what_keeps_more(
+    verdict: Status, kv: str, quick: bool, tmp_path: Path
+) -> None:
+    base = [*TYPED, "experiment=quick", "kv=fp8"]
+    step = next_steps.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base, asking_s=30.0)
+    after = composed(step)
+    assert (after.kv.name, after.tracking.enabled) == (kv, not quick)
+    assert ("10 times the questions at most, about 5 min 00 s more" in step.why) is not quick
+
+
+def test_after_an_experiment_the_promotion_finds_what_the_experiment_made(tmp_path: Path) -> None:
+    config = plan(["experiment=smollm2"], multirun=True).jobs[0]
+    judged = [candidate(tmp_path, "fp8", "PASS")]
+    after = composed(next_steps.after_judging(config, judged, ["experiment=smollm2"], swept=["kv"]))
+    assert (after.stage, after.work, after.model) == ("promote", config.work, config.model)
+
+
+def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> None:
+    base = [*TYPED, "workloads=builtin", "kv=int8"]
+    judged = candidate(tmp_path, "int8", "INCONCLUSIVE", {"copy": 700, "retrieval": 400}, RECOVERY)
+    step = next_steps.after_judging(config_of(*base), [judged], base)
+    assert step.why == "int8: open is recovery; ask enough questions to decide it"
+    after = composed(step)
+    assert (after.kv.name, after.gates.attempt) == ("int8", 2)
+    assert (after.workloads.samples["copy"], after.workloads.samples["retrieval"]) == (700, 400)
+    # A class that passed with all its samples passes at the next attempt's smaller level with this many.
+    assert after.workloads.samples["tool_call"] == math.ceil(160 * math.log(0.0025) / math.log(0.045))
+
+
+@pytest.mark.parametrize(
+    ("base", "needed", "gate", "says"),
+    [
+        (["workloads=gsm8k"], {"gsm8k": 5000}, "accuracy", "workloads.gsm8k=1319"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "500 of custom"),
+        (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),
+        ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
+        ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=310"),
+        (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
+        ([], {}, "noise_floor", "more questions would not decide: mean KL"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more questions would not decide: mean KL"),
+        (["workloads.lengths=[2048,4096]"], {"long_2048": 700}, RECOVERY, "workloads.length_documents=100 gates.attempt=2"),
+        (["workloads.lengths=[2048]"], {}, "max_mean_kl", "workloads.length_documents=58 gates.attempt=2"),
+        ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
+    ],
+)
+def test_what_to_change_depends_on_what_is_open(
+    tmp_path: Path, base: list[str], needed: dict[str, int], gate: str, says: str
+) -> None:
+    judged = candidate(tmp_path, "fp8", "INCONCLUSIVE", needed, gate)
+    step = next_steps.after_judging(config_of(*base), [judged], base)
+    assert says in f"{step.why} {step.command}"
+    if step.command is not None:
+        composed(step)
+
+
+@pytest.mark.parametrize(
+    ("base", "weak", "able", "says"),
+    [
+        ([], ["copy"], ["tool_call"], "workloads.samples.copy=0"),
+        ([], ["copy", "retrieval"], [], "workloads=chat calibration=chat"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], ["custom"], ["other"], "ask questions that this model answers"),
+        (["workloads.lengths=[2048,4096]"], ["long_4096"], ["long_2048"], "judge it at the lengths where the model itself"),
+        (["workloads=chat"], ["lookup"], [], "ask questions that this model answers"),
+    ],
+)
+def test_what_a_baseline_cannot_answer_is_left_out_or_asked_otherwise(
+    base: list[str], weak: list[str], able: list[str], says: str
+) -> None:
+    step = next_steps.after_weak(config_of(*base), weak, able, base)
+    assert says in f"{step.why} {step.command}"
+    if step.command is not None:
+        after = composed(step).workloads
+        assert not any(after.samples.get(name) for name in weak)  # type: ignore[call-overload]
+        assert not {f"long_{length}" for length in after.lengths} & {*weak}
+
+
+@pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
+def test_where_a_corrupted_cache_went_unseen_no_other_policy_is_advised(tmp_path: Path, verdict: Status) -> None:
+    judged = candidate(tmp_path, "fp8", verdict)
+    unseen = Check(gate="must_fail_control", where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
+    step = next_steps.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
+    assert step.command is None
+    assert "a corrupted cache gave the same results" in step.why
+
+
+def test_a_refused_promotion_says_what_else_to_judge_or_what_serves(tmp_path: Path) -> None:
+    config = config_of(*TYPED, "stage=promote")
+    judged = [candidate(tmp_path, "int4", "FAIL"), candidate(tmp_path, "fp8", "FAIL")]
+    finer = composed(next_steps.after_no_promotion(config, judged))
+    assert (finer.stage, finer.kv.name, finer.gates.margin) == ("evaluate", "int8", 0.1)
+    assert composed(next_steps.after_no_promotion(config, [candidate(tmp_path, "fp8", "PASS")])).stage == "status"
+
+
+def test_a_recommended_candidate_is_promoted_by_its_name(tmp_path: Path) -> None:
+    registered = candidate(tmp_path, "fp8 kv.sink_tokens=4", "PASS").model_copy(update={"run_id": "run", "version": "1"})
+    after = composed(next_steps.after_recommendation(config_of(*TYPED), [registered], registered.name))
+    assert (after.stage, after.promote.name) == ("promote", "fp8 kv.sink_tokens=4")
+
+
+@pytest.mark.parametrize(("on_path", "plain"), [("same", True), ("other", False), ("none", False)])
+def test_a_command_begins_with_the_python_that_has_kvgate(
+    on_path: str, plain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own env" / "bin"
+    for folder in (own, tmp_path / "other"):
+        folder.mkdir(parents=True)
+        (folder / "python").write_text("")
+        (folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str({"same": own, "other": tmp_path / "other", "none": tmp_path / "nowhere"}[on_path]))
+    begins = "python" if plain else shlex.quote(str(own / "python"))
+    assert next_steps.after_making("quantize", ["kv=fp8"]).command == f"{begins} -m pipeline kv=fp8 stage=build"
+
+
+BASE = [*TYPED, "kv=fp8"]
+ENDINGS: list[tuple[str, Callable[[Config], NextStep | None]]] = [
+    ("build", lambda _: next_steps.after_making("quantize", ["kv=fp8,int8"], sweep=True)),
+    ("evaluate", lambda _: next_steps.after_making("build", BASE)),
+    ("recommend", lambda _: next_steps.after_making("capacity", BASE)),
+    ("status", next_steps.see_status),
+    ("verify", lambda config: next_steps.after_promotion(config, Path("an engine"))),
+    ("prune", lambda config: next_steps.after_prune(config, would_free=True)),
+    ("all", lambda config: next_steps.after_status(config, judged=False, promotable=True, champion=None, prunable=True)),
+    ("promote", lambda config: next_steps.after_status(config, judged=True, promotable=True, champion=None, prunable=True)),
+    ("recommend", lambda config: next_steps.after_recommendation(config, [], None)),
+    ("status", lambda config: next_steps.after_recommendation(config, [], "fp8")),
+    ("status", lambda config: next_steps.after_prune(config, would_free=False)),
+    (
+        "verify",
+        lambda config: next_steps.after_status(
+            config, judged=True, promotable=False, champion=Path("an engine"), prunable=False
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("stage", "ending"), ENDINGS)
+def test_every_other_ending_names_a_command_that_composes(stage: str, ending: Callable[[Config], NextStep | None]) -> None:
+    config = config_of(*BASE, "stage=prune", "prune.keep_sweeps=7")
+    after = composed(ending(config))
+    assert after.stage == stage
+    assert after.prune.keep_sweeps == (7 if stage == "prune" else 3)
+
+
+def test_a_policy_that_was_found_is_judged_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "found.yaml").write_text((Path(__file__).parents[3] / "conf/kv/fp8.yaml").read_text())
+    assert composed(next_steps.after_tuning(config_of(*BASE), "found", tmp_path)).stage == "evaluate"
+
+
+def test_a_policy_that_was_found_is_judged_with_what_the_users_own_folder_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_given", [])
+    conf, own, tuned = Path(__file__).parents[3] / "conf", tmp_path / "mine, too", tmp_path / "tuned"
+    for source, file in (("capacity/default", own / "capacity" / "mine.yaml"), ("kv/fp8", tuned / "kv" / "found.yaml")):
+        file.parent.mkdir(parents=True)
+        file.write_text((conf / f"{source}.yaml").read_text())
+    again = tmp_path / "tuned again"
+    shutil.copytree(tuned, again)
+    (again / "kv" / "found.yaml").rename(again / "kv" / "better.yaml")
+    commands.remember(["--config-dir", str(own), "capacity=mine", "stage=tune", "tune.texts=4"])
+    step = next_steps.after_tuning(config_of(), "found", tuned)
+    assert composed(step).stage == "evaluate"
+    commands.remember([*shlex.split(str(step.command))[3:], "stage=tune"])
+    assert composed(next_steps.after_tuning(config_of(), "better", again)).stage == "evaluate"
+
+
+def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_sweep_too(tmp_path: Path) -> None:
+    base = [*TYPED, "kv=int8_tensor,int4", "weights=none,fp8"]
+    judged = [
+        candidate(tmp_path, f"{kv} weights={weights}", "FAIL") for kv in ("int8_tensor", "int4") for weights in ("none", "fp8")
+    ]
+    step = next_steps.after_judging(plan(base, multirun=True).jobs[0], judged, base, swept=["kv", "weights"])
+    assert composed(step).kv.name == "int8"
+
+
+def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
+    """A launcher is refused without a sweep."""
+    base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
+    assert "hydra" not in commands.judging(base, "kv=int8")
+    assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in commands.judging(base, sweep=True)
+
+
+def test_no_ending_is_left_out_here() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    endings = {name for name in vars(next_steps) if name.startswith("after_")}
+    assert {name for name in endings if f"next_steps.{name}" not in here} == set()

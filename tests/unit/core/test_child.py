@@ -1,0 +1,97 @@
+"""A function in a child process: its progress, exceptions and end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.core.child import in_child
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.records import Progress
+
+
+def work(out: Path, *, text: str, progress: Progress) -> None:
+    progress("writing", 1, 2)
+    out.write_text(f"{text} {os.getpid()}")
+
+
+def refuse(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
+    raise UserError("model.path=x: not finite; check the checkpoint")
+
+
+def die(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_function_works_in_another_process_and_shows_its_progress_here(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    in_child(work, tmp_path / "out", text="done", progress=lambda *one: told.append(one))
+    text, process = (tmp_path / "out").read_text().split()
+    assert (text, told) == ("done", [("writing", 1, 2)])
+    assert int(process) != os.getpid()
+
+
+def test_what_it_refuses_is_raised_here(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.path=x: not finite; check the checkpoint$"):
+        in_child(refuse, tmp_path, progress=lambda *_: None)
+
+
+class Odd(Exception):
+    def __init__(self, field: str, cause: str) -> None:
+        super().__init__(f"{field}: {cause}")
+
+
+def fail(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
+    raise Odd("layers", "too few")
+
+
+def test_a_defect_comes_with_where_it_is_even_where_it_cannot_be_pickled(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Odd: layers: too few") as caught:
+        in_child(fail, tmp_path, progress=lambda *_: None)
+    assert "in fail" in "".join(caught.value.__notes__)
+
+
+def test_a_process_that_is_killed_is_something_that_the_machine_lacks(tmp_path: Path) -> None:
+    with pytest.raises(MissingRequirement, match=r"die: its process was killed \(SIGKILL\): out of memory"):
+        in_child(die, tmp_path, progress=lambda *_: None)
+
+
+def wait(out: Path, *, progress: Progress) -> None:
+    try:
+        progress("waiting", 0, 1)
+        time.sleep(60)
+    finally:
+        out.write_text("tidied up")
+
+
+def test_an_interrupted_caller_ends_it_and_it_tidies_up(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_child(wait, tmp_path / "out", progress=interrupt)
+    assert (tmp_path / "out").read_text() == "tidied up"
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from stages.core.child import in_child
+print("once")
+from test_child import work
+in_child(work, Path(sys.argv[1]), text="script", progress=lambda *_: None)
+"""
+
+
+def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3])])
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "out")]
+    environment = os.environ | {"PYTHONPATH": paths}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "once\n"
+    assert (tmp_path / "out").read_text().startswith("script")

@@ -1,0 +1,179 @@
+"""Claims of README and docs that go stale by themselves: the reference, tables, links, paths and commands."""
+
+import ast
+import re
+import runpy
+import shlex
+import subprocess
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from pipeline.config.compose import plan
+from pipeline.config.config import Stage
+from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
+from stages.policies.formats import WeightsFormat
+from stages.verdict.gates import Gates
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "plugins")),
+]
+TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
+NAMING = {"pipeline", "stages", "plugins", "benchmarks", "examples", "conf", "tests"}
+"""Folders whose code, configurations and messages refer to pages."""
+OF_OTHERS = {"docs/model_signing_format.md", "docs/source/architecture/checkpoint.md"}
+"""Pages of other projects."""
+
+
+def first_cells(document: str, header: str) -> set[str]:
+    """Return the code names in the first column of the table whose header begins with `header`."""
+    table = TEXT[document].partition(f"| {header} |")[2].partition("\n\n")[0]
+    return {name for row in re.findall(r"^\|([^|]*)\|", table, re.MULTILINE) for name in re.findall(r"`([\w.]+)=?`", row)}
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub generates them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "reference.py"))["page"]()
+    assert TEXT["docs/reference.md"] == written, "run: python docs/reference.py"
+
+
+def test_every_key_has_words_in_the_reference() -> None:
+    assert re.findall(r"^\| (`[\w.=]+`) .*\|  \|$", TEXT["docs/reference.md"], re.MULTILINE) == []
+
+
+def test_the_picture_shows_the_figures_beside_it() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "picture.py"))
+    labels = set(re.findall(r">([\w ]+)</text>", (ROOT / "docs" / "picture.svg").read_text(encoding="utf-8")))
+    figures = drawn["json"].loads((ROOT / "docs" / "picture.json").read_text(encoding="utf-8"))
+    assert {one["policy"] for one in figures["candidates"]} | {one["verdict"] for one in figures["candidates"]} <= labels
+    for one in figures["candidates"]:
+        row = re.search(rf"^ {one['policy']} +{one['verdict']} +([\d.]+)", TEXT["README.md"], re.MULTILINE)
+        assert row is None or row[1] == f"{one['quality/recovery']:.3f}", one["policy"]
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(TEXT["README.md"].splitlines()) <= 100
+
+
+def test_the_hosted_workflow_runs_commands_of_ci() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    hosted = [step["run"].removesuffix(" PYTHON=python") for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert "make test" in hosted
+    assert set(hosted) <= set((ROOT / ".ci/run").read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/reference.md"])
+def test_every_exit_code_is_documented_and_no_other(document: str) -> None:
+    rows = re.findall(r"^\| (\d+) \|", TEXT[document].partition("| exit code |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert sorted(map(int, rows)) == sorted({0, DEFECT, INTERRUPTED, *EXIT_CODES.values()})
+    assert len(set(rows)) == len(rows)
+
+
+def test_every_stage_backend_and_weights_format_is_documented_and_no_other() -> None:
+    assert first_cells("docs/start.md", "`stage=`") == set(get_args(Stage))
+    assert first_cells("docs/backends.md", "`backend=`") == {path.stem for path in (ROOT / "conf" / "backend").glob("*.yaml")}
+    assert first_cells("docs/backends.md", "`weights=`") == set(get_args(WeightsFormat))
+
+
+def test_thresholds_that_are_named_exist() -> None:
+    named = set(re.findall(r"gates\.(\w+)", "".join(text for name, text in TEXT.items() if name.startswith("docs/"))))
+    assert named - {"py", "KEY"} <= Gates.model_fields.keys()
+
+
+@pytest.mark.parametrize("document", sorted(TEXT))
+def test_every_relative_link_leads_somewhere(document: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", TEXT[document]):
+        name, _, anchor = target.partition("#")
+        path = (ROOT / document).parent / name if name else ROOT / document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def test_every_page_that_code_and_messages_name_exists_with_its_anchor() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    named: set[str] = set()
+    for name in tracked:
+        if (name.partition("/")[0] in NAMING or "/" not in name) and (ROOT / name).is_file():
+            text = (ROOT / name).read_bytes().decode("utf-8", "replace")
+            named |= set(re.findall(r"(?<![\w/])docs/[\w/-]+\.md(?:#[\w-]+)?", text))
+    for target in sorted(named - OF_OTHERS):
+        name, _, anchor = target.partition("#")
+        assert (ROOT / name).is_file(), target
+        assert not anchor or anchor in anchors(ROOT / name), target
+
+
+@pytest.mark.parametrize("document", sorted(TEXT.keys() - {"CHANGELOG.md"}))
+def test_every_path_that_is_named_exists(document: str) -> None:
+    folders = "pipeline|stages|plugins|benchmarks|examples|conf|docs|tests"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", TEXT[document]):
+        assert "NAME" in name or (ROOT / name).exists() or (ROOT / document).parent.joinpath(name).exists(), name
+
+
+def commands() -> list[tuple[str, str]]:
+    """Return all `kvgate ...` and `python -m pipeline ...` commands, without comments, with the first document of each."""
+    first: dict[str, str] = {}
+    for document, text in TEXT.items():
+        joined = text.replace("\\\n", " ")
+        lines = re.findall(r"(?:^|`|^[A-Z_]+=\S+ )(?:kvgate|python -m pipeline) +([^`\n]*)", joined, re.MULTILINE)
+        for line in lines if document not in ("CHANGELOG.md", "docs/reference.md") else ():
+            arguments = re.split(r" +#| {3,}", line)[0].strip()
+            if re.match(r"(-m |--config-dir )?[\w./+-]+( |=)", arguments) and re.search(r"(^| )[\w./+]+=", arguments):
+                first.setdefault(arguments, document)
+    return [(document, command) for command, document in first.items()]
+
+
+@pytest.mark.parametrize(("document", "command"), commands(), ids=lambda value: value)
+def test_every_command_composes(document: str, command: str) -> None:
+    arguments = shlex.split(command.replace("NAME", "int8").replace("[...]", ""))
+    multirun = "-m" in arguments
+    arguments = [argument for argument in arguments if argument != "-m"]
+    if "--config-dir" in arguments:
+        place = arguments.index("--config-dir")
+        directory = ROOT / arguments[place + 1]
+        arguments[place : place + 2] = [f"hydra.searchpath=[file://{directory}]"]
+    assert plan(arguments, multirun).jobs, document
+
+
+def test_every_command_that_makes_a_figure_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for document, text in TEXT.items():
+        for module in re.findall(r"`python -m ((?:benchmarks|stages)\.\w+)", text):
+            assert find_spec(module) is not None, f"{document}: {module}"
+        assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets, document
+
+
+def test_the_python_of_the_documents_imports_what_exists() -> None:
+    programs = [program for text in TEXT.values() for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    for node in (node for program in programs for node in ast.walk(ast.parse(program))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("pipeline", "stages"):
+            imported = import_module(str(node.module))
+            assert {alias.name for alias in node.names} <= set(dir(imported)), node.module
+
+
+def test_torch_is_the_same_everywhere() -> None:
+    """Check the torch version that is installed before kvgate, so that pip does not download several GB of CUDA."""
+    (pinned,) = set(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    places = [*TEXT.values(), (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")]
+    assert {version for text in places for version in re.findall(r"torch==([\d.]+)", text)} == {pinned}
+
+
+def test_every_path_of_the_makefile_exists() -> None:
+    rule = "paths:; @echo $(EVERY) $(BINDINGS_RELEASES:%=requirements/tensorrt-%.lock)"
+    shown = subprocess.run(["make", "-s", "--eval", rule, "paths"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    written = re.findall(r"(?<![\w/.$)])(?:tests|requirements)/[\w./-]+[\w%,*-]", text)
+    paths = shown.split() + [path for path in written if path[-1] not in "%*,-_"]
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []

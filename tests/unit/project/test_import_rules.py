@@ -1,0 +1,223 @@
+"""Import rules: packages are ordered, there are no cycles, and each heavy library is imported in one place."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAVY = {
+    "torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "onnxscript", "scipy", "pandas", "triton", "gguf",
+    "tensorrt_rtx",
+}  # fmt: skip
+
+ROOMS = (
+    "plugins",
+    "stages.core",
+    "stages.policies",
+    "stages.workloads",
+    "stages.checkpoints",
+    "stages.checkpoints.gguf",
+    "stages.checkpoints.shapes",
+    "stages.checkpoints.opening",
+    "stages.verdict.statistics",
+    "stages.verdict",
+    "stages.verdict.gates",
+    "stages.verdict.candidate",
+    "stages.engines",
+    "stages.engines.paged",
+    "stages.engines.reference",
+    "stages.engines.cuda",
+    "stages.engines.onnx",
+    "stages.engines.tensorrt",
+    "stages.engines.interpreter",
+    "stages.engines.trtllm",
+    "stages.engines.vllm",
+    "stages.engines.sglang",
+    "stages.engines.llamacpp",
+    "stages.quantize",
+    "stages.evaluate.distances",
+    "stages.evaluate.inputs",
+    "stages.evaluate.decoding",
+    "stages.evaluate.conformance",
+    "stages.evaluate",
+    "stages.planning",
+    "stages.tiny",
+    "stages.report",
+    "pipeline.store",
+    "pipeline.registry",
+    "pipeline.registry.routing",
+    "pipeline.config",
+    "pipeline.loading",
+    "pipeline.evidence",
+    "pipeline.cli",
+    "pipeline.chain",
+    "pipeline.api",
+    "pipeline.lm_eval",
+    "pipeline.__main__",
+    "benchmarks",
+    "examples",
+)
+"""Packages in order: a module may import from its own package and earlier packages, but not from later ones."""
+
+MODULES_IN_A_ROOM = 12
+
+
+def sources(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found, f"no sources in {package}"
+    return found
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for package in ("pipeline", "stages", "plugins", "benchmarks") for path in sources(package)}
+
+
+@cache
+def imported_names(path: Path) -> tuple[str, ...]:
+    """Return the dotted names that a source file imports at any depth, including inside functions and for type checkers."""
+    return tuple(_names(path, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+
+
+def imported_at_the_top(path: Path) -> set[str]:
+    """Return the names imported when the file itself is imported."""
+    return set(_names(path, ast.parse(path.read_text(encoding="utf-8")).body))
+
+
+def _names(path: Path, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else str(node.module)
+
+
+def imported_modules(module: str) -> set[str]:
+    """Return the modules of this repository that a module imports."""
+    return {name for name in imported_names(MODULES[module]) if name in MODULES}
+
+
+def room(module: str) -> str:
+    """Return the innermost package of ROOMS that contains a module."""
+    rooms = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
+    assert rooms or module in ("pipeline", "stages"), f"{module} is in no room: add it to ROOMS"
+    # for the packages `pipeline` and `stages` themselves: above the plugins
+    return max(rooms, key=len) if rooms else ROOMS[1]
+
+
+def importers(library: str) -> list[str]:
+    """Return the files of this repository that import a library."""
+    paths = (path for name, path in MODULES.items() if not name.startswith("benchmarks"))
+    return [
+        str(path.relative_to(ROOT)) for path in paths if any(name.split(".")[0] == library for name in imported_names(path))
+    ]
+
+
+def test_no_import_runs_back_up() -> None:
+    for module in MODULES:
+        floor = ROOMS.index(room(module))
+        above = {name for name in imported_modules(module) if ROOMS.index(room(name)) > floor}
+        assert not above, f"{module} ({room(module)}) imports {sorted(above)}"
+
+
+def test_there_are_no_circles() -> None:
+    TopologicalSorter({module: imported_modules(module) for module in MODULES}).prepare()
+
+
+def test_a_room_of_the_pipeline_is_small() -> None:
+    for name in (room for room in ROOMS if room.startswith("pipeline.")):
+        folder = ROOT / name.replace(".", "/")
+        modules = [module for module, path in MODULES.items() if module != name and path.parent == folder]
+        assert not folder.is_dir() or 0 < len(modules) <= MODULES_IN_A_ROOM, name
+
+
+HEAVY_MODULES = {"pipeline.registry.mlflow_client", "pipeline.registry.mlflow_store"}
+"""Modules of the pipeline that load a heavy library when they are imported."""
+
+
+@cache
+def loaded_libraries(module: str) -> frozenset[str]:
+    """Return the top-level names of the libraries that importing a module loads."""
+    names = imported_at_the_top(MODULES[module])
+    return frozenset(
+        library
+        for name in names
+        for library in (loaded_libraries(name) if name in MODULES else {name.split(".", maxsplit=1)[0]})
+    )
+
+
+def test_the_pipeline_loads_nothing_heavy_when_it_is_imported() -> None:
+    """A configuration error must not wait for torch: heavy modules of stages are imported inside functions."""
+    heavy = {name: HEAVY & loaded_libraries(name) for name in MODULES if name.startswith("pipeline")}
+    assert {name for name, libraries in heavy.items() if libraries} == HEAVY_MODULES, heavy
+
+
+def test_modules_are_looked_up_by_name_for_backends_alone() -> None:
+    """Two kinds of modules are looked up: backends, by the name of their folder, and the modules that build their bundles."""
+    dynamic = {name for name in MODULES if "import_module(" in MODULES[name].read_text("utf-8") and ".worker." not in name}
+    assert dynamic == {
+        "stages.engines.backend",
+        "stages.engines.config",
+        "stages.engines.interpreter.backend",
+        "pipeline.loading",
+    }
+
+
+def arithmetic(module: str) -> str | None:
+    """Return the suffix of a module with the arithmetic of a number format: torch or onnx; None for other modules."""
+    name = module.rsplit(".", maxsplit=1)[-1]
+    return {"arithmetic_torch": "torch", "arithmetic_onnx": "onnx", "onnx_body": "onnx"}.get(name)
+
+
+def test_the_two_arithmetics_of_a_format_do_not_know_each_other() -> None:
+    for name in MODULES:
+        used = {arithmetic(module) for module in imported_modules(name)} - {None}
+        assert arithmetic(name) is None or used <= {arithmetic(name)}, name
+        assert not used or not name.startswith(("pipeline", "plugins")), name
+
+
+@pytest.mark.parametrize(
+    "library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "model_signing"]
+)
+def test_a_heavy_library_has_exactly_one_door(library: str) -> None:
+    assert len({Path(name).parent for name in importers(library)}) == 1, importers(library)
+
+
+def test_tensorrt_has_one_door_in_the_stages_and_one_in_the_plugins() -> None:
+    assert set(importers("tensorrt")) == {"plugins/kv_attention/tensorrt_plugin.py", "stages/engines/tensorrt/library.py"}
+
+
+LIGHT = """
+import sys
+import pipeline.__main__, pipeline.api, stages.checkpoints.gguf.model, pipeline.cli.status, plugins.kv_attention.layout
+import stages.evaluate.inputs.tokens, stages.quantize.validate
+from stages.core.digest import code_digest
+from pipeline.config.compose import plan
+from stages.engines.config import backend_configs
+from pipeline.loading import open_backend
+
+code_digest("stages.quantize.run")
+for name in backend_configs():
+    open_backend(plan([f"backend={name}"], False).jobs[0].backend)
+print(*sys.modules)
+import stages.evaluate.joining  # with scipy, for its bounds
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+"""Imports the command line, the API, readers of headers, layouts, results and sources, and the modules of every backend."""
+
+
+def test_what_only_describes_loads_nothing_heavy() -> None:
+    loaded = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert HEAVY.isdisjoint(name.split(".")[0] for name in loaded)
+    assert "stages.quantize.run" not in loaded, "its source is read"

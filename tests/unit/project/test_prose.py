@@ -1,0 +1,69 @@
+"""Phrases that slow a reader, per 1,000 words of docstrings, comments, messages and Markdown, stay below a limit."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+ROOMS = ("pipeline", "stages", "plugins", "tests", "docs", "README.md")
+LIMIT = 4.0
+"""Maximum phrases per 1,000 words."""
+PHRASES = re.compile(
+    "|".join(
+        (
+            r"^(?:Of|As|The same|Those|What|Which|Whose|By how|That)\b",  # no noun at the start
+            r"\b(?:of|for|in|by|from|to|with|on|at|than|as|is|are|and|but|or|after|before) what\b",
+            r"\b(?:those|that|one|ones) (?:of|in|on|at|before|after|without|whose|which|that)\b",
+            r"\b(?:of|in|before|after|from|by|with) (?:it|them|these|those|each|both|which|whom)\b(?=[ ,.;:)])",
+            r"\bwhere (?:there|it|they|that|no|none|one|some|an?|the|both|such|its|nothing|not|this|all|each|only)\b",
+            r"\b(?:there (?:is|are) none|none of them|is none|has none)\b",
+            r"\b(?:so|that|as|too) (?:many|much|few|long|far)\b",
+            r"\b(?:besides|beside|in place of)\b",
+            r"\b(?:says? of|is told|are told|is said|are said|says? nothing|is asked|are asked)\b",
+            r"\b(?:need of|has not|have not|be had|let go|goes on|go on|whoever|whatever|nobody|as it is|as they are)\b",
+        )
+    )
+)
+
+
+def python_texts(source: str) -> Iterator[str]:
+    """Yield comments, and strings of five words or more: docstrings and messages."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and len(re.findall(r"\b[a-z]{2,}\b", node.value)) >= 5
+        ):
+            yield node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("# ")
+
+
+def markdown_texts(source: str) -> Iterator[str]:
+    """Yield lines outside of blocks of code, without links' targets."""
+    for part in source.split("```")[::2]:
+        yield from (re.sub(r"`[^`]*`|\]\([^)]*\)", " X ", line).strip("|#-* ") for line in part.splitlines())
+
+
+def phrases_per_thousand_words(texts: Iterator[str]) -> float:
+    words = found = 0
+    for text in texts:
+        for sentence in re.split(r"(?<=[.!?])\s+", re.sub(r"``?[^`]*``?", "X", " ".join(text.split()))):
+            words += len(sentence.split())
+            found += len(PHRASES.findall(sentence))
+    return 1000 * found / max(words, 1)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_prose_stays_below_its_limit_of_slow_phrases(room: str) -> None:
+    root = ROOT / room
+    files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.suffix in {".py", ".md"})
+    reader = {".py": python_texts, ".md": markdown_texts}
+    texts = (text for path in files for text in reader[path.suffix](path.read_text(encoding="utf-8")))
+    assert phrases_per_thousand_words(texts) <= LIMIT, "see CONTRIBUTING.md#words"
