@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
@@ -207,11 +206,7 @@ def make_identity(
     verdict: Verdict,
 ) -> Identity:
     """Build the identity of a judged engine. Raises UserError if the engine's bundle.json cannot be read."""
-    samples, signer = config.workloads.file, None
-    if config.signing.key is not None:
-        with TemporaryDirectory() as scratch:  # any signature has the public key's digest
-            (file := Path(scratch) / IDENTITY_FILE).touch()
-            signer = config.signing.sign(file)
+    samples = config.workloads.file
     unbound = Identity(
         schema_version=1,
         kvgate=__version__,
@@ -224,7 +219,7 @@ def make_identity(
         workloads_file=f"workloads/{samples.name}" if samples is not None else None,
         gates=config.gates,
         verdict=verdict,
-        signer=signer,
+        signer=config.signing.signer,
         binds={},
     )
     return unbound.model_copy(update={"binds": bindings(unbound, read_bundle(engine), report)})

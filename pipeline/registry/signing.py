@@ -3,8 +3,8 @@
 identity.json has the digest of every file of the engine and its evidence, so its signature covers all these files.
 """
 
-import json
 from contextlib import redirect_stdout
+from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,13 +33,21 @@ class SigningConfig(StrictModel):
             if path is not None:
                 _open(name, path)
 
-    def sign(self, file: Path) -> str | None:
-        """Write a file's signature to its folder. Return the sha256 of the public key; None if no key is configured."""
+    @property
+    def signer(self) -> str | None:
+        """sha256 of the public key's file, by which a signature names its key; None if no key is configured."""
         if self.key is None:
             return None
-        signature = file.with_name(SIGNATURE_FILE)
-        _open("key", self.key).sign(file, signature)
-        return str(json.loads(signature.read_text(encoding="utf-8"))["verificationMaterial"]["publicKey"]["hint"])
+        _open("key", self.key)
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+        public = load_pem_private_key(absolute(self.key).read_bytes(), None).public_key()
+        return sha256(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+    def sign(self, file: Path) -> None:
+        """Write a file's signature to its folder if a key is configured."""
+        if self.key is not None:
+            _open("key", self.key).sign(file, file.with_name(SIGNATURE_FILE))
 
     def problem(self, identity: Path) -> str | None:
         """Return why an identity has no signature by a trusted key; None if it has one."""
