@@ -2,21 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.chain.judge import Chain
 from pipeline.cli import console
 from pipeline.config.config import Config
-from pipeline.evidence.reading import Evidence
-from pipeline.evidence.verify import decoded_again, replay_candidate
+from pipeline.evidence.reading import Evidence, registered_engine
+from pipeline.evidence.verify import decoded_again, replay
 from pipeline.loading import open_backend
-from pipeline.registry.promotion import Finding, ReplayedEvidence
+from pipeline.registry.promotion import Engines, Finding
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.store.store import Store
 from stages.core.errors import MissingRequirement, UserError
-from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import Verdict
@@ -61,11 +60,16 @@ class Run:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
         return store
 
-    def replay(self, candidate: Candidate) -> ReplayedEvidence:
-        """Replay a candidate's evidence, and check its signature if keys are trusted."""
-        return replay_candidate(candidate, self.config.signing, self.decode_again)
+    def engines(self) -> Engines:
+        """Return the registered engines, with their evidence in the work directory. Raises as `registry` does."""
+        return Engines(self.registry(), partial(registered_engine, self.config.work / "artifacts", self.replay), self.decide)
 
-    def decode_again(self, evidence: Evidence) -> list[Finding]:
+    def replay(self, evidence: Evidence) -> list[Finding]:
+        """Replay evidence before an alias moves. If nothing differs, decode a few samples again."""
+        findings = replay(evidence, self.config.signing)
+        return findings + (self._decode_again(evidence) if all(one.status == "same" for one in findings) else [])
+
+    def _decode_again(self, evidence: Evidence) -> list[Finding]:
         """Decode a few samples again if this command's backend opens in seconds and is the engine's backend."""
         backend = self.config.backend
         if backend.name != evidence.identity.backend or not backend.in_process:

@@ -6,15 +6,14 @@ from pipeline.chain.job import Run, open_store
 from pipeline.chain.serving import promote_from
 from pipeline.chain.showing import show
 from pipeline.cli import commands, console, next_steps, tables
-from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.reading import judged_candidate
 from pipeline.registry import summary
 from pipeline.registry.promotion import PASS
 from stages.core.errors import GateRefusal
-from stages.policies.policy import FP16_POLICY
-from stages.verdict.candidate import Candidate, Cited, not_passed
+from stages.verdict.candidate import Cited, not_passed
 from stages.verdict.gates import decide
-from stages.verdict.report import REPORT_FILE, load_report, load_rows
-from stages.verdict.tracked import flat_metrics
+from stages.verdict.report import load_report, load_rows
 
 
 def quantize(run: Run) -> None:
@@ -48,24 +47,13 @@ def evaluate(run: Run) -> None:
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
         evaluation = chain.evaluation(config.kv)
-        engine, baseline = chain.bundle(config.kv), chain.bundle(FP16_POLICY)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
             verdict = decide(report, rows, config.gates)
-        identity = chain.identity(evaluation, report, verdict)
-        report_path = evaluation.path / REPORT_FILE
-        candidate = Candidate(
-            name=run.label,
-            policy=config.kv.name,
-            model=config.model.label,
-            backend=config.backend.name,
-            **Candidate.decided(verdict),
-            metrics=flat_metrics(report),
-            engine=Cited(path=engine.path, digest=engine.digest),
-            baseline=Cited(path=baseline.path, digest=baseline.digest),
-            report=Cited(path=report_path, digest=summary.evidence_digest(report_path)),
-            identity=Cited(path=identity.path / IDENTITY_FILE, digest=identity.files[IDENTITY_FILE]),
-        )
+        sealed = chain.identity(evaluation, report, verdict)
+        cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
+        candidate = judged_candidate(read_identity(cited.path), cited, report, chain.store.root)
+        candidate = candidate.model_copy(update={"name": run.label})
         if store is not None:
             with console.doing("registering the engine"):
                 candidate = store.conclude(run_id, candidate, rows)

@@ -1,6 +1,5 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
 
-from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
@@ -10,11 +9,11 @@ from pipeline.chain.showing import compare_in_mlflow, show, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.tables import REPORT
 from pipeline.config.explain import suggest
-from pipeline.evidence.reading import find_evidence, read_evidence, registered_engine
+from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_backend
 from pipeline.registry import summary
-from pipeline.registry.promotion import Engines, require_same
+from pipeline.registry.promotion import require_same
 from pipeline.registry.routing import stages as routes
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
@@ -58,7 +57,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
         hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
         raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
-    engines = _engines(run)
+    engines = run.engines()
     candidates = engines.judged_again(listed, model, name)
     rival = engines.incumbent(candidates) if name is None else None
     if name is not None and not candidates:
@@ -89,7 +88,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 
 def rollback(run: Run) -> None:
     """Bring the previous champion back."""
-    engines = _engines(run)
+    engines = run.engines()
     with console.doing("replaying the evidence"):
         move = engines.rollback()
     with warned(f"{move.message}; {TOLD}"):
@@ -101,19 +100,14 @@ def rollback(run: Run) -> None:
 def route(run: Run) -> None:
     routing = run.config.routing
     if routing.rollback is not None:
-        routes.roll_back(_engines(run), routing.rollback, _say)
+        routes.roll_back(run.engines(), routing.rollback, _say)
     else:
-        routes.route(_engines(run), routing, _say)
+        routes.route(run.engines(), routing, _say)
 
 
 def monitor(run: Run) -> None:
     """Move routes according to a snapshot of the fleet. Raises GateRefusal if a monitor broke."""
-    routes.monitor(_engines(run), run.config.monitor, _say)
-
-
-def _engines(run: Run) -> Engines:
-    find = partial(registered_engine, run.config.work / "artifacts")
-    return Engines(run.registry(), find, run.replay, run.decide)
+    routes.monitor(run.engines(), run.config.monitor, _say)
 
 
 def _say(line: str) -> None:

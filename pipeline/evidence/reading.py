@@ -5,11 +5,13 @@ There are two layouts. In the artifact store, evidence is in `identity/KEY/` and
 version in the second layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 from pipeline.evidence.identity import (
     BUNDLE_FILE,
@@ -19,6 +21,7 @@ from pipeline.evidence.identity import (
     Role,
     answers_input,
     measured_role,
+    read_bundle,
     read_identity,
     round_input,
 )
@@ -29,6 +32,7 @@ from stages.core.digest import file_digest, files_digest, json_digest, kind_of
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate, Cited
+from stages.verdict.coverage import Limits
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.tracked import flat_metrics
@@ -141,8 +145,10 @@ def registered_evidence(store: Path, version: Version) -> Evidence:
     return evidence
 
 
-def registered_engine(store: Path, version: Version) -> RegisteredEngine:
+def registered_engine(store: Path, replay: Callable[[Evidence], Sequence[Finding]], version: Version) -> RegisteredEngine:
     """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
+
+    `replay` checks the evidence when the engine is verified.
 
     Raises:
         GateRefusal: the evidence is missing or unreadable, or other rules decided.
@@ -150,13 +156,33 @@ def registered_engine(store: Path, version: Version) -> RegisteredEngine:
     evidence = registered_evidence(store, version)
     identity, report = evidence.identity, evidence.report
     assert report is not None, "registered_evidence checks it"
+    record = dict[str, Any]()
+    with suppress(UserError):  # the replay reports a bundle that cannot be read
+        record = read_bundle(store / identity.link("engine").place)
     try:
         policy = KVPolicy.model_validate(identity.link("engine").parts["config"]["kv"])
+        built_for = Limits.of_bundle(record)
     except (KeyError, ValueError) as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+    cited = Cited(path=evidence.directory / IDENTITY_FILE, digest=version.identity_digest)
+    candidate = judged_candidate(identity, cited, report, store)
+    names = {"name": version.tags.get("kv", identity.policy), "run_id": version.run_id, "version": version.number}
+    return RegisteredEngine(
+        candidate.model_copy(update=names),
+        report,
+        evidence.rows,
+        policy,
+        built_for,
+        decide=partial(decide, gates=identity.gates),
+        replay=partial(replay, evidence),
+    )
+
+
+def judged_candidate(identity: Identity, cited: Cited, report: EvaluationReport, store: Path) -> Candidate:
+    """Return the candidate of an identity, which `cited` cites: its verdict, and citations of artifacts in a store."""
     engine, baseline, evaluation = identity.reads
-    candidate = Candidate(
-        name=version.tags.get("kv", identity.policy),
+    return Candidate(
+        name=identity.policy,
         policy=identity.policy,
         model=identity.model,
         backend=identity.backend,
@@ -165,12 +191,9 @@ def registered_engine(store: Path, version: Version) -> RegisteredEngine:
         engine=Cited(path=store / engine.place, digest=engine.digest),
         baseline=Cited(path=store / baseline.place, digest=baseline.digest),
         report=Cited(path=store / evaluation.place / REPORT_FILE, digest=identity.digests["report_digest"]),
-        identity=Cited(path=evidence.directory / IDENTITY_FILE, digest=version.identity_digest),
+        identity=cited,
         checkpoint=identity.binds.get("checkpoint"),
-        run_id=version.run_id,
-        version=version.number,
     )
-    return RegisteredEngine(candidate, report, evidence.rows, policy, partial(decide, gates=identity.gates))
 
 
 def lineage(identity: Identity) -> list[Finding]:

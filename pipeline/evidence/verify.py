@@ -22,9 +22,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from pipeline.evidence.identity import IDENTITY_FILE, bindings, read_bundle
-from pipeline.evidence.reading import Evidence, lineage, read_evidence
+from pipeline.evidence.reading import Evidence, lineage
 from pipeline.loading import required_libraries
-from pipeline.registry.promotion import Finding, ReplayedEvidence
+from pipeline.registry.promotion import Finding
 from pipeline.registry.signing import SigningConfig
 from pipeline.store.store import MANIFEST
 from stages.checkpoints.ends import END_FILES
@@ -32,8 +32,6 @@ from stages.checkpoints.files import TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interface import Engine
-from stages.verdict.candidate import Candidate
-from stages.verdict.coverage import Limits
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from stages.workloads.config import WorkloadsConfig
@@ -44,24 +42,6 @@ BOUND_TOLERANCE = 1e-9
 SAMPLES_CHECK = "samples, made again"
 DECODED_CHECK = "samples, decoded again"
 VERDICT_CHECK = "verdict, decided again"
-
-
-def replay_candidate(
-    candidate: Candidate, signing: SigningConfig, decode: Callable[[Evidence], list[Finding]] | None = None
-) -> ReplayedEvidence:
-    """Replay the evidence of a candidate, with the bundles at the paths that the candidate gives.
-
-    `decode` decodes samples again on the engines; it is called only if all other findings are "same". Raises UserError if the
-    identity cannot be read.
-    """
-    evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
-    findings = replay(evidence, signing)
-    if decode is not None and all(finding.status == "same" for finding in findings):
-        findings += decode(evidence)
-    if evidence.engine is None or any(finding.status != "same" for finding in findings):
-        return ReplayedEvidence(findings, evidence.report, evidence.rows)
-    built_for, digest = Limits.of_bundle(read_bundle(evidence.engine)), file_digest(candidate.identity.path)
-    return ReplayedEvidence(findings, evidence.report, evidence.rows, digest, built_for)
 
 
 def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:

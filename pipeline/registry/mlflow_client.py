@@ -5,6 +5,7 @@ import os
 import sqlite3
 from collections.abc import Collection
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,22 @@ class Client(MlflowClient):
 
         return call
 
+    def versions(self, name: str) -> dict[str, Version]:
+        """Return the versions of a registered model by number; empty if there is no such model."""
+        return {str(one.version): version_of(one) for one in self.search_model_versions(f"name = '{name}'")}
+
+    def model(self, name: str) -> RegisteredModel:
+        """Return a registered model. Raises MlflowException if it does not exist."""
+        model = self.get_registered_model(name)  # search_model_versions returns versions without their aliases
+        aliases = {str(alias): str(number) for alias, number in model.aliases.items()}
+        return RegisteredModel(name, self.versions(name), aliases, {str(key): str(text) for key, text in model.tags.items()})
+
+    def engine_digest(self, version: Version) -> str | None:
+        """Return the digest of a version's engine, from the run that judged it; None if the run was deleted."""
+        with suppress(MlflowException):
+            return str(self.get_run(version.run_id).data.tags.get("engine_digest"))
+        return None
+
     def download(self, address: str, folder: str) -> str:
         """Download an artifact into a folder and return its path."""
         return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
@@ -130,19 +147,17 @@ def version_of(found: Any) -> Version:
 
 def read_registered(location: Location, identities: Collection[str]) -> list[RegisteredModel]:
     """Read the configured registered model, and each model with a version that cites a given identity."""
-    client, models, names = Client(location), list[RegisteredModel](), {location.model_name}
-    for digest in identities:
-        names |= {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}
-    for name in sorted(names):
-        try:
-            model = client.get_registered_model(name)
-        except MlflowException:  # nothing was registered yet
-            continue
-        versions = {str(one.version): version_of(one) for one in client.search_model_versions(f"name = '{name}'")}
-        aliases, engines = {alias: str(number) for alias, number in model.aliases.items()}, dict[str, str]()
-        for number in versions.keys() & aliases.values():
-            if versions[number].identity_digest not in identities:
-                with suppress(MlflowException):  # the run was deleted
-                    engines[number] = str(client.get_run(versions[number].run_id).data.tags.get("engine_digest"))
-        models.append(RegisteredModel(name, versions, aliases, engines))
-    return models
+    client, models = Client(location), dict[str, RegisteredModel]()
+
+    def read(name: str) -> None:
+        with suppress(MlflowException):  # nothing was registered yet
+            model = client.model(name)
+            unknown = [one for one in model.pointed_at.values() if one.run_id and one.identity_digest not in identities]
+            models[name] = replace(model, engines={one.number: client.engine_digest(one) for one in unknown})
+
+    read(location.model_name)
+    for digest in sorted(identities):
+        if not any(digest == version.identity_digest for model in models.values() for version in model.versions.values()):
+            for name in {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}:
+                read(name)
+    return [models[name] for name in sorted(models)]

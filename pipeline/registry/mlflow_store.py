@@ -42,7 +42,7 @@ from pipeline.registry.pages import (
     verdict_line,
 )
 from pipeline.registry.reaching import named
-from pipeline.registry.tracking import IDENTITY_TAG, Location, Version
+from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
 from stages.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
@@ -240,14 +240,11 @@ class MlflowStore:
         if candidate.verdict != "FAIL":
             self.set_alias("candidate", version)
             return
-        at = self.alias("candidate")
-        found = self.version(at) if at is not None else None
-        if found is not None:
-            engine = None
-            with suppress(MlflowException):  # the run was deleted
-                engine = self.client.get_run(found.run_id).data.tags.get("engine_digest")
-            if found.tags.get("verdict") == "FAIL" or engine == candidate.engine.digest:
-                self.delete_alias("candidate")
+        found = self.read().pointed_at.get("candidate")
+        if found is None or not found.run_id:
+            return
+        if found.tags.get("verdict") == "FAIL" or self.client.engine_digest(found) == candidate.engine.digest:
+            self.set_alias("candidate", None)
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> LoggedModel:
         model = self.client.create_logged_model(self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine")
@@ -265,42 +262,25 @@ class MlflowStore:
 
     # Versions, tags and aliases
 
-    def alias(self, alias: str) -> str | None:
-        # search_model_versions returns versions without their aliases.
-        version = self.client.get_registered_model(self.location.model_name).aliases.get(alias)
-        return None if version is None else str(version)
+    def read(self) -> RegisteredModel:
+        """Return the registered model as it is now."""
+        return self.client.model(self.location.model_name)
 
-    def set_alias(self, alias: str, version: str) -> None:
-        self.client.set_registered_model_alias(self.location.model_name, alias, version)
-
-    def delete_alias(self, alias: str) -> None:
-        self.client.delete_registered_model_alias(self.location.model_name, alias)
-
-    def version(self, number: str) -> Version | None:
-        try:
-            return version_of(self.client.get_model_version(self.location.model_name, number))
-        except MlflowException:
-            return None
-
-    def registered(self) -> list[Version]:
-        """Return every version of the model."""
-        return [version_of(one) for one in self.client.search_model_versions(f"name = '{self.location.model_name}'")]
+    def set_alias(self, alias: str, version: str | None) -> None:
+        if version is None:
+            self.client.delete_registered_model_alias(self.location.model_name, alias)
+        else:
+            self.client.set_registered_model_alias(self.location.model_name, alias, version)
 
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
-        deleted = [name for name, value in tags.items() if value is None]
-        found = self.version(version) if deleted else None
-        for name in (name for name in deleted if found is not None and name in found.tags):
-            self.client.delete_model_version_tag(self.location.model_name, version, name)
-        for name, value in tags.items():
-            if value is not None:
+        for name, value in sorted(tags.items(), key=lambda tag: tag[1] is not None):
+            if value is None:
+                self.client.delete_model_version_tag(self.location.model_name, version, name)
+            else:
                 self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
 
-    def left(self, workload: str) -> set[str]:
-        tags = self.client.get_registered_model(self.location.model_name).tags
-        return set(filter(None, str(tags.get(f"left-{workload}", "")).split(",")))
-
     def set_left(self, workload: str, versions: set[str]) -> None:
-        self.client.set_registered_model_tag(self.location.model_name, f"left-{workload}", ",".join(sorted(versions)))
+        self.client.set_registered_model_tag(self.location.model_name, f"{LEFT}{workload}", ",".join(sorted(versions)))
 
 
 def _check_files(location: Location, address: str) -> None:
@@ -325,7 +305,7 @@ def fetch_evidence(
 ) -> Iterator[tuple[Version, Path]]:
     """Yield every registered version whose identity is not known, with a directory of `folder` that has its files `names`."""
     client = Client(location)
-    for version in map(version_of, client.search_model_versions(f"name = '{location.model_name}'")):
+    for version in client.versions(location.model_name).values():
         if version.identity_digest not in ("", *known):
             (directory := folder / version.number).mkdir()
             held = {file.path for file in client.list_logged_model_artifacts(version.model_id)}

@@ -21,12 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from getpass import getuser
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-from pipeline.registry.tracking import Version
+from pipeline.registry.tracking import RegisteredModel, Version
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.redaction import redact_text
@@ -45,24 +46,22 @@ ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
 
 
 class Registry(Protocol):
-    """Versions of one registered model with their tags, and the aliases that point at versions."""
+    """One registered model. A command decides on what it read, and reads again under the lock before it writes."""
 
     lock: Path
 
-    def alias(self, alias: str) -> str | None: ...
-    def set_alias(self, alias: str, version: str) -> None: ...
-    def delete_alias(self, alias: str) -> None: ...
-    def registered(self) -> list[Version]: ...
-    def version(self, number: str) -> Version | None: ...
+    def read(self) -> RegisteredModel: ...
+    def set_alias(self, alias: str, version: str | None) -> None:
+        """Point an alias at a version; None removes the alias."""
+        ...
+
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
         """Set tags of a version; None deletes a tag. Deletions come first."""
         ...
 
-    def left(self, workload: str) -> set[str]:
-        """Return the versions that a route left because they broke."""
+    def set_left(self, workload: str, versions: set[str]) -> None:
+        """Set the versions that a route left because they broke."""
         ...
-
-    def set_left(self, workload: str, versions: set[str]) -> None: ...
 
 
 def mover(environ: Mapping[str, str] = os.environ) -> str:
@@ -111,60 +110,6 @@ def require_same(what: str, findings: Sequence[Finding]) -> None:
 
 
 @dataclass(frozen=True)
-class ReplayedEvidence:
-    """The findings of a replay of a candidate's evidence, and the report and samples that the gates decide on."""
-
-    findings: Sequence[Finding]
-    report: EvaluationReport | None
-    """None if the report cannot be read; a finding reports that."""
-    rows: Sequence[SampleRow]
-    identity_digest: str = ""
-    """sha256 of the replayed identity.json, which has the digests of all other evidence."""
-    built_for: Limits = field(default_factory=Limits)
-    """Limits that the engine's bundle imposes."""
-
-
-Replay = Callable[[Candidate], ReplayedEvidence]
-"""Replays a candidate's evidence. Raises UserError if its identity cannot be read. See `pipeline.evidence.verify`."""
-
-
-def verify(candidate: Candidate, replay: Replay, decide: Decide) -> tuple[Verdict, Limits | None]:
-    """Check the evidence of a registered candidate again: the files on disk, and the citation of its version.
-
-    Return the verdict, and the limits that it covers (None if no sample's steps were recorded).
-
-    Raises:
-        GateRefusal: the first problem.
-        MissingRequirement: there is no problem, but the replay needs a library that is not installed.
-    """
-    try:
-        evidence = replay(candidate)
-    except UserError as error:
-        raise GateRefusal(str(error)) from error
-    problems = [finding for finding in evidence.findings if finding.status != "same"]
-    for finding in sorted(problems, key=lambda finding: finding.library_missing):  # missing libraries last
-        raise (MissingRequirement if finding.library_missing else GateRefusal)(str(finding))
-    report = evidence.report
-    assert report is not None, "a finding says that the report cannot be read"
-    _require(
-        evidence.identity_digest == candidate.identity.digest,
-        f"its identity is not the one that version {candidate.version} cites",
-    )
-    verdict = decide(report, evidence.rows)
-    reasons = "; ".join(verdict.reasons)
-    _require(verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
-    covered = report.limits
-    beyond = covered.exceeded_by(evidence.built_for) if covered is not None else None
-    _require(beyond is None, str(beyond))
-    return verdict, covered
-
-
-def _require(holds: bool, reason: str) -> None:
-    if not holds:
-        raise GateRefusal(reason)
-
-
-@dataclass(frozen=True)
 class PromotionMove:
     """The engine that serves after a promotion or a rollback."""
 
@@ -179,14 +124,18 @@ def live_tokens(candidate: Candidate) -> float:
 
 @dataclass(frozen=True)
 class RegisteredEngine:
-    """A registered engine with its evidence on this machine."""
+    """A registered engine with its evidence, which was read from this machine once."""
 
     candidate: Candidate
     report: EvaluationReport
     rows: Sequence[SampleRow]
     policy: KVPolicy
+    built_for: Limits
+    """Limits that the engine's bundle imposes."""
     decide: Decide
     """Decides by the gates that judged the engine."""
+    replay: Callable[[], Sequence[Finding]]
+    """Checks the evidence again. Raises UserError if it cannot be read. See `pipeline.evidence.verify`."""
 
     @property
     def version(self) -> str:
@@ -210,27 +159,64 @@ class RegisteredEngine:
         """Return the candidate with the verdict of other gates."""
         return self.candidate.model_copy(update=Candidate.decided(decide(self.report, self.rows)))
 
+    def verify(self, decide: Decide) -> tuple[Verdict, Limits | None]:
+        """Check the evidence again, and decide again.
+
+        Return the verdict, and the limits that it covers (None if no sample's steps were recorded).
+
+        Raises:
+            GateRefusal: the first problem.
+            MissingRequirement: there is no problem, but the replay needs a library that is not installed.
+        """
+        try:
+            problems = [finding for finding in self.replay() if finding.status != "same"]
+        except UserError as error:
+            raise GateRefusal(str(error)) from error
+        for finding in sorted(problems, key=lambda finding: finding.library_missing):  # missing libraries last
+            raise (MissingRequirement if finding.library_missing else GateRefusal)(str(finding))
+        verdict, covered = decide(self.report, self.rows), self.report.limits
+        if verdict.status != PASS:
+            raise GateRefusal(f"decided again from its samples it is {verdict.status}: {'; '.join(verdict.reasons)}")
+        beyond = covered.exceeded_by(self.built_for) if covered is not None else None
+        if beyond is not None:
+            raise GateRefusal(beyond)
+        return verdict, covered
+
     def __str__(self) -> str:
         return f"version {self.version} ({self.candidate.name})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Engines:
-    """The registered engines of a model, and the checks before an alias moves."""
+    """The registered engines of a model, and the checks before an alias moves.
+
+    A command reads the registry, an engine's evidence and its replay once: a replay takes seconds.
+    """
 
     registry: Registry
-    find: Callable[[Version], RegisteredEngine]
+    read: Callable[[Version], RegisteredEngine]
     """Returns the engine of a version, read from its artifacts. Raises GateRefusal if the evidence is missing."""
-    replay: Replay
     decide: Decide
-    proofs: dict[str, tuple[Verdict, Limits | None]] = field(default_factory=dict)
-    """Version -> result of its replay. A replay takes seconds, and an engine may serve several classes."""
+    _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
+    _proofs: dict[str, tuple[Verdict, Limits | None]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def model(self) -> RegisteredModel:
+        """The registered model as the command found it."""
+        return self.registry.read()
+
+    def find(self, version: Version) -> RegisteredEngine:
+        """Return the engine of a version. Raises GateRefusal if its evidence is missing."""
+        if version.number not in self._found:
+            self._found[version.number] = self.read(version)
+        return self._found[version.number]
 
     def verify(self, candidate: Candidate) -> tuple[Verdict, Limits | None]:
-        """Check a candidate as `verify` does, once per command."""
-        if candidate.version not in self.proofs:
-            self.proofs[candidate.version] = verify(candidate, self.replay, self.decide)
-        return self.proofs[candidate.version]
+        """Check the engine of a candidate as `RegisteredEngine.verify` does."""
+        if candidate.version not in self._proofs:
+            engine = self.find(self.model.versions[candidate.version])
+            self._proofs[candidate.version] = engine.verify(self.decide)
+        return self._proofs[candidate.version]
 
     def judged_again(self, listed: Sequence[Candidate], model: str, name: str | None = None) -> list[Candidate]:
         """Return the candidates of a summary, read from their artifacts, with verdicts that are decided again.
@@ -240,10 +226,9 @@ class Engines:
         Raises:
             GateRefusal: a candidate is not registered, or belongs to another model.
         """
-        versions = {one.number: one for one in self.registry.registered()}
         found: dict[str, Candidate] = {}
         for named in listed:
-            version = versions.get(named.version)
+            version = self.model.versions.get(named.version)
             if version is None:
                 lost = f"version {named.version} is not in the registry" if named.version else "it is not registered"
                 raise GateRefusal(
@@ -264,13 +249,12 @@ class Engines:
         because a rebuilt baseline has another digest. If a candidate has the champion's name, the champion was judged again,
         and only the new evidence counts.
         """
-        number = self.registry.alias("champion")
-        serving = self.registry.version(number) if number is not None else None
+        serving = self.model.pointed_at.get("champion")
         if serving is None or serving.name in [one.name for one in candidates]:
             return None
         try:
             found = self.find(serving).judged(self.decide)
-        except GateRefusal:  # another work directory judged it
+        except GateRefusal:  # another work directory judged it, or it was deleted
             return None
         return found if found.verdict == PASS and any(one.checkpoint == found.checkpoint for one in candidates) else None
 
@@ -283,7 +267,7 @@ class Engines:
         candidate is better, except if there is a `name`.
         """
         registry = self.registry
-        best = choose(candidates) if name is not None else choose(candidates, self._rolled_back())
+        best = choose(candidates) if name is not None else choose(candidates, self._rolled_back(self.model))
         if rival is not None and name is None and choose([best, rival]) is rival and self._holds(rival):
             return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
         try:
@@ -291,10 +275,11 @@ class Engines:
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
-            old = registry.alias("champion")
+            now = registry.read()
+            old = now.aliases.get("champion")
             if old == best.version:
                 return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already")
-            since = self._rolled_back().get(best.report.digest)
+            since = self._rolled_back(now).get(best.report.digest)
             if since is not None and name is None:  # by another user during the replay
                 raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
             said = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
@@ -307,10 +292,10 @@ class Engines:
         held = f", {covered}" if covered is not None else ""
         return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion{over}{note}{held}")
 
-    def _rolled_back(self) -> dict[str, str]:
+    def _rolled_back(self, model: RegisteredModel) -> dict[str, str]:
         """Return the time at which an engine was rolled back, by the digest of its report."""
         times = {}
-        for version in self.registry.registered():
+        for version in model.versions.values():
             if ROLLED_BACK_AT in version.tags:
                 with suppress(GateRefusal):  # without evidence here, it is no candidate here either
                     times[self.find(version).candidate.report.digest] = version.tags[ROLLED_BACK_AT]
@@ -320,7 +305,7 @@ class Engines:
         """Return whether a candidate's evidence is valid. Without valid evidence, a champion cannot block a promotion."""
         with suppress(GateRefusal, MissingRequirement):
             self.verify(candidate)
-        return candidate.version in self.proofs
+        return candidate.version in self._proofs
 
     def rollback(self) -> PromotionMove:
         """Bring the previous champion back after a replay of its evidence.
@@ -329,24 +314,25 @@ class Engines:
         """
         registry = self.registry
         with locked(registry.lock, "a rollback"):
-            bad, previous = registry.alias("champion"), registry.alias("previous")
+            now = registry.read()
+            bad, previous = now.aliases.get("champion"), now.aliases.get("previous")
             if bad is None or previous is None or previous == bad:
                 raise UserError(
                     "stage=rollback: there is no previous champion to return to; run stage=promote with a better one"
                 )
-            version = registry.version(previous)
+            version = now.versions.get(previous)
             if version is None:
                 raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
             try:
                 engine = self.find(version)
-                verify(engine.candidate, self.replay, engine.decide)
+                engine.verify(engine.decide)
             except (GateRefusal, MissingRequirement) as error:
                 raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
-            if registry.version(bad) is not None:
+            if bad in now.versions:
                 gone = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None}
                 registry.set_tags(bad, {**gone, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()})
             registry.set_alias("champion", previous)
-            registry.delete_alias("previous")
+            registry.set_alias("previous", None)
         return PromotionMove(version.name, f"{version.name} (version {previous}) is the champion again, version {bad} is not")
 
 

@@ -16,13 +16,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from pipeline.store.locks import locked
-from stages.core.digest import file_digest, files_digest
 from stages.core.errors import INTERRUPTED, SEVERITY, UserError
 from stages.core.files import write_whole
 from stages.core.redaction import redact_text
 from stages.core.strict import MOST_TEXT_BYTES, StrictModel, Unreadable, read_file
 from stages.verdict.candidate import Candidate
-from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 FILE = "summary.json"
 FOLDER = "summaries"
@@ -64,11 +62,6 @@ class Summary(StrictModel):
 def new_sweep() -> str:
     """Return the id of a sweep that begins now. It has random digits, because processes in two containers can share an id."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
-
-
-def evidence_digest(report: Path) -> str:
-    """Return the digest of a report and its samples.jsonl, as cited by a model version."""
-    return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(report.with_name(SAMPLES_FILE))})
 
 
 def load(workdir: Path, sweep: str | None = None) -> Summary:

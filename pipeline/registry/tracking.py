@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import quote, urlencode, urlsplit
@@ -20,6 +20,8 @@ SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
 IDENTITY_TAG = "identity_digest"
+LEFT = "left-"
+"""Prefix of a registered model's tag with the versions that the route of a class left."""
 PORT = 5000
 """Port of the server in the command that is printed for users."""
 
@@ -118,18 +120,23 @@ class Version:
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A registered model: its versions and aliases."""
+    """A registered model at the moment when it was read: its versions, aliases and tags."""
 
     name: str
-    versions: dict[str, Version]
-    aliases: dict[str, str]
-    engines: dict[str, str]
-    """Number of a version that an alias points at -> digest of its engine, if none of the given identities has it."""
+    versions: Mapping[str, Version]
+    aliases: Mapping[str, str]
+    tags: Mapping[str, str] = field(default_factory=dict)
+    engines: Mapping[str, str | None] = field(default_factory=dict)
+    """Number of a version that an alias points at -> digest of its engine, if `read_registered` does not know its identity."""
 
     @property
     def pointed_at(self) -> dict[str, Version]:
         """Alias -> version, as servers read it. A version that was deleted from the store has no tags."""
         return {alias: self.versions.get(number, Version(number, {})) for alias, number in self.aliases.items()}
+
+    def left(self, workload: str) -> set[str]:
+        """Return the versions that a route left because they broke."""
+        return set(filter(None, self.tags.get(f"{LEFT}{workload}", "").split(",")))
 
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:

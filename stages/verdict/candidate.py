@@ -56,11 +56,11 @@ class Candidate(StrictModel):
     engine: Cited
     baseline: Cited
     report: Cited
-    """report.json. samples.jsonl is in the same folder; the digest covers both files (`evidence_digest`)."""
+    """report.json. samples.jsonl is in the same folder; the digest covers both files."""
     identity: Cited
     """identity.json. The evidence that a replay reads is in the same folder."""
     checkpoint: str | None = None
-    """Digest of the checkpoint, from the evidence; null if the evidence was not read again."""
+    """Digest of the checkpoint; null in old summaries."""
     run_id: str = ""
     """Id of the MLflow run that judged the engine; "" if the engine is not registered."""
     version: str = ""

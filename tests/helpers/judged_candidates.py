@@ -1,19 +1,22 @@
 """Candidates with minimal evidence on disk, enough to register and promote them."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gate_reports import report as make_report
 from gate_reports import row
 
-from pipeline.registry.promotion import Engines, RegisteredEngine, Registry, Replay, ReplayedEvidence
-from pipeline.registry.summary import evidence_digest
-from pipeline.registry.tracking import Version
+from pipeline.registry.promotion import Engines, Finding, RegisteredEngine, Registry
+from pipeline.registry.tracking import LEFT, RegisteredModel, Version
 from stages.core.digest import file_digest, files_digest, tree_files
 from stages.core.errors import GateRefusal
 from stages.policies.policy import FP16_POLICY
 from stages.verdict.candidate import Candidate, Cited
+from stages.verdict.coverage import Limits
 from stages.verdict.gates import Decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.thresholds import Status, Verdict
@@ -63,10 +66,14 @@ def candidate_in(folder: Path, policy: str, verdict: Status, metrics: Mapping[st
     )
 
 
-def replay_without_findings(candidate: Candidate) -> ReplayedEvidence:
-    """Return a replay that found no differences."""
-    directory = candidate.report.path.parent
-    return ReplayedEvidence((), load_report(directory), load_rows(directory), file_digest(candidate.identity.path))
+def evidence_digest(report: Path) -> str:
+    """Return the digest of a report and its samples, as a candidate cites it."""
+    return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(report.with_name(SAMPLES_FILE))})
+
+
+def replay_without_findings(_candidate: Candidate) -> Sequence[Finding]:
+    """Return the findings of a replay that found no differences."""
+    return ()
 
 
 def decide_pass(_report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
@@ -77,20 +84,25 @@ def decide_pass(_report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdic
 def engines_of(
     registry: Registry,
     candidates: Iterable[Candidate],
-    replay: Replay = replay_without_findings,
+    replay: Callable[[Candidate], Sequence[Finding]] = replay_without_findings,
     decide: Decide = decide_pass,
+    **changes: Any,
 ) -> Engines:
-    """Return the registered engines of candidates. Any replay and any gates of an identity pass them by default."""
+    """Return the registered engines of candidates. Any replay and any gates of an identity pass them by default.
+
+    `changes` are fields of every engine.
+    """
     known = {candidate.version: candidate for candidate in candidates}
 
-    def find(version: Version) -> RegisteredEngine:
+    def read(version: Version) -> RegisteredEngine:
         if version.number not in known:
             raise GateRefusal(f"{version} has no evidence")
         candidate = known[version.number]
         folder = candidate.report.path.parent
-        return RegisteredEngine(candidate, load_report(folder), load_rows(folder), FP16_POLICY, decide_pass)
+        evidence = candidate, load_report(folder), load_rows(folder), FP16_POLICY, Limits()
+        return replace(RegisteredEngine(*evidence, decide_pass, partial(replay, candidate)), **changes)
 
-    return Engines(registry, find, replay, decide)
+    return Engines(registry, read, decide)
 
 
 class MemoryRegistry:
@@ -112,29 +124,22 @@ class MemoryRegistry:
         self.candidates.append(candidate.model_copy(update={"run_id": "run", "version": version}))
         return self.candidates[-1]
 
-    def alias(self, alias: str) -> str | None:
-        return self.aliases.get(alias)
+    def read(self) -> RegisteredModel:
+        versions = {number: Version(number, dict(tags), "run") for number, tags in self.versions.items()}
+        left = {f"{LEFT}{workload}": ",".join(numbers) for workload, numbers in self.routes_left.items()}
+        return RegisteredModel("kvgate-tiny", versions, dict(self.aliases), left)
 
-    def set_alias(self, alias: str, version: str) -> None:
-        self.moves.append((alias, version))
-        self.aliases[alias] = version
-
-    def delete_alias(self, alias: str) -> None:
-        del self.aliases[alias]
-
-    def registered(self) -> list[Version]:
-        return [Version(number, tags, "run") for number, tags in self.versions.items()]
-
-    def version(self, number: str) -> Version | None:
-        return Version(number, self.versions[number], "run") if number in self.versions else None
+    def set_alias(self, alias: str, version: str | None) -> None:
+        if version is None:
+            del self.aliases[alias]
+        else:
+            self.moves.append((alias, version))
+            self.aliases[alias] = version
 
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
         every = {**self.versions[version], **tags}
         self.versions[version] = {name: text for name, text in every.items() if text is not None}
         assert len(self.versions[version]) <= 6
-
-    def left(self, workload: str) -> set[str]:
-        return self.routes_left.get(workload, set())
 
     def set_left(self, workload: str, versions: set[str]) -> None:
         self.routes_left[workload] = versions

@@ -111,7 +111,7 @@ def cited_tags(evidence: Path) -> dict[str, str]:
 
 def candidate_of(evidence: Path) -> Candidate:
     """Return a judged engine as a candidate that is registered as version 1."""
-    return registered_engine(evidence.parents[1], Version("1", cited_tags(evidence), "run")).candidate
+    return registered_engine(evidence.parents[1], lambda _: (), Version("1", cited_tags(evidence), "run")).candidate
 
 
 def _write(files: dict[str, str]) -> Callable[[Path], None]:

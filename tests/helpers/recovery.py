@@ -29,7 +29,7 @@ def run_and_look(work: Path, checkpoint: Path) -> None:
     assert list((work / "artifacts" / ".partial").glob("*/*")) == []
     store = open_tracking(work)
     assert {one.info.status for one in store.client.search_runs([store.experiment_id])} <= {"FINISHED", "FAILED", "KILLED"}
-    assert len(store.registered()) == 1
+    assert len(store.read().versions) == 1
     last = summary.load(work)
     assert ([one.name for one in last.candidates], last.exit_code) == (["fp8"], 0)
 

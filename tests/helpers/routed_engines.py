@@ -1,18 +1,21 @@
 """Registered engines for the tests of routes: an in-memory registry and minimal evidence on disk."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gate_reports import row
-from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, replay_without_findings
+from judged_candidates import MemoryRegistry, decide_pass, judged_candidate
 
 from pipeline.config.policies import shipped_policies
-from pipeline.registry.promotion import Engines, RegisteredEngine, ReplayedEvidence
+from pipeline.registry.promotion import Engines, Finding, RegisteredEngine
 from pipeline.registry.routing.files import RoutingConfig
 from pipeline.registry.routing.stages import route
 from pipeline.registry.tracking import Version
+from stages.core.digest import file_digest
 from stages.verdict.candidate import Candidate
+from stages.verdict.coverage import Limits
 from stages.verdict.report import EvaluationReport, SampleRow, load_report
 from stages.verdict.thresholds import Check, LineStatus, Status, Verdict
 
@@ -44,7 +47,7 @@ class Fleet:
     @property
     def engines(self) -> Engines:
         """The engines as a command opens them: nothing has been replayed yet."""
-        return Engines(self.registry, self._find, self._replay, self._decide)
+        return Engines(self.registry, self._find, self._decide)
 
     def file(self, text: str) -> RoutingConfig:
         """Write a routing file with this text."""
@@ -59,18 +62,20 @@ class Fleet:
         return said
 
     def route(self, workload: str) -> str | None:
-        return self.registry.alias(f"route-{workload}")
+        return self.registry.aliases.get(f"route-{workload}")
 
     def _find(self, version: Version) -> RegisteredEngine:
         candidate, live = self.candidates[version.number], self.live[version.number]
         report = load_report(candidate.report.path.parent)
         report = report.model_copy(update={"system": report.system.model_copy(update={"max_live_tokens": live})})
         rows = [row(workload, 0) for workload in CLASSES]
-        return RegisteredEngine(candidate, report, rows, POLICIES[candidate.policy], decide_pass)
+        evidence = candidate, report, rows, POLICIES[candidate.policy], Limits()
+        return RegisteredEngine(*evidence, decide_pass, partial(self._replay, candidate))
 
-    def _replay(self, candidate: Candidate) -> ReplayedEvidence:
+    def _replay(self, candidate: Candidate) -> Sequence[Finding]:
         self.replays.append(candidate.name)
-        return replay_without_findings(candidate)
+        same = file_digest(candidate.identity.path) == candidate.identity.digest
+        return [Finding("identity", "same" if same else "differs", "its sha256")]
 
     def _decide(self, report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
         line: dict[str, Any] = {"gate": "accuracy", "value": 0.0, "bound": 0.0, "threshold": 0.0}

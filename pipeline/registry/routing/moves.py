@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.registry.promotion import Registry
+from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal
 
@@ -53,20 +54,20 @@ def alias_of(workload: str) -> str:
     return f"route-{workload}"
 
 
-def read_aliases(registry: Registry, workload: str) -> Aliases:
-    return Aliases(*map(registry.alias, Aliases(None).named(workload)))
+def aliases_of(model: RegisteredModel, workload: str) -> Aliases:
+    return Aliases(*map(model.aliases.get, Aliases(None).named(workload)))
 
 
-def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Move:
+def way_back(model: RegisteredModel, workload: str, why: str) -> Move:
     """Return the move to the previous engine of a class, or to its fallback if no previous engine can serve.
 
     These engines were proven when they were routed. They are not replayed, because a broken engine must not wait for that.
     """
-    problems = []
+    before, problems = aliases_of(model, workload), []
     for name, version in (("previous", before.previous), ("fallback", before.fallback)):
         if version is None or version == before.now:
             problems.append(f"no {name}")
-        elif registry.version(version) is None:
+        elif version not in model.versions:
             problems.append(f"its {name}, version {version}, was deleted")
         else:
             after = replace(before, now=version, previous=None)
@@ -78,24 +79,20 @@ def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
     """Make all moves back, then all others. Raises GateRefusal if another command moved an alias meanwhile."""
     for group in filter(None, ([move for move in moves if move.back is back] for back in (True, False))):
         with locked(registry.lock, "moving routes"):
+            now = registry.read()
             for move in group:
-                if read_aliases(registry, move.workload) != move.before:
+                if aliases_of(now, move.workload) != move.before:
                     raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left unchanged; run it again")
             for move in group:
-                _make(registry, move)
+                _make(registry, move, now.left(move.workload))
 
 
-def _make(registry: Registry, move: Move) -> None:
-    left = registry.left(move.workload)
+def _make(registry: Registry, move: Move, left: set[str]) -> None:
     versions = left | set(filter(None, [move.before.now])) if move.back else left - {move.after.now}
     if versions != left:
         registry.set_left(move.workload, versions)
     before, after = move.before.named(move.workload), move.after.named(move.workload)
     # The serving alias has the shortest name and is set last. Deletions follow.
     for alias, number in sorted(after.items(), key=lambda item: (item[1] is None, -len(item[0]))):
-        if number == before[alias]:
-            continue
-        if number is None:
-            registry.delete_alias(alias)
-        else:
+        if number != before[alias]:
             registry.set_alias(alias, number)

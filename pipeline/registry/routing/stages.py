@@ -29,7 +29,7 @@ from pipeline.registry.routing.files import (
     read_routing_file,
     read_snapshot,
 )
-from pipeline.registry.routing.moves import Move, alias_of, make_moves, read_aliases, way_back
+from pipeline.registry.routing.moves import Move, alias_of, aliases_of, make_moves, way_back
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.policies.policy import KVPolicy
 from stages.workloads.config import Workload
@@ -76,8 +76,8 @@ def step_down(
     engines: Engines, now: RegisteredEngine, workload: str, quality_holds: bool, say: Callable[[str], None]
 ) -> RegisteredEngine:
     """Return the first engine, in the module's order, that is proven for the class. Rejections are reported to `say`."""
-    larger, broken, left = list[RegisteredEngine](), set[str](), engines.registry.left(workload)
-    for version in engines.registry.registered():
+    larger, broken, left = list[RegisteredEngine](), set[str](), engines.model.left(workload)
+    for version in engines.model.versions.values():
         if version.tags.get("verdict") != PASS or version.number == now.version:
             continue
         try:
@@ -160,7 +160,7 @@ def find_engine(engines: Engines, name: str, key: str) -> RegisteredEngine:
 
     `key` locates the name in the routing file, for messages.
     """
-    versions = engines.registry.registered()
+    versions = engines.model.versions.values()
     named = [one for one in versions if name in (one.number, one.name)]
     if not named:
         known = ", ".join(sorted({one.tags.get("kv", "") for one in versions} - {""})) or "none"
@@ -212,7 +212,7 @@ def route(engines: Engines, routing: RoutingConfig, say: Callable[[str], None]) 
         assert policy is not None
         if fallback is not None and fallback.version == policy.version:
             raise UserError(f"{list(listed)[1]}: is version {policy.version}, the policy itself; give another, or leave it out")
-        before = read_aliases(engines.registry, workload)
+        before = aliases_of(engines.model, workload)
         after = replace(before.moved_to(policy.version), fallback=None if fallback is None else fallback.version)
         if after != before:
             moves.append(Move(workload, before, after, "the routing file"))
@@ -225,11 +225,10 @@ def route(engines: Engines, routing: RoutingConfig, say: Callable[[str], None]) 
 
 def roll_back(engines: Engines, workload: str, say: Callable[[str], None]) -> None:
     """Bring the previous engine of a class back, or its fallback."""
-    before = read_aliases(engines.registry, workload)
-    if before.now is None:
+    if aliases_of(engines.model, workload).now is None:
         raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
     try:
-        move = way_back(engines.registry, workload, before, "by hand")
+        move = way_back(engines.model, workload, "by hand")
     except GateRefusal as error:
         raise UserError(f"routing.rollback={workload}: {error}") from error
     make_moves(engines.registry, [move])
@@ -246,15 +245,15 @@ class Decision:
 
 def monitor(engines: Engines, limits: MonitorConfig, say: Callable[[str], None]) -> None:
     """Move routes according to a snapshot of the fleet: back if a monitor broke, down if memory is short."""
-    snapshot, where, registry = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}", engines.registry
+    snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
     for workload, counted in snapshot.classes.items():
-        if read_aliases(registry, workload).now is None:
+        if aliases_of(engines.model, workload).now is None:
             raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
-        if registry.version(counted.version) is None:
+        if counted.version not in engines.model.versions:
             raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
     decisions = {workload: _decide(engines, workload, counted, limits, say) for workload, counted in snapshot.classes.items()}
     moves = [decision.move for decision in decisions.values() if decision.move is not None]
-    make_moves(registry, moves)
+    make_moves(engines.registry, moves)
     for workload, decision in decisions.items():
         say(f"{alias_of(workload)}: {decision.text}")
     broken = [workload for workload, decision in decisions.items() if decision.refused]
@@ -265,7 +264,7 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Callable[[str], None])
 def _decide(
     engines: Engines, workload: str, counted: ClassSnapshot, limits: MonitorConfig, say: Callable[[str], None]
 ) -> Decision:
-    before = read_aliases(engines.registry, workload)
+    before = aliases_of(engines.model, workload)
     if counted.version != before.now:
         return Decision(f"stays at version {before.now}, since the snapshot is of version {counted.version}")
     readings = read_monitors(counted, limits)
@@ -276,10 +275,10 @@ def _decide(
     try:
         # Under memory pressure, requests are slow because they wait for memory. The previous engine would hold even less.
         if "quality" in broken or broken == {"latency"}:
-            move = way_back(engines.registry, workload, before, why)
+            move = way_back(engines.model, workload, why)
             return Decision(str(move), move, refused=True)
         if "memory" in broken:
-            now = engines.find(next(one for one in engines.registry.registered() if one.number == before.now))
+            now = engines.find(engines.model.versions[counted.version])
             smaller = step_down(engines, now, workload, quality_holds(readings), say)
             why = f"{why}; {smaller.candidate.name} takes {step(now, smaller).text}"
             move = Move(workload, before, before.moved_to(smaller.version), why)

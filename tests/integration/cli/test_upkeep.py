@@ -76,8 +76,7 @@ class Ground:
         return self.work / "artifacts"
 
     def alias(self, name: str) -> str | None:
-        number = self.store.alias(name)
-        version = None if number is None else self.store.version(number)
+        version = self.store.read().pointed_at.get(name)
         return None if version is None else version.name
 
     def plan(self, *overrides: str) -> PrunePlan:
@@ -179,7 +178,7 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(ground: Ground, t
     summary.finish(work, "20260105-000000-1-e", 2)
     summary.begin(work, "20260106-000000-1-f", ["fp8", "int8"])
     promote()
-    assert MlflowStore(location).alias("champion") == "4", "the candidate of the last sweep that has one"
+    assert MlflowStore(location).read().aliases["champion"] == "4", "the candidate of the last sweep that has one"
     summary.begin(work, "20260107-000000-1-g", ["fp8", "int8"])
     summary.record(work, "20260107-000000-1-g", summary.load(work, LAST).candidates[0])
     with pytest.raises(GateRefusal, match=r"20260107-000000-1-g did not finish: .* another sweep: promote.sweep=NAME"):
@@ -324,4 +323,4 @@ def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsy
     capsys.readouterr()
     command(ground.work, "stage=status")
     assert "no previous champion" in capsys.readouterr().out
-    assert all(len(version.tags) <= 6 for version in ground.store.registered())
+    assert all(len(version.tags) <= 6 for version in ground.store.read().versions.values())

@@ -9,7 +9,7 @@ import pytest
 from judged_candidates import MemoryRegistry, engines_of, judged_candidate
 
 from pipeline.registry.promotion import mover
-from pipeline.registry.routing.moves import Aliases, Move, make_moves, read_aliases
+from pipeline.registry.routing.moves import Aliases, Move, aliases_of, make_moves
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate
 
@@ -24,7 +24,7 @@ class Dying(MemoryRegistry):
     dies_in = -1
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith(("set_", "delete_")):
+        if name.startswith("set_"):
             if self.dies_in == 0:
                 raise Killed
             self.dies_in -= 1
@@ -105,7 +105,7 @@ def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(re
     assert len(three) == 3
 
     def route(version: str, fallback: str | None) -> None:
-        before = read_aliases(registry, "copy")
+        before = aliases_of(registry.read(), "copy")
         after = before.moved_to(version)
         make_moves(registry, [Move("copy", before, Aliases(after.now, after.previous, fallback), "a test")])
 
@@ -114,7 +114,7 @@ def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(re
         assert left["route-copy"] in ("1", "3")
         assert left["route-copy"] == "1" or left["route-copy-previous"] == "1"
         route("3", None)
-        assert read_aliases(registry, "copy") == Aliases("3", "1")
+        assert aliases_of(registry.read(), "copy") == Aliases("3", "1")
 
 
 def test_a_move_says_who_made_it_and_never_a_password() -> None:

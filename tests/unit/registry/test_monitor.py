@@ -10,7 +10,7 @@ from routed_engines import Fleet
 
 from pipeline.config.compose import plan
 from pipeline.registry.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
-from pipeline.registry.routing.moves import Aliases, read_aliases
+from pipeline.registry.routing.moves import Aliases, aliases_of
 from pipeline.registry.routing.stages import ALPHA, Reading, monitor, quality_holds, read_monitors, step
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Cited
@@ -105,8 +105,8 @@ def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: 
     int8_then_fp8(fleet)
     with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
         monitored(fleet, "2", **broken)
-    assert read_aliases(fleet.registry, "copy") == Aliases("1")
-    assert fleet.registry.left("copy") == {"2"}
+    assert aliases_of(fleet.registry.read(), "copy") == Aliases("1")
+    assert fleet.registry.read().left("copy") == {"2"}
     assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
@@ -143,7 +143,7 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
         assert version is not None
         taken.append(version)
     assert [fleet.candidates[version].policy for version in taken] == ["fp8", "fp8k_int4v_aged", "fp8k_int4v", "int4"]
-    assert read_aliases(fleet.registry, "copy").previous == "3"
+    assert aliases_of(fleet.registry.read(), "copy").previous == "3"
     version, said = pressed(fleet, "2")
     assert (version, said[-1]) == ("2", "refused")
 
@@ -216,7 +216,7 @@ def test_a_step_says_whether_keys_and_young_values_lose(
 ) -> None:
     fleet.add(now)
     fleet.add(to)
-    one, other = map(fleet.engines.find, fleet.registry.registered())
+    one, other = map(fleet.engines.find, fleet.registry.read().versions.values())
     change = step(one, other)
     assert (change.keys, change.young_values) == (keys, young_values)
 

@@ -135,12 +135,12 @@ def test_odd_values_of_a_store_are_a_line_or_harmless(statement: str, tmp_path: 
     location = locate(Tracking(), tmp_path, "tiny", {})
     store = MlflowStore(location)
     store.client.create_model_version("kvgate-tiny", "source", run_id="a", tags={"kv": "fp8"})
-    assert [version.tags for version in store.registered()] == [{"kv": "fp8"}]
+    assert [version.tags for version in store.read().versions.values()] == [{"kv": "fp8"}]
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         database.execute("PRAGMA ignore_check_constraints = ON")
         database.execute(statement)
     try:
-        assert [version.number for version in MlflowStore(location).registered()] == ["1"]
+        assert list(MlflowStore(location).read().versions) == ["1"]
     except (UserError, MissingRequirement) as error:
         assert "MLflow" in str(error)  # noqa: PT017
         assert "\n" not in str(error)  # noqa: PT017

@@ -1,16 +1,14 @@
 """Promotion and rollback: the chosen candidate, refusals, and the resulting aliases."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_candidates import MemoryRegistry, decide_pass, engines_of, judged_candidate, replay_without_findings
+from judged_candidates import MemoryRegistry, decide_pass, engines_of, evidence_digest, judged_candidate
 from refusals import refused
 
-from pipeline.registry.promotion import Finding, PromotionMove, Replay, ReplayedEvidence, choose
-from pipeline.registry.summary import evidence_digest
+from pipeline.registry.promotion import Finding, PromotionMove, choose
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
@@ -41,18 +39,27 @@ def changed(candidate: Candidate, **changes: Any) -> Candidate:
     return candidate.model_copy(update=changes)
 
 
-def promote(
-    registry: MemoryRegistry,
-    *candidates: Candidate,
-    replay: Replay = replay_without_findings,
-    decide: Decide = decide_pass,
-    name: str | None = None,
-) -> PromotionMove:
-    return engines_of(registry, registry.candidates, replay, decide).promote(candidates, name=name)
+def promote(registry: MemoryRegistry, *candidates: Candidate, name: str | None = None, **given: Any) -> PromotionMove:
+    """Promote candidates. `given` are arguments of `engines_of`."""
+    return engines_of(registry, registry.candidates, **given).promote(candidates, name=name)
 
 
-def rollback(registry: MemoryRegistry, replay: Replay = replay_without_findings) -> PromotionMove:
-    return engines_of(registry, registry.candidates, replay).rollback()
+def rollback(registry: MemoryRegistry, **given: Any) -> PromotionMove:
+    return engines_of(registry, registry.candidates, **given).rollback()
+
+
+def test_an_engine_is_read_and_replayed_once_a_command(fp8: Candidate, registry: MemoryRegistry) -> None:
+    replays: list[str] = []
+
+    def replay(candidate: Candidate) -> Sequence[Finding]:
+        replays.append(candidate.name)
+        return ()
+
+    engines = engines_of(registry, [fp8], replay)
+    (judged,) = engines.judged_again([fp8], "tiny")
+    fp8.report.path.unlink()
+    assert engines.verify(judged) is engines.verify(fp8)
+    assert replays == ["fp8"]
 
 
 def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registry: MemoryRegistry) -> None:
@@ -112,13 +119,6 @@ def test_nothing_is_promoted_when_none_passed(tmp_path: Path, registry: MemoryRe
         promote(registry)
 
 
-def test_promote_refuses_an_identity_that_is_not_what_the_version_cites(fp8: Candidate, registry: MemoryRegistry) -> None:
-    other = changed(fp8, identity=fp8.identity.model_copy(update={"digest": "o"}))
-    with pytest.raises(GateRefusal, match=r"^fp8 is not promoted: its identity is not the one that version 1 cites$"):
-        promote(registry, other)
-    assert registry.moves == []
-
-
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
 def test_promote_decides_again_and_believes_no_claimed_pass(fp8: Candidate, registry: MemoryRegistry, verdict: Status) -> None:
     sample = load_rows(fp8.samples.parent)[0].model_copy(update={"id": "a\u2028b\u2029c\x85d"})
@@ -132,17 +132,6 @@ def test_promote_decides_again_and_believes_no_claimed_pass(fp8: Candidate, regi
 
     with pytest.raises(GateRefusal, match=f"it is {verdict}: mean KL too high"):
         promote(registry, cited, decide=says_no)
-
-
-def replay_that_gives(*findings: Finding, built_for: Limits | None = None) -> Replay:
-    def replay(candidate: Candidate) -> ReplayedEvidence:
-        evidence = replay_without_findings(candidate)
-        assert evidence.report is not None
-        covered = evidence.report.model_copy(update={"coverage": Exercised(longest_context=1003, batch=16)})
-        report = covered if built_for else evidence.report
-        return replace(evidence, findings=findings, report=report, built_for=built_for or Limits())
-
-    return replay
 
 
 SAME = Finding("chain", "same", "9 artifacts")
@@ -163,12 +152,12 @@ def test_promote_refuses_on_the_first_finding_that_is_not_the_same(
     fp8: Candidate, registry: MemoryRegistry, findings: tuple[Finding, ...], kind: type[Exception], expected: str
 ) -> None:
     with refused(kind, f"fp8 is not promoted: {expected}"):
-        promote(registry, fp8, replay=replay_that_gives(*findings))
+        promote(registry, fp8, replay=lambda _: findings)
     assert registry.moves == []
 
 
 def test_promote_refuses_an_identity_that_cannot_be_read(fp8: Candidate, registry: MemoryRegistry) -> None:
-    def replay(_candidate: Candidate) -> ReplayedEvidence:
+    def replay(_candidate: Candidate) -> Sequence[Finding]:
         raise UserError("identity.json: schema_version: Field required")
 
     with pytest.raises(GateRefusal, match=r"fp8 is not promoted: identity\.json: schema_version"):
@@ -176,14 +165,16 @@ def test_promote_refuses_an_identity_that_cannot_be_read(fp8: Candidate, registr
 
 
 def test_an_engine_that_allows_more_than_its_verdict_covers_is_not_promoted(fp8: Candidate, registry: MemoryRegistry) -> None:
+    report = load_report(fp8.report.path.parent)
+    covered = report.model_copy(update={"coverage": Exercised(longest_context=1003, batch=16)})
     for limits, expected in (
         (Limits(tokens=4096, batch=16), "up to 1,003 tokens, batch 16, and its bundle allows 4,096 tokens: build it for 1024"),
         (Limits(tokens=1024, batch=32), "and its bundle allows batches of 32: build it for 16"),
     ):
         with pytest.raises(GateRefusal, match=expected):
-            promote(registry, fp8, replay=replay_that_gives(built_for=limits))
+            promote(registry, fp8, report=covered, built_for=limits)
     assert registry.moves == []
-    move = promote(registry, fp8, replay=replay_that_gives(built_for=Limits(tokens=1024, batch=16)))
+    move = promote(registry, fp8, report=covered, built_for=Limits(tokens=1024, batch=16))
     assert move.message.endswith("is the champion, up to 1,003 tokens, batch 16")
 
 
@@ -216,7 +207,7 @@ def test_a_rollback_replays_the_evidence_of_the_version_that_it_goes_back_to(tmp
     with pytest.raises(
         GateRefusal, match="stage=rollback: version 1 does not serve again: weights: differs, recorded a, found b"
     ):
-        rollback(registry, replay_that_gives(DIFFERS))
+        rollback(registry, replay=lambda _: [DIFFERS])
     assert registry.aliases == {"champion": "2", "previous": "1"}
 
 

@@ -5,15 +5,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from evidence_copies import edit
 from judged_candidates import decide_pass
 from judged_engine import cited_tags, judged_engine
 from routed_engines import Fleet
 
 from pipeline.evidence.reading import registered_engine
-from pipeline.evidence.verify import replay_candidate
-from pipeline.registry import promotion
+from pipeline.evidence.verify import replay
 from pipeline.registry.routing import moves
-from pipeline.registry.routing.moves import Aliases, read_aliases
+from pipeline.registry.routing.moves import Aliases, aliases_of
 from pipeline.registry.routing.stages import roll_back
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
@@ -63,7 +63,7 @@ def test_the_same_file_again_moves_nothing_and_leaves_the_way_back(fleet: Fleet)
     fleet.routed("routes: {copy: {policy: int8}}")
     fleet.routed("routes: {copy: {policy: fp8}}")
     assert fleet.routed("routes: {copy: {policy: fp8}}") == ["route-copy: version 2 (fp8), as it was"]
-    assert read_aliases(fleet.registry, "copy") == Aliases("2", "3")
+    assert aliases_of(fleet.registry.read(), "copy") == Aliases("2", "3")
 
 
 def test_a_rollback_by_hand_goes_to_the_previous_then_to_the_fallback_then_nowhere(fleet: Fleet) -> None:
@@ -72,7 +72,7 @@ def test_a_rollback_by_hand_goes_to_the_previous_then_to_the_fallback_then_nowhe
     for expected in ("3", "1"):
         rolled_back(fleet, "retrieval")
         assert fleet.route("retrieval") == expected
-    assert fleet.registry.left("retrieval") == {"2", "3"}
+    assert fleet.registry.read().left("retrieval") == {"2", "3"}
     with pytest.raises(UserError, match=r"routing\.rollback=retrieval: .* cannot go back: no previous, no fallback"):
         rolled_back(fleet, "retrieval")
     with pytest.raises(UserError, match=r"routing\.rollback=tool_call: this model has no such route"):
@@ -112,7 +112,11 @@ def test_a_rollback_takes_no_engine_that_was_deleted(fleet: Fleet) -> None:
             GateRefusal,
             "copy.policy=int8: version 3 is not proven: copy is INCONCLUSIVE: copy: a",
         ),
-        ("routes: {copy: {policy: fp8, fallback: bf16}}", GateRefusal, "fallback=bf16: version 1 is not proven: its identity"),
+        (
+            "routes: {copy: {policy: fp8, fallback: bf16}}",
+            GateRefusal,
+            "fallback=bf16: version 1 is not proven: identity: differs",
+        ),
     ],
 )
 def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
@@ -140,16 +144,23 @@ def test_an_engine_is_found_in_the_store_by_what_its_version_cites_and_its_evide
     store = tmp_path / "store"
     evidence = judged_engine(store)
     tags = cited_tags(evidence)
-    found = registered_engine(store, Version("4", tags))
+    read = partial(registered_engine, store, partial(replay, signing=SigningConfig()))
+    found = read(Version("4", tags))
     assert (found.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")
     assert {"retrieval", "copy"} <= found.workloads
-    replay = partial(replay_candidate, signing=SigningConfig())
-    assert {finding.status for finding in replay(found.candidate).findings} == {"same"}
+    assert {finding.status for finding in found.replay()} == {"same"}
     (found.candidate.engine.path / "weights.bin").write_text("altered")
     with pytest.raises(GateRefusal, match=r"^engine: weights\.bin: differs, recorded "):
-        promotion.verify(found.candidate, replay, decide_pass)
+        found.verify(decide_pass)
     with pytest.raises(GateRefusal, match=r"version 4 \(int8\) has no evidence in"):
-        registered_engine(store, Version("4", {**tags, "identity_digest": "0" * 64}))
+        read(Version("4", {**tags, "identity_digest": "0" * 64}))
+    edit(found.candidate.engine.path / "bundle.json", lambda bundle: bundle.update(max_tokens="many"))
+    with pytest.raises(GateRefusal, match=r"version 4 \(int8\): its evidence cannot be read: 1 validation error for Limits"):
+        read(Version("4", tags))
+    (found.candidate.engine.path / "bundle.json").unlink()
+    assert {finding.name for finding in read(Version("4", tags)).replay() if finding.status == "missing"} == {
+        "engine: bundle.json"
+    }
     (evidence / REPORT_FILE).unlink()
     with pytest.raises(GateRefusal, match="its report is missing"):
-        registered_engine(store, Version("4", tags))
+        read(Version("4", tags))

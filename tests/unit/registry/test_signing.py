@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from evidence_copies import edit
 from judged_candidates import MemoryRegistry
-from judged_engine import candidate_of, cited_tags, config_of, exported, judged_engine
+from judged_engine import cited_tags, config_of, exported, judged_engine
 from signing_keys import key_pair, keys
 
 from pipeline.api import champion
@@ -139,7 +139,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_pat
     shutil.copyfile(signed / SIGNATURE_FILE, forged / SIGNATURE_FILE)
     assert signature_finding(forged, trusted) == "differs, no trusted key signed it (ValueError Signature mismatch)"
     promotion = Run(config_of("stage=promote", f"signing.trusted=[{ours[1]}]"))
-    before_a_promotion = promotion.replay(candidate_of(forged)).findings
+    before_a_promotion = promotion.replay(read_evidence(forged))
     assert [finding.name for finding in before_a_promotion if finding.status == "differs"] == ["signature"]
     with pytest.raises(GateRefusal, match=r"differs from the judged engine: signature$"):
         verify_stage(stage_verify(forged, ours[1]))
