@@ -15,7 +15,7 @@ from pipeline.registry.tracking import locate
 from stages.checkpoints.places import checkpoint_label
 from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.core.strict import read_given
+from stages.workloads.own import own_content
 
 ALIAS = "champion"
 
@@ -38,8 +38,8 @@ def champion(
         model: The registered model's name, or the checkpoint that it is named after.
         tracking_uri: MLflow's store. By default MLFLOW_TRACKING_URI, or the store in the work directory.
         workdir: The work directory.
-        samples: The `workloads.jsonl` file that the engine was judged on, if any. A downloaded engine needs this file, because
-            the registry keeps the file's digest but not its prompts.
+        samples: The `workloads.jsonl` file or the `workloads.documents` directory that the engine was judged on, if any. A
+            downloaded engine needs it, because the registry keeps the digest but not the prompts.
         trusted: Public keys in PEM. If keys are given, the evidence must be signed with a key from this list.
         threads: CPU threads, as for `load`.
 
@@ -110,9 +110,9 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
 
 
 def _bring(samples: Path, copy: Path, asked: str | None) -> None:
-    """Copy the user's samples to the path that the evidence expects."""
+    """Copy the user's samples or texts to the path that the evidence expects."""
     if asked is None:
         raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
-    content = read_given("samples", samples)
+    content = own_content("samples", samples)
     (copy / asked).parent.mkdir(exist_ok=True)
     (copy / asked).write_bytes(content)

@@ -29,6 +29,7 @@ from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.capacity import memory_budget
 from stages.policies.policy import FP16_POLICY, PAGE_TOKENS
 from stages.workloads.config import LONG_QUESTIONS
+from stages.workloads.own import document_words
 
 UNRECORDED = ("verify", "audit", "status", "prune")
 """Stages that summary.json does not record. They do not write to the work directory, except that prune removes artifacts."""
@@ -181,7 +182,7 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
 
 
 def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Refuse lengths that exceed the model, the engine or the memory, or that have too few documents for a PASS."""
+    """Refuse lengths that exceed the model, the engine, the memory or the texts, or that have too few documents for a PASS."""
     workloads, (limit, limited), memory = config.workloads, _context(config, checkpoint), virtual_memory().total
     together = -(-workloads.batch_size // LONG_QUESTIONS) + 1  # documents whose questions are decoded or wait at the same time
     for length in workloads.lengths:
@@ -200,6 +201,7 @@ def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
             f"workloads.length_documents={workloads.length_documents}: no length can pass with fewer than gates.min_samples "
             f"documents ({config.gates.min_samples}); give at least that many"
         )
+    document_words(workloads)
 
 
 def _check_shortest(config: Config, checkpoint: CheckpointInfo) -> None:
@@ -234,7 +236,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
     speculation = config.workloads.speculation
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))
-    given = config.workloads.file is not None or config.workloads.gsm8k > 0
+    given = config.workloads.own is not None or config.workloads.gsm8k > 0
     if not given and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
     from stages.evaluate.inputs.samples import load_samples

@@ -1,5 +1,6 @@
 """The chain of artifacts from an engine to its identity: the rounds of answers of engine and baseline, and the report."""
 
+import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from stages.verdict.gates import decide, is_final
 from stages.verdict.report import EvaluationReport
 from stages.verdict.thresholds import Verdict
 from stages.workloads.config import long_cost
+from stages.workloads.own import own_content, own_files
 
 if TYPE_CHECKING:
     from stages.evaluate.conformance.engine import ReferenceEngine
@@ -228,15 +230,15 @@ class Chain(BuildChain):
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
         content = {"identity": json_digest(identity.model_dump(mode="json"))}
         recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
-        file, signing = self.config.workloads.file, self.config.signing
-        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, signing), policy)
+        workloads, signing = self.config.workloads, self.config.signing
+        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, workloads, out, signing), policy)
 
     def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
         """Return the recipe of an artifact that a module of `stages.evaluate` makes."""
         workloads, backend = self.config.workloads, self.backend
         digests = {name: artifact.digest for name, artifact in inputs.items()}
-        if workloads.file is not None:
-            digests["jsonl"] = self.digest_of(workloads.file)
+        if self._own_digest is not None:
+            digests[workloads.own_key] = self._own_digest
         if self._draft_digest is not None:
             digests["draft"] = self._draft_digest
         # Some workloads quote the documentation of the Python that runs.
@@ -251,6 +253,16 @@ class Chain(BuildChain):
         code = (f"stages.evaluate.{module}", backend.engine_module)
         libraries = (*backend.libraries, *TORCH, "numpy", "scipy", *backend.run_libraries())
         return Recipe(stage, code, parts, digests, libraries, measures_time=True)
+
+    @cached_property
+    def _own_digest(self) -> str | None:
+        """Digest of the user's samples or texts; None if all samples are generated."""
+        workloads = self.config.workloads
+        if workloads.own is None:
+            return None
+        for file in own_files(workloads.own_key, workloads.own):
+            self.digest_of(file)  # the command fails if a file changes
+        return hashlib.sha256(own_content(workloads.own_key, workloads.own)).hexdigest()
 
     @cached_property
     def _draft_digest(self) -> str | None:

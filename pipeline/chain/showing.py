@@ -113,6 +113,8 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         if workloads.jsonl is not None:
             generated = load_samples(workloads.model_copy(update={"jsonl": None}))
             own = {sample.id for sample in samples} - {sample.id for sample in generated}
+        elif workloads.documents is not None:
+            own = {sample.id for sample in samples}
     except REFUSALS as error:
         problem = problem or f"its prompts cannot be made again: {error}"
     built = dict(identity.link("engine").parts["config"])

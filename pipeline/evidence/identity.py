@@ -29,6 +29,8 @@ from stages.policies.scales import SCALES_FILE
 from stages.verdict.gates import Gates
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from stages.verdict.thresholds import RULES, Verdict
+from stages.workloads.config import WorkloadsConfig
+from stages.workloads.own import own_content
 
 IDENTITY_FILE = "identity.json"
 BUNDLE_FILE = "bundle.json"
@@ -123,7 +125,7 @@ class Identity(StrictModel):
     roles: dict[Role, str]
     """Role -> key of the artifact in this role."""
     workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
-    """Path of the user's own samples, relative to this file; null if all samples are generated."""
+    """Path of the copy of the user's samples or texts, relative to this file; null if all samples are generated."""
     gates: Gates
     verdict: Verdict
     signer: str | None = None
@@ -206,7 +208,8 @@ def make_identity(
     verdict: Verdict,
 ) -> Identity:
     """Build the identity of a judged engine. Raises UserError if the engine's bundle.json cannot be read."""
-    samples = config.workloads.file
+    own = config.workloads.own
+    name = own.name if own is not None and own.is_file() else "documents.txt"
     unbound = Identity(
         schema_version=1,
         kvgate=__version__,
@@ -216,7 +219,7 @@ def make_identity(
         chain=list(chain),
         roles=dict(roles),
         # The copy keeps the file's name, because samples without an id are named after their file.
-        workloads_file=f"workloads/{samples.name}" if samples is not None else None,
+        workloads_file=f"workloads/{name}" if own is not None else None,
         gates=config.gates,
         verdict=verdict,
         signer=config.signing.signer,
@@ -225,14 +228,14 @@ def make_identity(
     return unbound.model_copy(update={"binds": bindings(unbound, read_bundle(engine), report)})
 
 
-def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path, signing: SigningConfig) -> None:
+def write_identity(identity: Identity, evaluation: Path, workloads: WorkloadsConfig, out: Path, signing: SigningConfig) -> None:
     """Write the identity, its signature, and the evidence that a replay reads."""
     for name in (REPORT_FILE, SAMPLES_FILE):
         shutil.copyfile(evaluation / name, out / name)
-    if workloads is not None:
-        copy = out / str(identity.workloads_file)
+    if identity.workloads_file is not None and workloads.own is not None:
+        copy = out / identity.workloads_file
         copy.parent.mkdir()
-        shutil.copyfile(workloads, copy)
+        copy.write_bytes(own_content(workloads.own_key, workloads.own))
     (out / IDENTITY_FILE).write_text(identity.model_dump_json(indent=1) + "\n", encoding="utf-8")
     signing.sign(out / IDENTITY_FILE)
 

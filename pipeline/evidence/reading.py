@@ -37,7 +37,7 @@ from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.tracked import flat_metrics
 
-USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft")
+USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents", "draft")
 """Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""
 
 INPUT_ROLES: dict[Role, tuple[Role, ...]] = {"quantized": ("calibration",), "evaluation": ("engine", "baseline", "answers")}

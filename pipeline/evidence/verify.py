@@ -158,8 +158,8 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
     """Generate the samples again (or read the user's file), encode them with the engine's tokenizer, and compare digests."""
     try:
         config = requested_workloads(evidence)
-        if config.file is not None and not config.file.is_file():
-            return Finding(SAMPLES_CHECK, "missing", f"the samples of workloads.jsonl, {config.file}")
+        if config.own is not None and not config.own.is_file():
+            return Finding(SAMPLES_CHECK, "missing", f"the samples or texts of the user, {config.own}")
         with required_libraries():
             from stages.evaluate.inputs.samples import load_samples
             from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
@@ -207,8 +207,8 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
 def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
     """Return the configuration of the samples.
 
-    The path of the user's own samples is the copy in the evidence, which may be missing. Raises UserError if the configuration
-    is unreadable, or if the copy is a link or another file.
+    The path of the user's samples or texts is the copy in the evidence, which may be missing. Raises UserError if the
+    configuration is unreadable, or if the copy is a link or another file.
     """
     identity, link = evidence.identity, evidence.identity.link("evaluation")
     try:
@@ -216,15 +216,15 @@ def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
     except (KeyError, ValidationError) as error:
         raise UserError(f"the questions cannot be read: {str(error).splitlines()[0]}") from None
     if identity.workloads_file is None:
-        if config.jsonl is not None:  # the identity's author chose this path: never open it
-            raise UserError("workloads.jsonl was asked, and the evidence has no copy")
+        if config.own is not None:  # the identity's author chose this path: never open it
+            raise UserError("the user's samples or texts were asked, and the evidence has no copy")
         return config
     path = evidence.directory / identity.workloads_file
     if path.is_symlink() or path.parent.is_symlink():
         raise UserError(f"{path} is a link, no file")
-    if path.is_file() and file_digest(path) != link.inputs.get("jsonl"):
+    if path.is_file() and file_digest(path) != link.inputs.get(config.own_key):
         raise UserError(f"{path} is not the file that was asked")
-    return config.model_copy(update={"jsonl": str(path)})
+    return config.model_copy(update={config.own_key: str(path)})
 
 
 def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:

@@ -115,6 +115,9 @@ class WorkloadsConfig(StrictModel):
     """Lengths in tokens of long documents, whose questions replace `samples` and whose lengths replace `context_bins`."""
     length_documents: Annotated[int, Field(ge=1, le=10_000)] = LONG_DOCUMENTS
     """Number of documents per length, with seven questions each."""
+    documents: PathText | None = None
+    """Directory of the user's text files (.txt, .md), or one such file, which the documents of `lengths` quote; null for
+    Python's documentation."""
     gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
     """Number of additional GSM8K problems, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
@@ -154,8 +157,15 @@ class WorkloadsConfig(StrictModel):
         return asked <= PAGES and self.jsonl is None and not self.gsm8k
 
     @property
-    def file(self) -> Path | None:
-        return Path(self.jsonl).expanduser() if self.jsonl is not None else None
+    def own_key(self) -> Literal["jsonl", "documents"]:
+        """The key that may name the user's samples or texts."""
+        return "jsonl" if self.documents is None else "documents"
+
+    @property
+    def own(self) -> Path | None:
+        """Path of the user's samples or texts; None if all samples are generated."""
+        path = self.jsonl if self.documents is None else self.documents
+        return Path(path).expanduser() if path is not None else None
 
     @model_validator(mode="before")
     @classmethod
@@ -170,6 +180,8 @@ class WorkloadsConfig(StrictModel):
     def _fits_together(self) -> Self:
         if len(set(self.lengths)) < len(self.lengths):
             raise ValueError(f"lengths must be different, got {self.lengths}; give each length once")
+        if self.documents is not None and (self.jsonl is not None or not self.lengths):
+            raise ValueError("documents: are cut to workloads.lengths, without workloads.jsonl; give lengths, and no jsonl")
         if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k and not self.lengths:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins

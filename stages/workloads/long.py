@@ -1,9 +1,9 @@
 """Documents of given lengths, and seven questions about each document, which share its tokens.
 
-A document is prose from Python's documentation with a list of records in each third: codes, homes, and wares as JSON. Documents
-of all lengths have the same number of records, so only the distances grow. Every asked code has more than 20 similar codes.
-Answers repeat sentences or records of the conversation, as in `stages.workloads.pages`, so that small models can answer. Only
-the probability of the values counts (`Sample.results`).
+A document is prose from Python's documentation or from the user's texts, with a list of records in each third: codes, homes,
+and wares as JSON. Documents of all lengths have the same number of records, so only the distances grow. Every asked code has
+more than 20 similar codes. Answers repeat sentences or records of the conversation, as in `stages.workloads.pages`, so that
+small models can answer. Only the probability of the values counts (`Sample.results`).
 """
 
 import json
@@ -29,12 +29,14 @@ def document_of(length: int, number: int, seed: int, split: Split = "evaluation"
     return Slot(split, f"{LONG}{length}", seed, number)
 
 
-def questions(document: Slot, prose_words: int) -> list[Sample]:
+def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = None) -> list[Sample]:
     """Return the questions about a document.
 
     Args:
         document: The slot from `document_of`.
         prose_words: Number of words of prose in the document, without its records.
+        texts: Words to quote, each with the white space after it; a document begins anywhere in them. None quotes Python's
+            documentation.
     """
     rng = document.rng()
     keys = rng.sample(KEYS, CODES + 1)
@@ -50,9 +52,14 @@ def questions(document: Slot, prose_words: int) -> list[Sample]:
     for third in thirds:
         rng.shuffle(third)
     lines = list(chain(*thirds))
-    pages = [" ".join(page) for page in documentation.pages(document.split)]
-    rng.shuffle(pages)
-    text = _between(["\n".join(third) for third in thirds], " ".join(pages).split(), prose_words)
+    if texts is None:
+        pages = [" ".join(page) for page in documentation.pages(document.split)]
+        rng.shuffle(pages)
+        texts, first = [f"{word} " for word in " ".join(pages).split()], 0
+    else:
+        first = rng.randrange(len(texts))
+    prose = [texts[(first + number) % len(texts)] for number in range(prose_words)]
+    text = _between(["\n".join(third) for third in thirds], prose)
 
     early, middle, late = (codes[i::3] for i in range(3))
     shared = [*_worked(early[0]), *_worked(homes[1]), ("user", _ware_question(wares[1])), ("assistant", wares[1])]
@@ -102,11 +109,10 @@ def questions(document: Slot, prose_words: int) -> list[Sample]:
     ]
 
 
-def _between(blocks: Sequence[str], prose: Sequence[str], count: int) -> str:
-    """Return the blocks of records with `count` words of prose spread between them. Prose that ends begins again."""
-    prose = (list(prose) * (count // len(prose) + 1))[:count]
-    ends = [count * number // len(blocks) for number in range(len(blocks) + 1)]
-    parts = [(" ".join(prose[low:high]), block) for low, high, block in zip(ends, ends[1:], blocks, strict=False)]
+def _between(blocks: Sequence[str], prose: Sequence[str]) -> str:
+    """Return the blocks of records with the words of prose spread between them."""
+    ends = [len(prose) * number // len(blocks) for number in range(len(blocks) + 1)]
+    parts = [("".join(prose[low:high]).strip(), block) for low, high, block in zip(ends, ends[1:], blocks, strict=False)]
     return "\n\n".join(part for pair in parts for part in pair if part)
 
 

@@ -1,8 +1,9 @@
 """A judged engine as a run leaves it: a store with small artifacts of the whole chain. Files that a replay reads are real."""
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
+from stages.workloads.own import own_content
 
 TINY = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
 SAMPLES = ["workloads=builtin", "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"]
@@ -38,7 +40,7 @@ RECORD = {
 
 def judged_engine(
     root: Path,
-    jsonl: Path | None = None,
+    workloads: Sequence[str] = SAMPLES,
     gguf: str | None = None,
     measured: Mapping[str, object] | None = None,
     keys: SigningConfig | None = None,
@@ -47,10 +49,10 @@ def judged_engine(
 ) -> Path:
     """Make a store in `root` and return the identity's directory. The answers `lost` per workload decide the verdict.
 
-    `gguf` is the digest of the GGUF that the checkpoint was converted from. `measured` overrides fields of the report, and
-    `keys` sign the identity. A store may hold engines of several `kv`.
+    `workloads` are overrides; the user's files that they name are part of the evidence. `gguf` is the digest of the
+    GGUF that the checkpoint was converted from. `measured` overrides fields of the report, and `keys` sign the
+    identity. A store may hold engines of several `kv`.
     """
-    workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else SAMPLES
     config, policy = config_of(*workloads, "model.path=/models/some-llm"), config_of(f"kv={kv}").kv
     config = config.model_copy(update={"signing": keys or config.signing})
     store, chain = Store(root), []
@@ -71,7 +73,8 @@ def judged_engine(
     exact = make("quantize", "quantize fp16", inputs, _write({"kv_scales.json": "{}"}), weights="none")
     coded = make("quantize", f"quantize {kv}", inputs, _write({"kv_scales.json": '{"layers": []}'}), weights="none")
     baseline, engine = _bundle(make, weights, exact, FP16_POLICY), _bundle(make, weights, coded, policy)
-    read = {"jsonl": file_digest(jsonl)} if jsonl is not None else {}
+    key, own = config.workloads.own_key, config.workloads.own
+    read: dict[str, str] = {key: hashlib.sha256(own_content(key, own)).hexdigest()} if own is not None else {}
     answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"answers.jsonl": "{}"}))
     rows = every_class(**lost)
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
@@ -99,7 +102,7 @@ def judged_engine(
     return make_artifact(
         store,
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
-        lambda out: write_identity(identity, evaluation.path, jsonl, out, config.signing),
+        lambda out: write_identity(identity, evaluation.path, config.workloads, out, config.signing),
     ).path
 
 

@@ -9,6 +9,7 @@ from stages.policies.policy import PAGE_TOKENS, whole_pages
 from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
 from stages.workloads.conversation import Slot
 from stages.workloads.long import document_of, questions
+from stages.workloads.own import document_words
 
 SLACK = 32
 """Maximum tokens that the longest question leaves of a document's length: less than a page, because a promotion compares the
@@ -26,8 +27,12 @@ class PromptTokenizer(Protocol):
 
 def long_samples(config: WorkloadsConfig) -> list[Sample]:
     """Return the questions of `workloads.lengths` before `fit_lengths` cuts their documents."""
-    documents = (document_of(length, n, config.seed) for length in config.lengths for n in range(config.length_documents))
-    return [sample for document in documents for sample in questions(document, _length(document))]
+    texts = document_words(config)
+    return [sample for document in _documents(config) for sample in questions(document, _length(document), texts)]
+
+
+def _documents(config: WorkloadsConfig) -> list[Slot]:
+    return [document_of(length, n, config.seed) for length in config.lengths for n in range(config.length_documents)]
 
 
 def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: WorkloadsConfig) -> list[Sample]:
@@ -44,13 +49,12 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
     Raises:
         UserError: The records and questions of a document alone exceed its length.
     """
-    asked = {sample.document for sample in samples}
-    documents = (document_of(length, n, config.seed) for length in config.lengths for n in range(config.length_documents))
-    words = {document: 0 for document in documents if document.id in asked}
+    asked, texts = {sample.document for sample in samples}, document_words(config)
+    words = {document: 0 for document in _documents(config) if document.id in asked}
     longest, bare = _longest(list(words), tokenizer, config)
     fitted, tried = dict[str, Sample](), set[tuple[Slot, int]]()
     while words:
-        made = {document: questions(document, count) for document, count in words.items()}
+        made = {document: questions(document, count, texts) for document, count in words.items()}
         sizes = _sizes([every[longest[document]] for document, every in made.items()], tokenizer, config)
         for (document, every), size in zip(made.items(), sizes, strict=True):
             length = _length(document)

@@ -17,6 +17,7 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
 from stages.verdict.coverage import Exercised
 from stages.verdict.report import load_report
 from stages.workloads.config import LONG_QUESTIONS
+from stages.workloads.documentation import pages
 
 
 def test_the_seven_questions_of_a_document_prefill_it_once(
@@ -44,8 +45,11 @@ def test_the_seven_questions_of_a_document_prefill_it_once(
     assert engine.pool.in_use == (0, 0)
 
 
-def test_a_verdict_claims_the_longest_length_and_reports_every_length(tmp_path: Path) -> None:
+def test_a_verdict_on_the_users_texts_claims_the_longest_length_and_reports_every_length(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text(" ".join(word for page in pages("train") for paragraph in page for word in paragraph.split()))
     given = ["workloads.lengths=[1216,1664]", "workloads.length_documents=1", "gates.min_samples=1"]
+    given += ["workloads=documents", f"workloads.documents={texts}"]
     cheap = ["workloads.conformance_samples=0", "gates.min_baseline_probability=1e-30", "tracking=none"]
     place, candidate = judge(job_of(tmp_path, "kv=int8", *given, *cheap), "INCONCLUSIVE")
     report = load_report(place)

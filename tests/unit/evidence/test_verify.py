@@ -181,7 +181,8 @@ def test_an_identity_with_thresholds_of_older_rules_is_refused_for_its_rules(cop
 def test_the_users_samples_are_not_read_through_a_link(tmp_path: Path, linked: str) -> None:
     samples = tmp_path / "mine.jsonl"
     samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
-    copy = exported(judged_engine(tmp_path / "store", jsonl=samples), tmp_path / "copy", *ALL)
+    judged = judged_engine(tmp_path / "store", ["workloads=jsonl", f"workloads.jsonl={samples}"])
+    copy = exported(judged, tmp_path / "copy", *ALL)
     (copy / linked).rename(tmp_path / "moved")
     (copy / linked).symlink_to(tmp_path / "moved")
     assert wrong(copy) == {"samples, made again": "differs"}
@@ -204,13 +205,29 @@ def test_a_copy_without_its_identity_is_told_what_is_missing(copy: Path) -> None
 def test_the_users_own_samples_travel_with_the_evidence_and_are_compared(tmp_path: Path) -> None:
     samples = tmp_path / "mine.jsonl"
     samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
-    copy = exported(judged_engine(tmp_path / "store", jsonl=samples), tmp_path / "copy", *ALL)
+    judged = judged_engine(tmp_path / "store", ["workloads=jsonl", f"workloads.jsonl={samples}"])
+    copy = exported(judged, tmp_path / "copy", *ALL)
     samples.unlink()
     assert wrong(copy) == {}
     (copy / "workloads" / "mine.jsonl").write_text('{"prompt": "2 + 3 =", "reference": "5"}\n')
     assert wrong(copy) == {"samples, made again": "differs"}
     (copy / "workloads" / "mine.jsonl").unlink()
     assert wrong(copy) == {"samples, made again": "missing"}
+
+
+def test_the_users_texts_travel_with_the_evidence_as_one_file(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    (texts / "more").mkdir(parents=True)
+    for name, word in (("b.txt", "one "), ("more/a.md", "two "), ("picture.png", "three ")):
+        (texts / name).write_text(word * 300)
+    given = ["workloads=documents", f"workloads.documents={texts}", "workloads.lengths=[1216]", "workloads.length_documents=1"]
+    copy = exported(judged_engine(tmp_path / "store", given), tmp_path / "copy", *ALL)
+    shutil.rmtree(texts)
+    assert wrong(copy) == {}
+    (copied,) = (copy / "workloads").iterdir()
+    assert copied.read_text().split() == ["one"] * 300 + ["two"] * 300
+    copied.write_text("other " * 600)
+    assert wrong(copy) == {"samples, made again": "differs"}
 
 
 # --- altered, and sealed again ---------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def show(work: Path, shown: Candidate, store: Runs | None) -> None:
 def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) -> None:
     jsonl = work.parent / "own.jsonl"
     jsonl.write_text(json.dumps(OWN) + "\n")
-    directory = judged_engine(work / "artifacts", jsonl=jsonl, copy=3)
+    directory = judged_engine(work / "artifacts", ["workloads=jsonl", f"workloads.jsonl={jsonl}"], copy=3)
     rows = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     lost = next(row for row in rows if row["baseline_correct"] and not row["candidate_correct"])
     lost |= {"id": OWN["id"], "reference": OWN["reference"]}

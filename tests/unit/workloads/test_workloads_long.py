@@ -21,6 +21,7 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, encode, encode_rounds
 from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
 from stages.workloads.documentation import SPLITS, pages
 from stages.workloads.long import CODES, document_of, questions
+from stages.workloads.own import document_words
 
 DOCUMENTS = [document_of(2048, number, seed=0) for number in range(20)]
 RECORD = re.compile(r"The (code|home) of |\{\"ware")
@@ -103,6 +104,43 @@ def test_more_words_make_a_longer_document_with_the_same_records_also_beyond_all
     assert [len(CODE.findall(text)) for text in texts] == [CODES] * 3
     counts = [len(text.split()) for text in texts]
     assert (counts[1] - counts[0], counts[2] - counts[0]) == (500, 100_000)
+
+
+def test_a_document_quotes_the_users_texts_from_anywhere_on(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    words = [f"word{number}" for number in range(3000)]
+    (tmp_path / "a.txt").write_text("\n".join(words[:2000]))
+    (tmp_path / "b.md").write_text(" ".join(words[2000:]))
+    config, tokenizer = long_workloads(documents=str(tmp_path)), BundleTokenizer(tiny_checkpoint)
+    firsts = set()
+    for sample in fit_lengths(long_samples(config), tokenizer, config):
+        quoted = [word for word in document(sample).split() if re.fullmatch(r"word\d+", word)]
+        firsts.add(quoted[0])
+        assert quoted == [f"word{(int(quoted[0][4:]) + number) % 3000}" for number in range(len(quoted))]
+    assert len(firsts) == 4  # documents
+    assert "word7\nword8" in document(questions(DOCUMENTS[0], 3000, document_words(config))[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "refusal"),
+    [
+        (b"", {"documents": "empty"}, "has no text files; give a directory with files that end with .txt or .md"),
+        (b"a " * 200, {}, "200 words are too few to fill 1,536 tokens; give at least 384 words, or lower workloads.lengths"),
+        (b"\xff " * 2000, {}, "a text is not UTF-8 .*; save it as UTF-8"),
+        (b"a", {"documents": "missing"}, "no such file"),
+    ],
+)
+def test_texts_that_fill_no_document_are_refused(tmp_path: Path, content: bytes, changes: dict[str, str], refusal: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_bytes(content)
+    config = long_workloads(documents=str(tmp_path / changes.get("documents", "a.txt")))
+    with pytest.raises(UserError, match=rf"^workloads.documents=\S+: {refusal}"):
+        long_samples(config)
+
+
+@pytest.mark.parametrize("changes", [{"lengths": []}, {"jsonl": "mine.jsonl"}])
+def test_texts_without_lengths_or_with_samples_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"documents: are cut to workloads.lengths, without workloads.jsonl; give lengths"):
+        long_workloads(documents="texts", **changes)
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -1,0 +1,60 @@
+"""The user's own files: samples in `workloads.jsonl`, or texts in `workloads.documents`."""
+
+import re
+from pathlib import Path
+
+from stages.core.errors import UserError
+from stages.core.strict import read_given
+from stages.workloads.config import WorkloadsConfig
+
+TEXTS = (".txt", ".md")
+"""Endings of the files that are read in a directory of texts."""
+WORD = re.compile(r"\S+\s*")
+TOKENS_PER_WORD = 4
+"""Largest number of tokens per word with which texts are too short for a document; less would refuse texts with long words."""
+
+
+def own_files(key: str, path: Path) -> list[Path]:
+    """Return the user's file, or the text files below the user's directory in the order of their paths.
+
+    Raises:
+        UserError: The directory has no text files.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXTS and file.is_file())
+    if not files:
+        raise UserError(f"{key}={path}: has no text files; give a directory with files that end with {' or '.join(TEXTS)}")
+    return files
+
+
+def own_content(key: str, path: Path) -> bytes:
+    """Return the content of the user's files, joined by empty lines.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    return b"\n\n".join(read_given(key, file) for file in own_files(key, path))
+
+
+def document_words(config: WorkloadsConfig) -> list[str] | None:
+    """Return the words of `workloads.documents`, each with the white space after it; None if no document quotes them.
+
+    Raises:
+        UserError: A file cannot be read or is not UTF-8, or all texts together are too short for the longest document.
+    """
+    if config.documents is None or config.own is None or not config.lengths:
+        return None
+    given = f"workloads.documents={config.own}"
+    try:
+        words = WORD.findall(own_content("workloads.documents", config.own).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{given}: a text is not UTF-8 ({error.reason}); save it as UTF-8") from None
+    longest = max(config.lengths)
+    least = longest // TOKENS_PER_WORD
+    if len(words) < least:
+        raise UserError(
+            f"{given}: {len(words):,} words are too few to fill {longest:,} tokens; give at least {least:,} words, or lower "
+            "workloads.lengths"
+        )
+    return words
