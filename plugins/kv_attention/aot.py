@@ -16,12 +16,14 @@ from triton.compiler import ASTSource
 from plugins.kv_attention.kernels.append import append
 from plugins.kv_attention.kernels.context import context_partial, context_reduce
 from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
+from plugins.kv_attention.kernels.gather import gather
 from plugins.kv_attention.kernels.variants import (
     Setting,
     Variant,
     append_variant,
     context_variant,
     decode_variant,
+    gather_variant,
     join_variant,
     partial_dtype,
     plan_variant,
@@ -30,8 +32,8 @@ from plugins.kv_attention.kernels.variants import (
 from plugins.kv_attention.layout import SideLayout
 from plugins.kv_attention.tensorrt_nodes import Operation
 
-Kernel = Operation | Literal["append"]
-"""The kernels of a TensorRT plan, and the append, which only torch launches."""
+Kernel = Operation | Literal["append", "gather"]
+"""The kernels of a TensorRT plan, and two that only torch launches."""
 
 KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "plan_work": (plan_work, plan_variant),
@@ -40,6 +42,7 @@ KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "context_partial": (context_partial, context_variant),
     "context_reduce": (context_reduce, join_variant),
     "append": (append, append_variant),
+    "gather": (gather, gather_variant),
 }
 """Kernel of each operation, and the function that specialises it."""
 
@@ -77,8 +80,9 @@ def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
     """Compile the kernel of an operation, once a process, for any number of sequences, pages, buffers and layers.
 
     Grids: plan_work (plan_grid(programs)), decode_partial (H, Y), decode_reduce (Hq, B), context_partial (blocks, H, S),
-    context_reduce (X * Hq), append (ceil(H / R), B, L), with Y the rows of the work list, blocks as context_blocks counts
-    them, S = context_splits(splits), R = append_variant(...).constants["R"].
+    context_reduce (X * Hq), append (ceil(H / R), B, L), gather (P + blocks of 64 new
+    tokens, H, B), with Y the rows of the work list, blocks as context_blocks counts them, S = context_splits(splits),
+    R = append_variant(...).constants["R"].
     context_partial is compiled for sequences that all have `tokens` new tokens.
     """
     kernel, specialise = KERNELS[operation]

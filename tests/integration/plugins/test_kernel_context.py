@@ -52,6 +52,13 @@ class Chunk:
             self.case.layout, *step, self.case.cache, query_starts=starts, scaling=scaling, **self.case.tables
         )
 
+    def check_dense(self) -> None:
+        """Compare the output over dequantized pages with the reference's."""
+        layout, scaling = self.case.layout, self.case.layout.head_dim**-0.5
+        out = launch.context_attention(layout, **self.arguments, scaling=scaling, dense=True)
+        assert (out.shape, out.dtype) == (self.query.shape, self.case.dtype)
+        self.compare(out, scaling)
+
     def compare(self, out: Tensor, scaling: float) -> None:
         """Compare an output with the reference's."""
         expected = self.expected(scaling)
@@ -127,6 +134,62 @@ def test_a_batch_in_which_most_sequences_have_no_new_token() -> None:
     counts = [0] * 132
     counts[2], counts[130], counts[131] = 2, 1, 1
     chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [1] * 132, counts, group=1).check(1)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("number", "value"), list(enumerate(VALUES))[:: 1 if STRIDE == 1 else 2])
+def test_any_format_is_dequantized_for_long_chunks(number: int, value: str) -> None:
+    key = KEYS[5 * number % len(KEYS)]
+    lengths, counts = [*RAGGED, ([0], [70])][number % (len(RAGGED) + 1)]
+    dim = 128 if value == "int4 128" else HEAD_DIMS[number % 3]
+    chunk_of(key, value, 2, dim, lengths, counts, group=GROUPS[number % 5], dtype=DTYPES[number % 2], seed=number).check_dense()
+
+
+@pytest.mark.parametrize("value", ["fp8_e4m3 tensor", "int8 token", "int4 64", "nvfp4 16"])
+def test_ragged_chunks_are_dequantized_without_gaps(value: str) -> None:
+    """One sequence has no new token, one no history, and the longest chunk spans two blocks of 64."""
+    key = "int8 token" if value == "int8 token" else "fp8_e4m3 tensor"
+    chunk_of(key, value, 2, 64, [70, 128, 0, 1], [3, 0, 66, 2], group=4, dtype=torch.bfloat16).check_dense()
+
+
+def test_numbers_beyond_float16_are_dequantized_to_its_largest() -> None:
+    chunk = chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [5], [1], dtype=torch.bfloat16)
+    chunk.case.cache["value_scale"].fill_(1e6)
+    chunk.value_new.zero_()
+    out = launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1, dense=True)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "group", "more", "dense"),
+    [
+        ([130, 126], 16, {}, True),
+        ([126, 129], 16, {}, False),  # fewer than 128 tokens per sequence
+        ([130, 126], 4, {}, False),  # few query rows
+        ([130, 126], 16, {"dtype": torch.float32}, False),
+        ([130, 126], 16, {"recent": 4}, False),
+    ],
+)
+def test_shapes_choose_long_chunks_of_16_bits_for_dequantizing_where_they_are_asked(
+    counts: list[int], group: int, more: dict[str, Any], dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = chunk_of("fp8_e4m3 tensor", "int4 64", 1, 64, [70, 0], counts, group=group, **{"dtype": torch.bfloat16} | more)
+    called: list[str] = []
+
+    def dense_attention(*_: object, **__: object) -> None:
+        called.append("dense")
+
+    def context_partials(*_: object, **__: object) -> tuple[None, None]:
+        called.append("pages")
+        return None, None
+
+    monkeypatch.setattr(launch, "dense_attention", dense_attention)
+    monkeypatch.setattr(launch, "context_partials", context_partials)
+    monkeypatch.setattr(launch, "join_partials", lambda *_: None)
+    launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1, dense=None)
+    launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1)
+    assert called == ["dense" if dense else "pages", "pages"]
+    assert not launch.prefers_dense(chunk.case.layout, chunk.query, torch.zeros(2, 1 << 22, device="meta"))
 
 
 def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
