@@ -21,7 +21,7 @@ import torch
 
 from stages.core.records import no_progress
 from stages.engines.base import Mode
-from stages.engines.onnx.weights import makers
+from stages.engines.onnx.weights import casts
 from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import GraphTensor, PlanRecord
 from stages.engines.tensorrt.library import Library
@@ -74,15 +74,10 @@ class FakeDevice(CudaDevice):
 
 
 def computed_with(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
-    """Return a graph's constants by the names that the computation uses, transposed if the graph transposes them."""
-    values, made_from = {}, makers(model.graph)
-    for tensor in model.graph.initializer:
-        name, value = tensor.name, onnx.numpy_helper.to_array(tensor)
-        while name in made_from:
-            value = value.T if made_from[name].op_type == "Transpose" else value
-            name = made_from[name].output[0]
-        values[name] = value
-    return values
+    """Return a graph's constants by the names that the computation uses."""
+    widening = casts(model.graph)
+    named = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    return {widening[name].output[0] if name in widening else name: value for name, value in named.items()}
 
 
 class FakeEngine:

@@ -42,8 +42,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     Args:
         checkpoint: A Hugging Face checkpoint.
         out: An empty directory.
-        compute_dtype: Type of weights and activations. `weights.bin` may store the weights in fewer bits. It is the
-            checkpoint's own file if that file contains all weights.
+        compute_dtype: Type of weights and activations. `weights.bin` may store the weights in fewer bits.
         progress: Called with the current step.
 
     Raises:
@@ -53,7 +52,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     _translate(checkpoint, out / "decoder.onnx", compute_dtype, progress)
     give_back()  # the model and its trace
     progress("writing weights", 0, 1)
-    graph = _write_graph(out, [checkpoint / name for name in info.weight_files])
+    graph = _write_graph(out)
     nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
     windows = {get_node_attr_value(node, "layer"): get_node_attr_value(node, "window") or None for node in nodes}
     assert windows == {n: info.shape.window(n) for n in range(info.shape.layers)}, "transformers reads config.json so"
@@ -132,11 +131,11 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
         parameter.data = torch.empty(0)
 
 
-def _write_graph(out: Path, files: list[Path]) -> onnx.GraphProto:
-    """Move the weights of `decoder.onnx` to `weights.bin`, given the checkpoint's safetensors files; return the graph."""
+def _write_graph(out: Path) -> onnx.GraphProto:
+    """Move the weights of `decoder.onnx` to `weights.bin`, and return the graph."""
     graph = out / "decoder.onnx"
     model = onnx.load(graph, load_external_data=False)
-    store_weights(model.graph, out / "decoder.onnx.data", out, files[0] if len(files) == 1 else None)
+    store_weights(model.graph, out / "decoder.onnx.data", out)
     # Stack traces and local paths would make the digest differ between machines.
     for node in model.graph.node:
         del node.metadata_props[:]

@@ -21,7 +21,7 @@ from stages.core.strict import StrictModel
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
-from stages.engines.onnx.weights import makers
+from stages.engines.onnx.weights import casts
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.policy import KVPolicy
 
@@ -44,8 +44,6 @@ class Weight(StrictModel):
     shape: list[int]
     offset: int
     """Offset in the file, in bytes."""
-    transposed: bool = False
-    """Whether the file holds the transpose of the input."""
 
 
 class GraphTensor(StrictModel):
@@ -81,29 +79,22 @@ class PlanRecord(Bundle):
 def as_inputs(model: onnx.ModelProto) -> list[Weight]:
     """Turn a graph's external tensors into inputs, in place, and return them.
 
-    If the file stores a tensor in 16 bits or transposed, the input has the type and orientation that the graph computes with.
-    The tensor is then widened and transposed once, when the engine is loaded.
+    If the file stores a tensor in 16 bits, the input has the type that the graph computes with: loading widens the tensor.
     """
-    graph, weights = model.graph, []
-    made_from = makers(graph)
-    kept = []
+    graph, weights, kept = model.graph, [], []
+    widening = casts(graph)
     for tensor in graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             kept.append(tensor)
             continue
-        name, kind, shape, transposed = tensor.name, tensor.data_type, list(tensor.dims), False
-        while name in made_from:
-            node = made_from[name]
-            if node.op_type == "Cast":
-                kind = helper.get_node_attr_value(node, "to")
-            else:
-                transposed = True
-                shape.reverse()
-            name = node.output[0]
-            graph.node.remove(node)
+        name, kind, shape = tensor.name, tensor.data_type, list(tensor.dims)
+        if name in widening:
+            cast = widening[name]
+            name, kind = cast.output[0], helper.get_node_attr_value(cast, "to")
+            graph.node.remove(cast)
         names = [onnx.TensorProto.DataType.Name(number) for number in (tensor.data_type, kind)]
         offset = next((int(entry.value) for entry in tensor.external_data if entry.key == "offset"), 0)
-        weights.append(Weight(name=name, stored=names[0], dtype=names[1], shape=shape, offset=offset, transposed=transposed))
+        weights.append(Weight(name=name, stored=names[0], dtype=names[1], shape=shape, offset=offset))
         graph.input.append(helper.make_tensor_value_info(name, kind, shape))
     del graph.initializer[:]
     graph.initializer.extend(kept)
@@ -118,7 +109,6 @@ def load_weights(bundle: Path, weights: Sequence[Weight], device: torch.device) 
     for weight in weights:
         stored = STORED[weight.stored]
         size = stored.itemsize * torch.Size(weight.shape).numel()
-        values = data[weight.offset : weight.offset + size].view(stored)
-        laid = values.view(weight.shape[::-1]).T.contiguous() if weight.transposed else values.view(weight.shape)
-        loaded[weight.name] = laid.to(device, STORED[weight.dtype])
+        values = data[weight.offset : weight.offset + size].view(stored).view(weight.shape)
+        loaded[weight.name] = values.to(device, STORED[weight.dtype])
     return loaded

@@ -38,7 +38,6 @@ def test_weights_of_16_bits_stay_so_on_disk_and_no_logit_changes(
 ) -> None:
     narrow = make_bundle(shared_decoder(tmp_path_factory, "float32", torch.bfloat16), tmp_path / "narrow_bundle", FP16_POLICY)
     checkpoint = shared_checkpoint(tmp_path_factory, torch.bfloat16)
-    assert (narrow / "weights.bin").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     monkeypatch.setattr(weights, "SIXTEEN_BITS", ())
     wide = make_bundle(make_decoder(checkpoint, tmp_path / "wide"), tmp_path / "wide_bundle", FP16_POLICY)
     stored, before = ((bundle / "weights.bin").stat().st_size for bundle in (narrow, wide))
