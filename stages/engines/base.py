@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from stages.core.errors import UserError
 from stages.engines.interface import Engine
-from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.policy import KVPolicy, KVShape
 
 Logits = npt.NDArray[np.float32]
 
@@ -40,22 +40,7 @@ class SequenceTable(dict[int, S]):
         raise KeyError(f"sequence {handle} was released or never started")
 
 
-class InProcessEngine(Engine):
-    """An engine with its cache in this process, so that a fault can be planted in single scales."""
-
-    @abstractmethod
-    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        """Multiply the scales that decoding dequantizes keys or values with; without scales, multiply the stored numbers.
-
-        `layer` and `head` (a KV head) limit the fault; None means all. If the heads of a layer share a scale, all heads are
-        affected. The fault applies to stored and to later tokens and leaves the codes unchanged. The inverse factor undoes it.
-        """
-
-    def corrupt_key_scale(self, factor: float) -> None:
-        self.corrupt_scale(Side.KEY, factor)
-
-
-class ChunkedEngine(InProcessEngine):
+class ChunkedEngine(Engine):
     """An engine that prefills one prompt at a time, in chunks of at most `prefill_chunk` tokens."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, vocab_size: int, prefill_chunk: int) -> None:

@@ -207,7 +207,10 @@ class Engine(ABC):
 
     @abstractmethod
     def corrupt_key_scale(self, factor: float) -> None:
-        """Plant the must-fail control's fault: multiply the key scales that decoding reads, or unscaled stored keys."""
+        """Plant the must-fail control's fault: multiply the key scales that decoding reads, or unscaled stored keys.
+
+        The fault applies to stored and to later tokens and leaves the codes unchanged. The inverse factor undoes it.
+        """
 
     def _check_forced(self, tokens: Sequence[int], first: int) -> None:
         check_tokens(tokens, self.vocab_size)

@@ -23,15 +23,15 @@ def reports(**changes: Any) -> Plant:
 
 
 def another_bundle(engine: Any) -> None:
-    """Let the engine hold another policy's bundle. `corrupt_scale` still uses the policy of the real arrays."""
-    corrupt = engine.corrupt_scale
+    """Let the engine hold another policy's bundle. `corrupt_key_scale` still uses the policy of the real arrays."""
+    corrupt = engine.corrupt_key_scale
 
     def faulty(*given: Any) -> None:
         claimed, engine.policy = engine.policy, engine.pool.policy
         corrupt(*given)
         engine.policy = claimed
 
-    engine.corrupt_scale = faulty
+    engine.corrupt_key_scale = faulty
 
 
 AS_CLAIMED = Plant("the bundle", another_bundle) + reports(

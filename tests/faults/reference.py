@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,15 +55,14 @@ def exact_storages(engine: Any) -> Any:
     engine.storages = kept
 
 
-@dataclass(frozen=True)
 class Exact(Storage):
     """A storage that does not quantize."""
 
     def write(self, x: Tensor) -> Stored:
         return Stored(x, None, None)
 
-    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
-        return stored.codes if gain is None else stored.codes * gain
+    def read(self, stored: Stored) -> Tensor:
+        return stored.codes * self.gain
 
 
 of = partial(Fault, "reference", engine="torch")

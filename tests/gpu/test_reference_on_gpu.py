@@ -103,7 +103,7 @@ def test_prompts_and_steps_over_the_cache_are_the_cpus(pair: tuple[TorchEngine, 
         handles, logits = engine.prefill([text[:length] for text, length in zip(texts, (400, 63, 129, 1), strict=True)])
         rows = [logits, *(engine.decode(handles, [text[-1 - step] for text in texts]) for step in range(4))]
         reports.append(engine.memory())
-        engine.corrupt_scale(Side.KEY, 1.05, 1, 0)
+        engine.corrupt_key_scale(1.05)
         rows.append(engine.decode(handles, [1, 2, 3, 4]))
         engine.release(handles)
         steps.append(np.concatenate(rows))

@@ -14,11 +14,10 @@ from stages.engines.reference.attention import Fed, Span
 from stages.engines.reference.cache import LayerStorage, layer_storages
 from stages.engines.reference.heavy import SIDES, HeavyCache, HeavyView
 from stages.engines.reference.model import LayerAttention
-from stages.policies.policy import Eviction, KVPolicy, KVShape, Side
+from stages.policies.policy import Eviction, KVPolicy, KVShape
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 EVICTION = Eviction(window_tokens=64, heavy_tokens=64)
-NONE: dict[Side, Any] = dict.fromkeys(SIDES)
 
 
 def evicting(name: str, **tokens: int) -> KVPolicy:
@@ -81,7 +80,7 @@ def test_each_head_keeps_its_own_heavy_hitters_and_the_latest_tokens(name: str, 
     storages = layer_storages(policy, SHAPE, static_scales(policy, SHAPE))[0]
     ends = np.cumsum(chunks).tolist()
     spans = [Span(end - count, end, end - count if count > 1 else None) for count, end in zip(chunks, ends, strict=True)]
-    view = HeavyView([HeavyCache.empty(policy, SHAPE, storages)], spans, [NONE], "the sequence")
+    view = HeavyView([HeavyCache.empty(policy, SHAPE, storages)], spans, "the sequence")
     out = view.attend(0, q, key, value, LayerAttention())
     expected, left = directly(storages, q, key, value, chunks)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

@@ -41,21 +41,24 @@ class LayerGroup:
     scales: dict[str, Tensor]
     """Static scales `key_scale` and `value_scale`, (l, 1 or H)."""
     read: dict[str, Tensor] = field(default_factory=dict)
-    """Static scales for reading that the must-fail control corrupted; tokens are still stored with `scales`."""
-    faults: dict[str, Tensor] = field(default_factory=dict)
-    """Factors (l, 1, H, 1, 1) of the must-fail control on stored scales, or on unscaled numbers, by paged array."""
+    """Static key scale for reading that the must-fail control corrupted; tokens are still stored with `scales`."""
+    fault: float = 1.0
+    """Factor of the must-fail control on the keys' stored scales, or on unscaled keys."""
+
+    @property
+    def faulted(self) -> str:
+        """Name of the paged array that `fault` multiplies."""
+        return "key_scale_pool" if self.layout.key.dynamic else "key_pool"
 
     def to_read(self, i: int) -> dict[str, Tensor]:
         """Return the tensors of the i-th layer that attention reads. Their addresses are constant until `moves` changes."""
         return {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales | self.read).items()}
 
-    def apply_faults(self, pages: Tensor, slots: Tensor, stored: Tensor) -> None:
-        """Multiply the scales or numbers at `slots` of `pages` by the group's faults, if `stored` is true."""
-        for name, factors in self.faults.items():
-            factor = factors[None, :, 0, :, 0]
-            array = self.paged[name]
-            # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
-            array[:, pages, :, slots] = scaled(array[:, pages, :, slots], torch.where(stored, factor, 1.0))
+    def apply_fault(self, pages: Tensor, slots: Tensor, stored: Tensor) -> None:
+        """Multiply the scales or numbers at `slots` of `pages` by the group's fault, if `stored` is true."""
+        array = self.paged[self.faulted]
+        # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
+        array[:, pages, :, slots] = scaled(array[:, pages, :, slots], torch.where(stored, self.fault, 1.0))
 
 
 class KernelCache(SequencePages):
@@ -106,13 +109,14 @@ class KernelCache(SequencePages):
         for group in self.groups:
             cache, own = group.paged | group.exact | group.scales, slice(group.first, group.first + len(group.layers))
             launch.append(group.layout, keys[own], values[own], cache, page_table, positions, exact_slots=exact_slots)
-        if any(group.faults for group in self.groups):
+        faulted = [group for group in self.groups if group.fault != 1.0]
+        if faulted:
             # Rows that are not stored repeat the first row, so that two rows never write different numbers to the same slot.
             row = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)
             place = positions[row].clamp(min=0).long()
             pages = page_table[row, (place // PAGE_TOKENS).clamp(max=page_table.shape[1] - 1)].long()
-            for group in self.groups:
-                group.apply_faults(pages, place % PAGE_TOKENS, stored=positions[0] >= 0)
+            for group in faulted:
+                group.apply_fault(pages, place % PAGE_TOKENS, stored=positions[0] >= 0)
 
     @property
     def recent_tokens(self) -> int:
@@ -143,31 +147,15 @@ class KernelCache(SequencePages):
 
         return {Side.KEY: copy(Side.KEY, group.layout.key), Side.VALUE: copy(Side.VALUE, group.layout.value)}
 
-    def corrupt_scale(self, side: Side, factor: float, layer: int | None, head: int | None) -> None:
-        """Multiply the scales for reading the pools, for stored and future tokens. The codes do not change."""
+    def corrupt_key_scale(self, factor: float) -> None:
+        """Multiply the key scales for reading the pools, for stored and future tokens. The codes do not change."""
         for group in self.groups:
-            chosen = [layer is None or one == layer for one in group.layers]
-            if not any(chosen):
-                continue
-            static, dynamic = f"{side}_scale", (group.layout.key if side.is_key else group.layout.value).dynamic
-            if static in group.scales:
-                scales = group.read.get(static, group.scales[static])
-                whole = head is None or scales.shape[1] == 1
-                group.read[static] = scales * self._factors(chosen, scales.shape[1], factor, None if whole else head)
+            if "key_scale" in group.scales:
+                group.read["key_scale"] = group.read.get("key_scale", group.scales["key_scale"]) * factor
             else:
-                array = f"{side}_scale_pool" if dynamic else f"{side}_pool"
-                paged = group.paged[array]
-                factors = self._factors(chosen, paged.shape[2], factor, head)[:, None, :, None, None]
-                group.faults[array] = group.faults[array] * factors if array in group.faults else factors
-                paged.copy_(scaled(paged, factors))
+                group.fault *= factor
+                group.paged[group.faulted].copy_(scaled(group.paged[group.faulted], factor))
         self.moves += 1
-
-    def _factors(self, chosen: Sequence[bool], heads: int, factor: float, head: int | None) -> Tensor:
-        """Return (l, heads): `factor` on one head (None: all heads) of the chosen layers, else 1."""
-        factors = torch.ones(len(chosen), heads, device=self.device)
-        for i in (i for i, one in enumerate(chosen) if one):
-            factors[i, slice(None) if head is None else head] = factor
-        return factors
 
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Tensor]:
         for group in self.groups if allocator is not self.window_pages else ():

@@ -10,11 +10,11 @@ import torch
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from stages.engines.base import LOGIT_STEP, InProcessEngine, Logits, check_positive
+from stages.engines.base import LOGIT_STEP, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.device import resolve_device
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
-from stages.engines.interface import Continuation
+from stages.engines.interface import Continuation, Engine
 from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.reference.build import open_bundle
 from stages.engines.reference.model import scales_for, shape_for
@@ -40,7 +40,7 @@ def load_engine(
     )
 
 
-class KernelEngine(InProcessEngine):
+class KernelEngine(Engine):
     """An engine over the attention kernels.
 
     It deliberately has no `forced` method: forced decoding of a whole sequence at once would bypass the judged kernels, and
@@ -138,9 +138,9 @@ class KernelEngine(InProcessEngine):
         """Return a sequence's stored codes by layer, with the static scales that attention uses."""
         return [self.cache.stored(sequence, layer) for layer in range(self.shape.layers)]
 
-    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
+    def corrupt_key_scale(self, factor: float) -> None:
         with torch.inference_mode():
-            self.cache.corrupt_scale(side, factor, layer, head)
+            self.cache.corrupt_key_scale(factor)
 
     def _pass(self, batch: int) -> DecodePass:
         """Return the pass for `batch` sequences. Drops passes that were captured with old addresses."""

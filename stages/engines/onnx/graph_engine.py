@@ -11,7 +11,7 @@ from stages.core.records import MemoryReport, StoredCopy
 from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
 from stages.engines.interface import check_tokens
 from stages.engines.paged.layout import StoredSide
-from stages.engines.paged.pool import Factor, PagedPool
+from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.sequences import PoolFull
 from stages.engines.paged.waiting import PooledEngine
 from stages.policies.policy import PAGE_TOKENS, Side
@@ -26,15 +26,15 @@ class PagedEngine(ChunkedEngine, PooledEngine):
         self.pool = pool
         self._constants: dict[str, Any] = {}
         """Static scales and zeros that attention reads, float32 arrays by graph input."""
-        self._faults: dict[str, Factor] = {}
-        """Factors of `corrupt_scale` on numbers that are written to the pool, by array."""
+        self._faults: dict[str, float] = {}
+        """Factors of `corrupt_key_scale` on numbers that are written to the pool, by array."""
         for layer in range(self.shape.layers):
             for stored in StoredSide.of_layer(self.policy, self.shape, layer).values():
                 for name, values in stored.constant_values(scales, layer).items():
                     self._constants[f"{name}.{layer}"] = self._constant(values)
 
     def _constant(self, values: npt.NDArray[np.float32]) -> Any:
-        """Return an array for the graphs, which `corrupt_scale` multiplies in place. A GPU's subclass returns a tensor."""
+        """Return an array for the graphs, which `corrupt_key_scale` multiplies in place. A GPU's subclass returns a tensor."""
         return values
 
     @abstractmethod
@@ -121,19 +121,15 @@ class PagedEngine(ChunkedEngine, PooledEngine):
     def memory(self) -> MemoryReport:
         return self.pool.memory()
 
-    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        by_head = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)
-        by_head[:, slice(None) if head is None else head] = factor
-        for number in range(self.shape.layers) if layer is None else (layer,):
-            for copy, stored in StoredSide.of_layer(self.policy, self.shape, number).items():
-                for name in stored.fault_targets if copy.base is side.base else ():
-                    target = f"{name}.{number}"
+    def corrupt_key_scale(self, factor: float) -> None:
+        for layer in range(self.shape.layers):
+            for side, stored in StoredSide.of_layer(self.policy, self.shape, layer).items():
+                for target in [f"{name}.{layer}" for name in stored.fault_targets] if side.is_key else ():
                     if target in self._constants:
-                        scales = self._constants[target]
-                        scales[:, slice(None) if head is None or scales.shape[1] == 1 else head] *= factor
+                        self._constants[target] *= factor
                     else:
-                        self.pool.scale_array(target, by_head)
-                        self._faults[target] = self._faults.get(target, np.float32(1)) * by_head
+                        self.pool.scale_array(target, factor)
+                        self._faults[target] = self._faults.get(target, 1.0) * factor
 
     def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:
         """Raise UserError for the first key or value that is not finite; `sums` are the graph's output NOT_FINITE.

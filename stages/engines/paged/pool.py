@@ -67,8 +67,6 @@ def lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
 
 
 Array = npt.NDArray[np.generic]
-Factor = float | npt.NDArray[np.float32]
-"""A factor on a whole array, or factors (1, H, 1, 1) on its heads."""
 
 
 class PagedPool(SequencePages):
@@ -309,11 +307,11 @@ class PagedPool(SequencePages):
         """Return the bytes (P, H, 64, W) of P pages of an array. A subclass on another device copies them to the host."""
         return np.ascontiguousarray(array[numbers]).view(np.uint8)
 
-    def scale_array(self, name: str, factor: Factor) -> None:
+    def scale_array(self, name: str, factor: float) -> None:
         """Multiply an array of scales, zeros or exact values by a factor, in place."""
         self.arrays[name][...] = scaled(self.arrays[name], factor)
 
 
-def scaled(values: Array, factor: Factor) -> Array:
+def scaled(values: Array, factor: float) -> Array:
     """Return floating-point values times a factor, saturating at float16's range."""
     return np.clip(values.astype(np.float32) * factor, -MAX_FLOAT16, MAX_FLOAT16).astype(values.dtype)

@@ -15,25 +15,26 @@ from stages.engines.reference.attention import Copies, Sources
 from stages.engines.reference.formats import CPU, dequantize, quantize, static_scales
 from stages.policies.arithmetic_torch import Static, Stored, concatenated, each
 from stages.policies.formats import Format
-from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side
+from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side, page_count
 from stages.policies.scales import KVScales
 
 
-@dataclass(frozen=True)
+@dataclass
 class Storage:
     """Format and static scales of one copy of one side of one layer."""
 
     form: Format
     static: Static | None
+    gain: float | Tensor = 1.0
+    """The must-fail control's factor on numbers that are read."""
 
     def write(self, x: Tensor) -> Stored:
         """Quantize x (H, S, D)."""
         return quantize(x, self.form, self.static)
 
-    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
-        """Dequantize, and multiply by `gain` (H, 1, 1), the must-fail control's fault."""
-        x = dequantize(stored, self.form, self.static)
-        return x if gain is None else x * gain
+    def read(self, stored: Stored) -> Tensor:
+        """Dequantize, and multiply by the gain."""
+        return dequantize(stored, self.form, self.static) * self.gain
 
 
 LayerStorage = dict[Side, Storage]
@@ -49,73 +50,73 @@ def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales, device: t
     return [{side: storage(n, side, form) for side, form in policy.sides(n).items()} for n in range(shape.layers)]
 
 
-class Pages:
-    """One copy of a sequence's tokens in whole pages: the sinks' pages, then the pages that follow the `freed` pages."""
+class StoredTokens:
+    """One copy of a sequence's tokens: the sinks' pages, then the pages that follow the `freed` pages."""
 
     def __init__(self, storage: Storage, sink_pages: int = 0) -> None:
-        self.storage, self.sink_pages = storage, sink_pages
+        self.storage, self.sinks = storage, sink_pages * PAGE_TOKENS
         self.length = 0
         self.freed = 0
-        self.pages: list[Stored] = []
+        """Number of freed tokens."""
+        self.held: Stored | None = None
 
     def append(self, x: Tensor) -> None:
         """Quantize and store x (H, S, D)."""
-        stored = self.storage.write(x)
-        done = 0
-        while done < x.shape[1]:
-            offset = self.length % PAGE_TOKENS
-            if offset == 0:
-                self.pages.append(each(_empty_page, [stored]))
-            count = min(PAGE_TOKENS - offset, x.shape[1] - done)
-            for page, new in zip(self.pages[-1].tensors, stored.tensors, strict=True):
-                page[:, offset : offset + count] = new[:, done : done + count]
-            self.length += count
-            done += count
+        new = self.storage.write(x)
+        self.held = new if self.held is None else each(concatenated, [self.held, new])
+        self.length += x.shape[1]
 
     def forget(self, first: int) -> None:
         """Free the pages before the sequence's page `first`, except the sinks' pages."""
-        freed = max(0, first - self.sink_pages)
-        del self.pages[self.sink_pages : self.sink_pages + freed - self.freed]
+        freed = max(0, first * PAGE_TOKENS - self.sinks)
+        if freed > self.freed and self.held is not None:
+            end = self.sinks + freed - self.freed
+            self.held = each(lambda x: concatenated([x[0][:, : self.sinks], x[0][:, end:]]), [self.held])
         self.freed = freed
 
-    def read(self, gain: Tensor | None) -> Copies | None:
-        """Return all tokens of the pages, dequantized; None if there are no pages."""
-        if not self.pages:
+    def read(self) -> Copies | None:
+        """Return all tokens, dequantized; None if there are no tokens."""
+        if self.held is None:
             return None
-        freed = self.freed * PAGE_TOKENS
-        sinks = self.sink_pages * PAGE_TOKENS if freed else 0
-        return Copies(self.storage.read(self._joined, gain), sinks + freed, sinks)
-
-    @property
-    def _joined(self) -> Stored:
-        return each(lambda pages: concatenated(pages)[:, : self.length - self.freed * PAGE_TOKENS], self.pages)
+        sinks = self.sinks if self.freed else 0
+        return Copies(self.storage.read(self.held), sinks + self.freed, sinks)
 
     def stored(self, *, in_window: bool) -> StoredCopy:
         """Return the codes and scales, with zeros in the gap of evicted tokens."""
-        held, freed, sinks = self._joined, self.freed * PAGE_TOKENS, self.sink_pages * PAGE_TOKENS
-        gap = 0 if in_window else freed
+        assert self.held is not None
+        gap = 0 if in_window else self.freed
 
         def array(x: Tensor | None, dtype: Any) -> Any:
             if x is None:
                 return None
             raw = x.contiguous().view(torch.uint8).cpu().numpy()
             none = np.zeros((len(raw), gap, raw.shape[2]), np.uint8)
-            return np.concatenate([raw[:, :sinks], none, raw[:, sinks:]], axis=1).view(dtype)
+            return np.concatenate([raw[:, : self.sinks], none, raw[:, self.sinks :]], axis=1).view(dtype)
 
         static, scaled = self.storage.static, self.storage.form.code.scale_storage
         return StoredCopy(
-            first=freed - gap,
-            codes=array(held.codes, np.uint8),
-            scale=array(held.scale, scaled.numpy),
-            zero=array(held.zero, np.float16),
+            first=self.freed - gap,
+            codes=array(self.held.codes, np.uint8),
+            scale=array(self.held.scale, scaled.numpy),
+            zero=array(self.held.zero, np.float16),
             static_scale=None if static is None else static.scale.cpu().numpy(),
             static_zero=None if static is None or static.zero is None else static.zero.cpu().numpy(),
-            evicted=(sinks, sinks + gap) if gap else (0, 0),
+            evicted=(self.sinks, self.sinks + gap) if gap else (0, 0),
         )
 
     @property
+    def page_count(self) -> int:
+        return page_count(self.length - self.freed)
+
+    @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for page in self.pages for t in page.tensors)
+        """Bytes of the pages, whole pages counted."""
+        return 0 if self.held is None else page_bytes(self.held, self.page_count)
+
+
+def page_bytes(stored: Stored, pages: int) -> int:
+    """Return the bytes of that number of pages of tokens in the form of `stored`."""
+    return sum(pages * PAGE_TOKENS * tensor[:, :1].nbytes for tensor in stored.tensors)
 
 
 class ExactTokens:
@@ -153,7 +154,8 @@ class LayerCache:
 
     def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device) -> None:
         self.policy, self.shape = policy, shape
-        self.pages = {side: Pages(storage, 0 if side.in_window else policy.sink_pages) for side, storage in storages.items()}
+        sinks = {side: 0 if side.in_window else policy.sink_pages for side in storages}
+        self.pages = {side: StoredTokens(storage, sinks[side]) for side, storage in storages.items()}
         self.exact = {side: ExactTokens(policy, shape, device) for side in (Side.KEY, Side.VALUE)}
 
     @property
@@ -162,11 +164,11 @@ class LayerCache:
 
     @property
     def kept_tokens(self) -> int:
-        return self.length - self.pages[Side.KEY].freed * PAGE_TOKENS
+        return self.length - self.pages[Side.KEY].freed
 
     @property
     def page_count(self) -> int:
-        return len(self.pages[Side.KEY].pages)
+        return self.pages[Side.KEY].page_count
 
     @property
     def pool_bytes(self) -> int:
@@ -195,21 +197,16 @@ class LayerCache:
         self.exact[Side.KEY].append(key)
         self.exact[Side.VALUE].append(value)
 
-    def read(self, side: Side, new: Tensor, gain: Tensor | None) -> Sources:
+    def read(self, side: Side, new: Tensor) -> Sources:
         """Return the sources that new tokens attend to: the cache, and their own keys or values `new` (H, S, D)."""
         sinks, recent = self.exact[side].read()
-        base, window = self.pages[side].read(gain), self.pages.get(side.window)
-        return sinks, base, None if window is None else window.read(gain), recent, Copies(new, self.length)
+        base, window = self.pages[side].read(), self.pages.get(side.window)
+        return sinks, base, None if window is None else window.read(), recent, Copies(new, self.length)
 
 
-def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, gain: Tensor | None) -> Sources:
+def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor) -> Sources:
     """Return the sources that a whole sequence x (H, T, D) attends to, as a cache would return them."""
     base, window = storages[side], storages.get(side.window)
     exact = Copies(x.half().float()) if policy.exact_tokens else None
-    second = None if window is None else Copies(window.read(window.write(x), gain))
-    return exact, Copies(base.read(base.write(x), gain)), second, exact, Copies(x)
-
-
-def _empty_page(like: list[Tensor]) -> Tensor:
-    """Return an empty page with the head count, width and type of `like[0]` (H, S, ...)."""
-    return torch.zeros((like[0].shape[0], PAGE_TOKENS, *like[0].shape[2:]), dtype=like[0].dtype, device=like[0].device)
+    second = None if window is None else Copies(window.read(window.write(x)))
+    return exact, Copies(base.read(base.write(x))), second, exact, Copies(x)

@@ -19,7 +19,7 @@ from stages.engines.reference.blocks import as_llamacpp
 from stages.engines.reference.build import open_bundle
 from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages
 from stages.engines.reference.formats import CPU
-from stages.engines.reference.heavy import SIDES, HeavyCache, HeavyView
+from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.reference.placing import place, within_memory
 from stages.engines.reference.replay import OnePassView, Replay, disturbed
@@ -45,9 +45,8 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
 class _CachedView(BlockView):
     """A chunk of a sequence whose earlier tokens are in the cache."""
 
-    def __init__(self, engine: "TorchEngine", handle: int, caches: list[LayerCache], blocks: Sequence[Block]) -> None:
+    def __init__(self, handle: int, caches: list[LayerCache], blocks: Sequence[Block]) -> None:
         self.blocks = blocks
-        self.engine = engine
         self.caches = caches
         self.first_row = self.caches[0].length
         self.finite: Finite = Finite(f"sequence {handle}", self.first_row)
@@ -57,8 +56,7 @@ class _CachedView(BlockView):
         self.finite.note(layer, key, value)
         self.new.append((key, value))
         cache = self.caches[layer]
-        gain = self.engine.gain
-        return cache.read(Side.KEY, key, gain(Side.KEY, layer)), cache.read(Side.VALUE, value, gain(Side.VALUE, layer))
+        return cache.read(Side.KEY, key), cache.read(Side.VALUE, value)
 
     def store(self) -> None:
         """Append the new keys and values. Called after all layers, so that a refused token changes nothing."""
@@ -77,8 +75,6 @@ class TorchEngine(ChunkedEngine):
         self.reads_itself = False
         """Whether tokens read themselves from the cache, as in engines that store before attending. Affects one pass only."""
         self._taken = as_llamacpp(model.config, storages)
-        self._gains: dict[tuple[Side, int], Tensor] = {}
-        """Factors (H, 1, 1) of `corrupt_scale` by side and layer."""
 
     @classmethod
     def from_model(
@@ -111,16 +107,12 @@ class TorchEngine(ChunkedEngine):
     def _heavy_caches(self) -> list[HeavyCache]:
         return [HeavyCache.empty(self.policy, self.shape, storages, self.device) for storages in self.storages]
 
-    def _heavy_view(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> HeavyView:
-        gains = [{side: self.gain(side, layer) for side in SIDES} for layer in range(self.shape.layers)]
-        return HeavyView(caches, spans, gains, sequence)
-
     def _cached(self, handle: int, span: Span) -> _CachedView | HeavyView:
         """Return the view of new tokens of a live sequence."""
         caches: Any = self.sequences[handle]
         if self._keeps_heavy:
-            return self._heavy_view(caches, [span], f"sequence {handle}")
-        return _CachedView(self, handle, caches, self._plan([span]))
+            return HeavyView(caches, [span], f"sequence {handle}")
+        return _CachedView(handle, caches, self._plan([span]))
 
     @torch.inference_mode()
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
@@ -168,9 +160,8 @@ class TorchEngine(ChunkedEngine):
     def _whole(self, spans: Sequence[Span]) -> View:
         """Return the view of a sequence that is computed in one pass."""
         if self._keeps_heavy:
-            return self._heavy_view(self._heavy_caches(), spans, "the sequence")
-        finite = Finite("the sequence", 0)
-        return OnePassView(self.policy, self.storages, self._plan(spans), gains=self._gains, finite=finite)
+            return HeavyView(self._heavy_caches(), spans, "the sequence")
+        return OnePassView(self.policy, self.storages, self._plan(spans), finite=Finite("the sequence", 0))
 
     @torch.inference_mode()
     def replay(
@@ -232,16 +223,10 @@ class TorchEngine(ChunkedEngine):
             window_pages=sum(self.policy.window_pages(sequence[0].length) for sequence in self.sequences.values()),
         )
 
-    def gain(self, side: Side, layer: int) -> Tensor | None:
-        """Return the factor (H, 1, 1) of `corrupt_scale` on numbers read from the pool; None if there is no fault."""
-        return self._gains.get((side, layer))
-
-    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        by_head = torch.ones(self.shape.kv_heads, 1, 1, device=self.device)
-        by_head[slice(None) if head is None else head] = factor
-        for number in range(self.shape.layers) if layer is None else (layer,):
-            place = (side.base, number)
-            self._gains[place] = self._gains.get(place, 1.0) * by_head
+    def corrupt_key_scale(self, factor: float) -> None:
+        for layer in self.storages:
+            for side, storage in layer.items():
+                storage.gain = storage.gain * factor if side.is_key else storage.gain
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end

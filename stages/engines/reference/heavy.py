@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 
 from stages.engines.reference.attention import Finite, Span
-from stages.engines.reference.cache import LayerStorage
+from stages.engines.reference.cache import LayerStorage, page_bytes
 from stages.engines.reference.formats import CPU
 from stages.engines.reference.model import LayerAttention
 from stages.policies.arithmetic_torch import Stored, concatenated, each
-from stages.policies.policy import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side, page_count
+from stages.policies.policy import Eviction, KVPolicy, KVShape, Side, page_count
 
 SIDES = (Side.KEY, Side.VALUE)
-Gains = Mapping[Side, Tensor | None]
-"""Factors (H, 1, 1) on numbers read from the pool; None: no factor."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,10 @@ class HeavyCache:
         none = torch.zeros(shape.kv_heads, 0, device=device)
         return cls(policy.eviction, storages, 0, none.long(), none, {})
 
-    def step(self, q: Tensor, key: Tensor, value: Tensor, gains: Gains, asked: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
+    def step(self, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
         """Append new tokens (H, R, D); return their attention (H, G, R, D) with scaled queries q, and the new cache."""
         rows = q.shape[2]
-        keys, values = (self._before(side, x, gains) for side, x in zip(SIDES, (key, value), strict=True))
+        keys, values = (self._before(side, x) for side, x in zip(SIDES, (key, value), strict=True))
         scores = asked.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
         later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
         scores[..., -rows:].masked_fill_(later, -torch.inf)
@@ -72,11 +70,11 @@ class HeavyCache:
         )
         return attention @ values.unsqueeze(1), appended._evicted()
 
-    def _before(self, side: Side, new: Tensor, gains: Gains) -> Tensor:
+    def _before(self, side: Side, new: Tensor) -> Tensor:
         """Return the dequantized cached tokens followed by the new tokens: (H, n + R, D)."""
         if not self.stored:
             return new
-        return torch.cat([self.storages[side].read(self.stored[side], gains[side]).to(new.dtype), new], dim=1)
+        return torch.cat([self.storages[side].read(self.stored[side]).to(new.dtype), new], dim=1)
 
     def _appended(self, side: Side, x: Tensor) -> Stored:
         new = self.storages[side].write(x)
@@ -114,8 +112,7 @@ class HeavyCache:
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pages, whole pages counted."""
-        tensors = [tensor for stored in self.stored.values() for tensor in stored.tensors]
-        return sum(self.page_count * PAGE_TOKENS * tensor[:, :1].nbytes for tensor in tensors)
+        return sum(page_bytes(stored, self.page_count) for stored in self.stored.values())
 
     @property
     def exact_bytes(self) -> int:
@@ -132,9 +129,9 @@ class HeavyView:
     Only `store` replaces the caches, so a refused token changes nothing.
     """
 
-    def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], gains: Sequence[Gains], sequence: str) -> None:
-        """Take consecutive `spans` of tokens that follow the cached tokens; `gains` are by layer."""
-        self.caches, self.gains = caches, gains
+    def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> None:
+        """Take consecutive `spans` of tokens that follow the cached tokens."""
+        self.caches = caches
         self.first_row = spans[0].begin
         self.finite = Finite(sequence, self.first_row)
         assert not any(span.itself for span in spans), "engines that read their own tokens from the cache evict nothing"
@@ -148,7 +145,7 @@ class HeavyView:
         cache, outs = self.caches[layer], []
         for chunk in self.chunks:
             rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)
-            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], self.gains[layer], asked)
+            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], asked)
             outs.append(out)
         self.after.append(cache)
         return torch.cat(outs, dim=2)

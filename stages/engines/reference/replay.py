@@ -81,7 +81,6 @@ class OnePassView(BlockView):
         blocks: Sequence[Block],
         shown: Sequence[Mapping[Side, StoredCopy]] = (),
         undisturbed: "OnePassView | None" = None,
-        gains: Mapping[tuple[Side, int], Tensor] | None = None,
         finite: Finite | None = None,
     ) -> None:
         """Prepare a row.
@@ -92,11 +91,10 @@ class OnePassView(BlockView):
             blocks: The plan of the row's attention.
             shown: The other engine's stored copies by layer; empty if the row reads its own codes.
             undisturbed: The undisturbed row of the sequence; None for this row itself.
-            gains: Factors (H, 1, 1) on numbers that are read, by side and layer: the must-fail control's fault.
             finite: Check that keys and values are finite; None skips it.
         """
         self.policy, self.storages, self.blocks, self.shown = policy, storages, blocks, shown
-        self.undisturbed, self.gains, self.finite = undisturbed, gains or {}, finite
+        self.undisturbed, self.finite = undisturbed, finite
         self.errors: list[dict[Side, Errors]] = []
         """Errors by layer. Both rows' errors are in the undisturbed row."""
         self.computed: dict[Side, tuple[Tensor, Tensor]] = {}
@@ -110,7 +108,7 @@ class OnePassView(BlockView):
         return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
-        exact, own, window, recent, new = one_pass(self.policy, self.storages[layer], base, x, self.gains.get((base, layer)))
+        exact, own, window, recent, new = one_pass(self.policy, self.storages[layer], base, x)
         shown = self.shown[layer] if self.shown else {}
         if base in shown and own is not None:
             own = self._replaced(layer, base, own, x, shown[base])

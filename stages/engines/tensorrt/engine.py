@@ -100,9 +100,9 @@ class PlanEngine(PagedEngine):
         with self._device.running():  # on the stream of the next step, so that pages are copied first
             return super().fork(sequence)
 
-    def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
+    def corrupt_key_scale(self, factor: float) -> None:
         with self._device.running():
-            super().corrupt_scale(side, factor, layer, head)
+            super().corrupt_key_scale(factor)
             self.pool.set_faults(self._faults)
         for session in self._sessions.values():
             session.forget_graphs()

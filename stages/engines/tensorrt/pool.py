@@ -16,7 +16,7 @@ import torch
 
 from stages.core.errors import UserError
 from stages.engines.onnx.surgery import NOT_FINITE
-from stages.engines.paged.pool import Factor, Indices, PagedPool
+from stages.engines.paged.pool import Indices, PagedPool
 from stages.engines.paged.sequences import PageAllocator
 from stages.engines.staging import Section, scaled, stacked
 from stages.engines.tensorrt.session import PlanStep
@@ -41,7 +41,7 @@ class TorchPool(PagedPool):
         self.limits, self.device = limits, device
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
-        """Factors (l, H, 1) of the must-fail control on written numbers, by the first name of a stack."""
+        """Factors (l, 1, 1, 1) of the must-fail control on written numbers, by the first name of a stack."""
         super().__init__(limits.policy, shape, limits.pages)
         for allocator, capacity in (
             (self.pages, limits.pages),
@@ -66,9 +66,9 @@ class TorchPool(PagedPool):
             )
         super().reserve(handles, tokens)
 
-    def scale_array(self, name: str, factor: Factor) -> None:
+    def scale_array(self, name: str, factor: float) -> None:
         array = self.tensors[name]
-        array.copy_(scaled(array, torch.as_tensor(factor, device=self.device)))
+        array.copy_(scaled(array, factor))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -185,15 +185,14 @@ class TorchPool(PagedPool):
     ) -> None:
         """Write `new` (l, T, H, W). If `stored` is false, rewrite the old values instead, so that the host need not decide."""
         if stack.names[0] in self._factors:
-            new = scaled(new, self._factors[stack.names[0]][:, None])
+            new = scaled(new, self._factors[stack.names[0]])
         # (T, l, H, W): indices on both sides of a slice put their dimension first.
         held = stack.tensor[:, number, :, slot]
         stack.tensor[:, number, :, slot] = torch.where(stored, new.transpose(0, 1), held)
 
-    def set_faults(self, faults: Mapping[str, Factor]) -> None:
-        """Set the factors (1, H, 1, 1) on numbers that will be written to these arrays."""
+    def set_faults(self, faults: Mapping[str, float]) -> None:
+        """Set the factors on numbers that will be written to these arrays."""
         for stack in self.stacks:
             if any(name in faults for name in stack.names):
-                ones = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)
-                factors = np.stack([np.broadcast_to(faults.get(name, ones), ones.shape)[0, :, 0] for name in stack.names])
-                self._factors[stack.names[0]] = torch.from_numpy(factors).to(self.device)
+                factors = [faults.get(name, 1.0) for name in stack.names]
+                self._factors[stack.names[0]] = torch.tensor(factors, device=self.device)[:, None, None, None]

@@ -5,7 +5,7 @@ A relative is a reference engine with one mistake that engines are known to make
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ CLOSER = 4.0
 """Minimum ratio of an engine's distances from the reference engine and from a relative that explains the engine."""
 
 
-@dataclass(frozen=True)
 class TowardsZero(Storage):
     """Storage that rounds codes towards zero."""
 

@@ -18,7 +18,7 @@ from stages.engines.reference.attention import AttentionPiece, Block, Fed
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import head
 from stages.evaluate.conformance.explanation import relatives
-from stages.policies.policy import Eviction, KVPolicy, Side
+from stages.policies.policy import Eviction, KVPolicy
 
 DEVICE = torch.device("meta")
 INT8 = SHIPPED["int8"]
@@ -101,7 +101,7 @@ def test_all_that_is_computed_lies_on_the_engines_device(policy: KVPolicy, elsew
     reference.replay([Fed(text, [(150, False), (2, True), (46, False), (2, True)]), Fed(text[:9], [(9, False)])], rounding=1e-4)
     handles, _ = reference.prefill([text[:200], text[:63], text[:1]])
     reference.decode(handles, [1, 2, 3])
-    reference.corrupt_scale(Side.KEY, 2.0, 1, 0)
+    reference.corrupt_key_scale(2.0)
     reference.decode(handles, [1, 2, 3])
     for _, relative in relatives(reference):
         relative.forced(text[:100], 98)

@@ -18,7 +18,6 @@ from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanStep
-from stages.policies.policy import Side
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
 BATCH, TOKENS = 3, 320
@@ -96,9 +95,9 @@ def test_steps_and_chunks_store_and_answer_what_the_embedded_engine_does(name: s
     for turn in range(8):
         for one in (engine, expected):
             if turn == 3:
-                one.corrupt_scale(Side.KEY, 0.5)
+                one.corrupt_key_scale(0.5)
             if turn == 5:
-                one.corrupt_scale(Side.VALUE, 1.5, 1, 0)
+                one.corrupt_key_scale(1.5)
         live = slice(0, 3 if turn < 6 else 2)
         tokens = rng.integers(0, 256, len(handles[live])).tolist()
         np.testing.assert_allclose(engine.decode(handles[live], tokens), expected.decode(others[live], tokens), atol=2e-4)
@@ -164,7 +163,7 @@ def test_the_captured_run_stores_its_tokens(pairs: dict[str, Pair], monkeypatch:
 
     for turn in range(4):  # launched, captured and replayed; the second turn begins a page
         if turn == 3:
-            engine.corrupt_scale(Side.KEY, 2.0)
+            engine.corrupt_key_scale(2.0)
         with monkeypatch.context() as patch:
             patch.setattr(PlanStep, "run", watched)
             engine.decode(handles, [1, 2])

@@ -58,7 +58,7 @@ def test_what_an_engine_computes_instead_is_named(name: str, what: str, bench: C
 
 def test_a_fault_like_no_relative_is_not_explained(bench: Conformity) -> None:
     reference, engine = torch_engine(bench, "int8"), torch_engine(bench, "int8")
-    engine.corrupt_scale(Side.KEY, 2.0, layer=1, head=0)
+    engine.storages[1][Side.KEY].gain = torch.tensor([2.0, 1.0])[:, None, None]  # one head of one layer
     result = compare(engine, ReferenceEngine(reference, "float32"), bench.encoded[:1], 1)
     assert result.deviation is not None
     assert result.explanation is None

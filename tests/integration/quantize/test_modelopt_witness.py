@@ -131,8 +131,7 @@ class Rounds:
     def write(self, x_HTD: Tensor) -> Stored:
         return Stored(getattr(self.both, self.way)(x_HTD), None, None)
 
-    def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
-        assert gain is None
+    def read(self, stored: Stored) -> Tensor:
         return stored.codes
 
 
