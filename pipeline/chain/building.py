@@ -22,7 +22,7 @@ from stages.core.errors import UserError
 from stages.core.records import Progress, give_back, in_threads
 from stages.engines.backend import TORCH, Backend, Fill
 from stages.engines.config import BackendConfig
-from stages.engines.reference.config import TorchConfig
+from stages.engines.cuda.config import TorchConfig
 from stages.policies.formats import Rotation
 from stages.policies.policy import KVPolicy, KVShape
 from stages.policies.scales import SCALES_FILE, KVScales

@@ -30,8 +30,8 @@ LIGHT = (
     "pipeline.cli.progress",
     "rich.live",
     "rich.table",
+    "stages.engines.cuda.backend",
     "stages.engines.onnx.backend",
-    "stages.engines.reference.backend",
     "stages.evaluate.inputs.samples",
     "stages.evaluate.inputs.tokens",
 )

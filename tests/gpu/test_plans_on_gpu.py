@@ -18,8 +18,8 @@ from pipeline.store.store import Store
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
 from stages.core.errors import MissingRequirement
 from stages.engines.bundle import open_bundle
+from stages.engines.cuda.config import TorchConfig
 from stages.engines.interface import Engine
-from stages.engines.reference.config import TorchConfig
 from stages.engines.reference.engine import load_engine as load_reference
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine, load_engine

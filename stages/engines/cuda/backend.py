@@ -1,22 +1,30 @@
-"""backend=torch on a GPU: the engine over the attention kernels.
-
-backend.device=auto selects this engine if torch finds a GPU, else the reference engine. Both engines load the same bundles.
-"""
+"""backend=torch: the reference engine on a CPU, the engine over the attention kernels on a GPU. Both load the same bundles."""
 
 from pathlib import Path
 
 from stages.checkpoints.description import refuse_other_attention
 from stages.core.errors import MissingRequirement
-from stages.engines.backend import FLOAT16_WEIGHTS, Job
+from stages.engines.backend import FLOAT16_WEIGHTS, TORCH, Artifacts, Backend, Job, Source
+from stages.engines.cuda.config import TorchConfig
 from stages.engines.interface import Engine
-from stages.engines.reference.backend import TorchBackend
+from stages.policies.policy import KVPolicy
 
 
-class CudaBackend(TorchBackend):
-    """transformers' model on the current GPU, with attention through the kernels."""
+class TorchBackend(Backend):
+    """transformers' model over a plain quantized cache, which defines the result of every policy, or over the kernels."""
+
+    build_module = "stages.engines.reference.build"
+    libraries = TORCH
+
+    config: TorchConfig
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse a policy that the kernels do not support and, if the command judges, a missing GPU. Building needs no GPU."""
+        """Refuse a policy that the kernels do not support and, if the command judges, a missing GPU. Building needs no GPU.
+
+        The reference engine accepts every policy and checkpoint.
+        """
+        if self.config.device == "cpu":
+            return
         if self.config.device == "auto" and not (job.judges and self._finds_gpu()):
             if job.judges:
                 self._refuse_reference()
@@ -34,15 +42,21 @@ class CudaBackend(TorchBackend):
         return FLOAT16_WEIGHTS if weights else self.config.compute_dtype
 
     @property
-    def engine_module(self) -> str:  # type: ignore[override]  # torch decides which engine runs
-        return "stages.engines.cuda.engine" if self._finds_gpu() else super().engine_module
+    def engine_module(self) -> str:
+        return f"stages.engines.{'cuda' if self._finds_gpu() else 'reference'}.engine"
+
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
+        """Return the checkpoint of the weights' artifact."""
+        weights = artifacts.weights()
+        return Source(weights.path / "checkpoint", weights.digest_under("checkpoint"))
 
     def run_parts(self) -> dict[str, object]:
-        """Return the reference engine's parts and the GPU's identity, so that another GPU does not reuse results."""
-        from stages.engines.cuda.device import device_identity
+        """Return the device and its configuration. They include the GPU's identity: another GPU must not reuse results."""
+        if not self._finds_gpu():
+            return {"threads": self.config.threads, "device": "cpu"}
+        from stages.engines.reference.device import gpu_identity
 
-        parts = {**super().run_parts(), **device_identity(self.config.device)}
-        return parts | ({"compute_dtype": self.config.compute_dtype} if parts["device"] == "cuda" else {})
+        return {"threads": self.config.threads, **gpu_identity(), "compute_dtype": self.config.compute_dtype}
 
     def run_libraries(self) -> tuple[str, ...]:
         return ("triton",) if self._finds_gpu() else ()
@@ -50,10 +64,18 @@ class CudaBackend(TorchBackend):
     def load(self, bundle: Path) -> Engine:
         if not self._finds_gpu():
             self._refuse_reference()
-            return super().load(bundle)
+            return self.load_reference(bundle, "cpu")
         from stages.engines.cuda.engine import load_engine
 
         return load_engine(bundle, threads=self.config.threads, compute_dtype=self.config.compute_dtype)
+
+    def load_reference(self, bundle: Path, device: str) -> Engine:
+        """Load a bundle as the reference engine on `cpu` or `cuda`."""
+        import torch
+
+        from stages.engines.reference.engine import load_engine
+
+        return load_engine(bundle, threads=self.config.threads, device=torch.device(device))
 
     def _refuse_reference(self) -> None:
         """Raise MissingRequirement if `compute_dtype` is not the reference engine's float32."""
@@ -64,10 +86,15 @@ class CudaBackend(TorchBackend):
             )
 
     def _finds_gpu(self) -> bool:
-        """Return whether the engine runs on a GPU. Raises MissingRequirement if a GPU is requested or found but unusable."""
+        """Return whether the engine runs on a GPU: on the GPU that torch finds if the device is auto.
+
+        Raises MissingRequirement if a GPU is requested or found but unusable.
+        """
+        if self.config.device == "cpu":
+            return False
         from stages.engines.cuda.device import resolve_device
 
         return resolve_device(self.config.device).type == "cuda"
 
 
-open_backend = CudaBackend
+open_backend = TorchBackend

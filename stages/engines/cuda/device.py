@@ -5,7 +5,6 @@ from importlib.util import find_spec
 import torch
 
 from stages.core.errors import MissingRequirement
-from stages.engines.reference.device import gpu_identity
 
 OLDEST = 8
 """Lowest major compute capability that the kernels compile for."""
@@ -38,8 +37,3 @@ def resolve_device(device: str) -> torch.device:
             f"has {major}.{minor}; set backend.device=cpu"
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def device_identity(device: str) -> dict[str, object]:
-    """Return the kind of device and the GPU's identity, on which results depend."""
-    return {"device": "cpu"} if resolve_device(device).type == "cpu" else gpu_identity()

@@ -13,9 +13,10 @@ from pipeline.config.compose import plan
 from pipeline.loading import open_backend
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import FLOAT16_WEIGHTS, Backend
-from stages.engines.cuda.device import device_identity, resolve_device
+from stages.engines.cuda.config import TorchConfig
+from stages.engines.cuda.device import resolve_device
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
-from stages.engines.reference.config import TorchConfig
+from stages.engines.reference.device import gpu_identity
 from stages.evaluate.conformance.engine import ROUNDING
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, KVShape, LayerOverride
@@ -99,7 +100,6 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
-    assert device_identity("auto") == {"device": "cpu"}
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(MissingRequirement, match=r"backend\.device=cuda needs a torch that is built for CUDA"):
         resolve_device("cuda")
@@ -112,7 +112,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_says_what_is_missing(monkeypatch
 def test_with_a_gpu_auto_is_cuda_and_needs_triton_and_an_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
     assert resolve_device("cpu") == torch.device("cpu")
-    assert device_identity("auto") == {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
+    assert gpu_identity() == {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     with pytest.raises(MissingRequirement, match=r"compute capability 8\.0 or newer, NVIDIA H200 has 7\.5"):
         resolve_device("auto")

@@ -25,7 +25,3 @@ class TorchConfig(InProcessConfig):
                 "float32; set backend.device=cuda, or backend.compute_dtype=float32"
             )
         return self
-
-    @property
-    def folder(self) -> str:
-        return "reference" if self.device == "cpu" else "cuda"
