@@ -26,23 +26,12 @@ import numpy as np
 
 from benchmarks import gate_shapes
 from benchmarks.recovery import Answers, load
-from stages.verdict.gates import Gates
+from stages.verdict.bets import OUTLIER, Array, Decisions, Mean
 from stages.verdict.gates.recovery import BET, STUDENT, WORST
-from stages.verdict.statistics.bets import (
-    FAIL_STAKES,
-    MANY,
-    OUTLIER,
-    PASS_STAKES,
-    WHOLE_STAKES,
-    Array,
-    Mean,
-    log_score,
-    skewed_upper_bound,
-)
-from stages.verdict.thresholds import RULES
+from stages.verdict.thresholds import ALPHA, MARGIN, RULES, Thresholds
 
 FILE = Path(__file__).resolve().parent / "results" / "error_rates.json"
-GATES = Gates()
+GATES = Thresholds()
 RUNS, SEED = 500, 20_261_125
 MIXTURES = 40
 """Number of versions of every candidate at the limit. They differ in which questions are broken, which changes the rates."""
@@ -62,22 +51,20 @@ def losses(base: Array, kept: Array, limit: float) -> Mean:
     return Mean(1 - (kept - limit * base) / allowed, 1.0, -OUTLIER, WORST, whole=True)
 
 
-def passing(base: Array, kept: Array, limit: float, looks: Sequence[int]) -> Array:
+def passing(base: Array, kept: Array, limit: float, looks: Sequence[int]) -> Decisions:
     """Return, for every run, whether the gate on recovery passes at any look."""
-    passed, level = np.zeros(len(base), bool), GATES.pass_alpha
+    level, passed = GATES.pass_alpha, np.zeros(len(base), bool)
     for pages in looks:
-        mean = losses(base[:, :pages], kept[:, :pages], limit)
-        passed |= log_score(mean.pass_gains(1.0), WHOLE_STAKES) >= -math.log(BET * level)
-        if pages == looks[-1] and pages >= MANY:
-            passed |= skewed_upper_bound(mean.values, STUDENT * level) <= 1
+        t_level = STUDENT * level if pages == looks[-1] else 0.0
+        passed |= losses(base[:, :pages], kept[:, :pages], limit).passes(BET * level, t_level)
     return passed
 
 
-def failing(base: Array, kept: Array, limit: float, looks: Sequence[int], figures: int) -> Array:
-    """Return, for every run, whether the gate on recovery fails at any look. `figures`: number of figures that share alpha."""
+def failing(base: Array, kept: Array, limit: float, looks: Sequence[int], figures: int) -> Decisions:
+    """Return, for every run, whether the gate on recovery fails at any look. `figures`: number of figures that share ALPHA."""
+    level = ALPHA / 2 / figures
     means = [losses(base[:, :pages], kept[:, :pages], limit) for pages in looks]
-    enough = -math.log(GATES.alpha / 2 / figures)
-    return np.asarray(np.logical_or.reduce([log_score(mean.fail_gains(1.0), FAIL_STAKES) >= enough for mean in means]))
+    return np.asarray(np.logical_or.reduce([mean.fails(level) for mean in means]))
 
 
 def _mixed(base: Array, kept: Array, broken: Array, limit: float, rng: np.random.Generator, *, pages: bool) -> Array:
@@ -151,26 +138,26 @@ def mean_kl(documents: int) -> dict[str, float]:
         at = scaled(kl, limit)
         if at is not None:
             mean = Mean(rng.choice(at, size=(2 * RUNS, documents)), limit)
-            wrong = max(wrong, float((log_score(mean.pass_gains(limit), PASS_STAKES) >= -math.log(GATES.pass_alpha)).mean()))
+            wrong = max(wrong, float(mean.passes(GATES.pass_alpha).mean()))
         mean = Mean(rng.choice(kl * (limit / kl.mean()), size=(2 * RUNS, documents)), limit)
-        wrong_fail = max(wrong_fail, float((log_score(mean.fail_gains(limit), FAIL_STAKES) >= -math.log(GATES.alpha)).mean()))
+        wrong_fail = max(wrong_fail, float(mean.fails(ALPHA).mean()))
         if shape.policy in SOUND_KL:
             mean = Mean(rng.choice(kl, size=(2 * RUNS, documents)), limit)
-            power = min(power, float((log_score(mean.pass_gains(limit), PASS_STAKES) >= -math.log(GATES.pass_alpha)).mean()))
+            power = min(power, float(mean.passes(GATES.pass_alpha).mean()))
     rates = {"wrong PASS": wrong, "wrong FAIL, alone": wrong_fail, "sound PASS, least": power}
     return {name: round(100 * rate, 1) for name, rate in rates.items()}
 
 
 def greedy(documents: int, rates: tuple[float, float], rho: float, figures: int) -> float:
-    """Return how often the gate on greedy answers fails at any of ten looks, in percent. `figures` share alpha."""
+    """Return how often the gate on greedy answers fails at any of ten looks, in percent. `figures` share ALPHA."""
     rng, shape = np.random.default_rng(SEED), (4 * RUNS, documents, 4)
     together = rng.random((*shape[:2], 1)) < rho
     chance = np.where(together, rng.random((*shape[:2], 1)), rng.random(shape))
     lost = (chance < rates[0]).astype(float) - (chance > 1 - rates[1])
-    gains = Mean(lost.mean(axis=2), GATES.margin, -OUTLIER * GATES.margin).fail_gains(GATES.margin)
-    enough = -math.log(GATES.alpha / 2 / figures)
-    steps = [math.ceil(documents * tenth / 10) for tenth in range(1, 11)]
-    return round(100 * float(np.logical_or.reduce([log_score(gains[:, :n], FAIL_STAKES) >= enough for n in steps]).mean()), 1)
+    values, level = lost.mean(axis=2), ALPHA / 2 / figures
+    looks = [math.ceil(documents * tenth / 10) for tenth in range(1, 11)]
+    failed = [Mean(values[:, :count], MARGIN, -OUTLIER * MARGIN).fails(level) for count in looks]
+    return round(100 * float(np.logical_or.reduce(failed).mean()), 1)
 
 
 def measure() -> dict[str, Any]:

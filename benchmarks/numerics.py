@@ -25,11 +25,11 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.planning.tune import resampled_sums
 from stages.policies.formats import Format, Granularity, Rotation
 from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.policies.scales import KVScales
-from stages.verdict.statistics.bets import Array
-from stages.verdict.statistics.bootstrap import resampled_sums
+from stages.verdict.bets import Array
 from stages.workloads.generated import generate
 
 COUNTS = {"prose": 16, "retrieval": 24, "tool_call": 16, "copy": 24, "multi_turn": 16}

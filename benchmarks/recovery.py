@@ -23,12 +23,12 @@ from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.inputs.tokens import read_encoded
 from stages.policies.policy import FP16_POLICY
+from stages.verdict.bets import Array
 from stages.verdict.gate import GateInput
-from stages.verdict.gates import Gates
 from stages.verdict.gates.answers import accuracy
 from stages.verdict.gates.recovery import recovery
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.statistics.bets import Array
+from stages.verdict.thresholds import ALPHA, Thresholds
 
 FILE = Path(__file__).resolve().parent / "results" / "recovery_smollm2.json"
 POLICIES = ("int8", "fp8", "fp8k_int4v", "int4_g32")
@@ -110,7 +110,7 @@ def rows_of(answers: Answers, policy: str, pages: Sequence[int]) -> list[SampleR
 
 def show(answers: Answers) -> None:
     """Print the recovery of every cache, and the decisions of the gates on answers if every look were the only look."""
-    gates, nothing = Gates(), EvaluationReport.model_construct(slices=[])
+    thresholds, nothing = Thresholds(), EvaluationReport.model_construct(slices=[])
     counts = [f"{count * len(answers.kinds):,} questions" for count in LOOKS]
     print(f"| cache | {' | '.join(counts)} |\n|---|{'---|' * len(counts)}")
     for policy, kept in answers.candidates.items():
@@ -120,11 +120,11 @@ def show(answers: Answers) -> None:
                 cells.append("not asked")
                 continue
             evidence = GateInput(nothing, rows_of(answers, policy, range(count)))
-            kinds = list(recovery(evidence, gates))
-            level = gates.alpha / 2 / len(kinds)
-            checks = [kind.check(kind.test(level, gates, last=True), gates) for kind in kinds]
+            kinds = list(recovery(evidence, thresholds))
+            level = ALPHA / 2 / len(kinds)
+            checks = [kind.check(kind.test(level, thresholds, last=True), thresholds) for kind in kinds]
             status = min((check.status for check in checks), key=["FAIL", "INCONCLUSIVE", "PASS"].index)
-            worse = any(one.test(level, gates, last=True).decision == "FAIL" for one in accuracy(evidence, gates))
+            worse = any(one.test(level, thresholds, last=True).decision == "FAIL" for one in accuracy(evidence, thresholds))
             side = "at most" if checks[0].status == "FAIL" else "at least"
             points = 100 * float((answers.right[policy][:count] - answers.right["fp16"][:count]).mean())
             cells.append(

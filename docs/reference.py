@@ -20,7 +20,6 @@ from pipeline.config.config import Config
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.engines.config import backend_configs
 from stages.policies.policy import KVPolicy, KVShape
-from stages.verdict.gates import GATES, Gates
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"
@@ -241,18 +240,6 @@ def policies() -> list[str]:
     return ["## Policies", "", head, "", *table(("`kv=`", "what it stores", "KiB a token"), lines)]
 
 
-def gates() -> list[str]:
-    """Return the table of the gates' lines."""
-    defaults = Gates().model_dump()
-    lines = [
-        (f"`{key}`", f"{defaults.get(key, '')}", line.per, f"{line.title}: {line.says}")
-        for gate in GATES
-        for key, line in gate.lines.items()
-    ]
-    head = "[How a verdict is made](verdict.md#the-gates) explains each gate. A default is that of the key below `gates.`"
-    return ["## Gates", "", head, "", *table(("gate", "default", "per", "what its value is"), lines)]
-
-
 def exit_codes() -> list[str]:
     """Return the table of exit codes: the documents of the exceptions that end a process."""
     said = {code: " ".join((error.__doc__ or "").split()) for error, code in EXIT_CODES.items()}
@@ -283,7 +270,7 @@ def page() -> str:
         "`python docs/reference.py` writes this page from the code, and a test holds it to the code.",
         "",
     ]
-    parts = [*head, *exit_codes(), *gates(), *policies(), *files(), *groups(), *keys()]
+    parts = [*head, *exit_codes(), *policies(), *files(), *groups(), *keys()]
     return "\n".join(parts).rstrip() + "\n"
 
 

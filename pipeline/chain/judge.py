@@ -166,7 +166,7 @@ class Chain(BuildChain):
     @property
     def too_few(self) -> str | None:
         """Why no candidate can PASS on so few questions; None if they suffice, or for a first look, which never passes."""
-        from stages.verdict.gates.enough import too_few
+        from stages.verdict.gates.evaluation import too_few
 
         if not self.config.workloads.conformance_samples:
             return None

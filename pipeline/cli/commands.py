@@ -18,7 +18,7 @@ from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, key_of
 from stages.engines.config import InProcessConfig
-from stages.verdict.gates import Gates
+from stages.verdict.thresholds import Thresholds
 
 _given: list[tuple[str, ...]] = []
 """Arguments of this process's command; empty if kvgate is called from Python."""
@@ -93,5 +93,5 @@ def _defaults() -> dict[str, Any]:
         assert isinstance(values, dict)
         return {str(key): value for key, value in values.items()}
 
-    groups = {"model": load("model/tiny"), "tracking": load("tracking/mlflow"), "gates": Gates().model_dump(mode="json")}
+    groups = {"model": load("model/tiny"), "tracking": load("tracking/mlflow"), "gates": Thresholds().model_dump(mode="json")}
     return load("config") | groups

@@ -18,7 +18,7 @@ from stages.planning.tuning import TuneConfig
 from stages.planning.use import CapacityConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
-from stages.verdict.gates import Gates
+from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import Workload, WorkloadsConfig
 
 Stage = Literal[
@@ -147,7 +147,7 @@ class Config(StrictModel):
     backend: AnyBackend
     calibration: CalibrationConfig
     workloads: WorkloadsConfig
-    gates: Gates
+    gates: Thresholds
     tune: TuneConfig
     capacity: CapacityConfig
     """Intended use that stage=capacity and stage=recommend plan for; other stages ignore it."""

@@ -26,9 +26,8 @@ from stages.core.errors import UserError
 from stages.core.strict import StrictModel, Unreadable, parse_json, read_file
 from stages.policies.policy import POLICY_FILE
 from stages.policies.scales import SCALES_FILE
-from stages.verdict.gates import Gates
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from stages.verdict.thresholds import RULES, Verdict
+from stages.verdict.thresholds import RULES, Thresholds, Verdict
 from stages.workloads.config import WorkloadsConfig
 from stages.workloads.own import own_content
 
@@ -126,7 +125,7 @@ class Identity(StrictModel):
     """Role -> key of the artifact in this role."""
     workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
     """Path of the copy of the user's samples or texts, relative to this file; null if all samples are generated."""
-    gates: Gates
+    gates: Thresholds
     verdict: Verdict
     signer: str | None = None
     """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""

@@ -173,7 +173,7 @@ def registered_engine(store: Path, replay: Callable[[Evidence], Sequence[Finding
         evidence.rows,
         policy,
         built_for,
-        decide=partial(decide, gates=identity.gates),
+        decide=partial(decide, thresholds=identity.gates),
         replay=partial(replay, evidence),
     )
 

@@ -37,8 +37,8 @@ from stages.planning.tuning import (
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape
 from stages.policies.scales import KVScales
+from stages.verdict.bets import Array, document_sums
 from stages.verdict.record import finite
-from stages.verdict.statistics.bootstrap import resampled_sums
 
 ATTEMPTS = 4
 """Maximum proposals that are measured per budget."""
@@ -48,6 +48,9 @@ MARGINS = (0.9, 0.5)
 
 POINTS = 5
 """Number of budgets between the KL of the best and the worst uniform policy, for the Pareto front."""
+
+REPLICATES, SEED = 2000, 20_260_101
+"""Draws of the bootstrap, and their fixed seed."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,13 @@ class Tuner:
 
     def _kl(self, policy: KVPolicy, texts: TextSet) -> float:
         return float(self.bench.kl(policy, texts).mean())
+
+
+def resampled_sums(sums: Array, documents: Sequence[str]) -> Array:
+    """Bootstrap the rows of `sums` by document: (rows, columns) -> column sums of every draw, (REPLICATES, columns)."""
+    by_document = np.stack(document_sums(documents, *sums.T), axis=1)
+    drawn = np.random.default_rng(SEED).integers(len(by_document), size=(REPLICATES, len(by_document)))
+    return np.asarray(by_document[drawn].sum(axis=1))
 
 
 def _format(policy: KVPolicy, place: Place) -> Format:

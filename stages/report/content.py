@@ -123,7 +123,7 @@ def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Ga
         ]
         worst = (max(c, key=lambda check: WORST.index(check.status), default=None) for c in columns)
         counts = (f"{sum(check.status == 'PASS' for check in c)} of {len(c)}" if c else "" for c in columns)
-        yield GateRow(LINES.get(key, Line(key, "", "all")), tuple(worst), tuple(counts), found)
+        yield GateRow(LINES.get(key, Line(key, "")), tuple(worst), tuple(counts), found)
 
 
 def _workload(where: str, workloads: Sequence[str]) -> str | None:

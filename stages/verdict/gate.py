@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
+from stages.verdict.bets import Array, Mean, Result, by_document
 from stages.verdict.record import finite
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import Check, Gates
-
-if TYPE_CHECKING:
-    from stages.verdict.statistics.bets import Mean, Result
+from stages.verdict.thresholds import Check, Thresholds
 
 
 @dataclass(frozen=True)
@@ -34,13 +31,18 @@ def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
     return dict(sorted(found.items()))
 
 
+def means(rows: Sequence[SampleRow], values: Sequence[float | None], weights: Sequence[float] | None = None) -> Array:
+    """Return the weighted mean of every document, shape (documents,); NaN for documents with a missing value."""
+    return by_document(values, weights or [1.0] * len(rows), [row.document for row in rows])
+
+
 @dataclass(frozen=True)
 class Figure:
     """A mean over documents that a bet decides."""
 
     gate: str
     where: str
-    mean: "Mean"
+    mean: Mean
     threshold: float
     """Threshold as configured."""
     label: str = ""
@@ -50,17 +52,17 @@ class Figure:
     """False for a figure that can only fail. It has no line otherwise, because showing a PASS takes more documents than an
     evaluation has."""
 
-    def test(self, fail_level: float, gates: Gates, *, last: bool) -> "Result":  # noqa: ARG002  # of `Recovery`
+    def test(self, fail_level: float, thresholds: Thresholds, *, last: bool) -> Result:  # noqa: ARG002  # of `Recovery`
         """Test the figure.
 
         Args:
             fail_level: The error of a wrong FAIL.
-            gates: The thresholds, with the error of a wrong PASS.
+            thresholds: The thresholds, with the error of a wrong PASS.
             last: Whether this is the last planned look.
         """
-        return self.mean.test(fail_level, gates.pass_alpha)
+        return self.mean.test(fail_level, thresholds.pass_alpha)
 
-    def check(self, result: "Result", gates: Gates) -> Check:  # noqa: ARG002  # of `Recovery`
+    def check(self, result: Result, thresholds: Thresholds) -> Check:  # noqa: ARG002  # of `Recovery`
         """Return the verdict line for a test's result."""
         value, bound = self.shown(result.value), self.shown(result.bound)
         judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]
@@ -71,7 +73,7 @@ class Figure:
         )
         return self.line(result, value, bound, reason)
 
-    def line(self, result: "Result", value: float, bound: float, reason: str) -> Check:
+    def line(self, result: Result, value: float, bound: float, reason: str) -> Check:
         """Return a verdict line; its status is INCONCLUSIVE if the test reached no decision."""
         return Check(
             gate=self.gate,
@@ -83,7 +85,7 @@ class Figure:
             reason=reason,
         )
 
-    def _uncut(self, result: "Result") -> str:
+    def _uncut(self, result: Result) -> str:
         """Return a clause with the mean without the cap on outliers, which tables and charts show; "" if no value is capped."""
         values, cap = self.mean.values, self.mean.cap
         if result.decision == "FAIL" or not (values > cap).any():
@@ -99,10 +101,6 @@ class Line:
     title: str
     says: str
     """Meaning of the line's value."""
-    per: Literal["workload", "all", "engine"]
-    """Scope of one line: a workload, all samples, or an engine."""
-    equal: float = 0.0
-    """Value of an engine that equals the baseline."""
     samples_decide: bool = True
     """Whether more samples can decide an INCONCLUSIVE line."""
 
@@ -113,7 +111,7 @@ class Gate:
 
     lines: Mapping[str, Line]
     """Kinds of lines by key."""
-    figures: Callable[[GateInput, Gates], Iterable[Figure]] | None = None
+    figures: Callable[[GateInput, Thresholds], Iterable[Figure]] | None = None
     """Yields the figures that are tested after every round."""
-    check: Callable[[GateInput, Gates], Iterable[Check]] | None = None
+    check: Callable[[GateInput, Thresholds], Iterable[Check]] | None = None
     """Yields the checks of the complete report, once after all rounds that ran."""

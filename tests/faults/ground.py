@@ -25,9 +25,9 @@ from pipeline.store.store import Store
 from stages.engines.backend import Backend
 from stages.engines.interface import Engine
 from stages.policies.policy import FP16_POLICY, POLICY_FILE, KVPolicy
-from stages.verdict.gates import Gates, conclude, decide
+from stages.verdict.gates import conclude, decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.thresholds import Verdict
+from stages.verdict.thresholds import Thresholds, Verdict
 
 BACKENDS: dict[EngineName, tuple[str, ...]] = {
     "native": ("backend=onnxruntime", "backend.attention=native", "backend.threads=1"),
@@ -209,7 +209,7 @@ class Ground:
         return Judgement(decide(report, rows, config.gates), report, rows)
 
 
-def decide_without(without: str, report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:
+def decide_without(without: str, report: EvaluationReport, rows: Sequence[SampleRow], gates: Thresholds) -> Verdict:
     """Decide like the gates, but ignore the lines of one gate."""
     verdict = decide(report, rows, gates)
     checks = [check for check in verdict.checks if check.gate != without]

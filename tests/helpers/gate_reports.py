@@ -8,7 +8,7 @@ from typing import Any
 from stages.verdict.coverage import EngineTests, FreeAnswers, Pressure
 from stages.verdict.gate import GateInput
 from stages.verdict.gates import GATES as ALL_GATES
-from stages.verdict.gates import Gates, decide
+from stages.verdict.gates import decide
 from stages.verdict.report import (
     Acceptance,
     Accuracy,
@@ -19,14 +19,14 @@ from stages.verdict.report import (
     Slice,
     SystemMetrics,
 )
-from stages.verdict.thresholds import Check, Verdict
+from stages.verdict.thresholds import ALPHA, Check, Thresholds, Verdict
 
-GATES = Gates()
+GATES = Thresholds()
 CLASSES = {"retrieval": 128, "tool_call": 128, "copy": 128, "multi_turn": 128}
 
 
-def gates(**changes: object) -> Gates:
-    return Gates.model_validate(changes)
+def gates(**changes: object) -> Thresholds:
+    return Thresholds.model_validate(changes)
 
 
 def row(workload: str, index: int, before: bool = True, after: bool = True, **changes: object) -> SampleRow:
@@ -137,16 +137,16 @@ def sliced(rows: list[SampleRow]) -> EvaluationReport:
     return report(rows, slices=[_part(rows, name) for name in (None, *dict.fromkeys(one.workload for one in rows))])
 
 
-def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object) -> Verdict:
+def verdict(rows: list[SampleRow], thresholds: Thresholds = GATES, **changes: object) -> Verdict:
     return decide(report(rows, **changes), rows, thresholds)
 
 
-def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Gates = GATES) -> list[Check]:
+def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Thresholds = GATES) -> list[Check]:
     """Return the lines of the gate that writes lines named `key`, decided at the last look as if it were the only gate."""
     evidence = GateInput(judged, rows)
     gate = next(one for one in ALL_GATES if key in one.lines)
     figures = list(gate.figures(evidence, thresholds)) if gate.figures is not None and rows else []
-    tested = [(figure, figure.test(thresholds.alpha / 2 / len(figures), thresholds, last=True)) for figure in figures]
+    tested = [(figure, figure.test(ALPHA / 2 / len(figures), thresholds, last=True)) for figure in figures]
     found = [figure.check(result, thresholds) for figure, result in tested if figure.must_pass or result.decision == "FAIL"]
     return [*found, *(gate.check(evidence, thresholds) if gate.check is not None else ())]
 

@@ -13,7 +13,6 @@ FEW = (
     "workloads.samples={prose: 2, retrieval: 10, tool_call: 0, copy: 10, multi_turn: 0}",
     "workloads.max_scored_tokens=16",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8}",
-    "gates.margin=0.45",
     "gates.min_samples=8",
     "calibration.samples=8",
 )

@@ -45,7 +45,6 @@ ASKS: dict[str, Any] = {
     },
     "calibration.samples": 1,
     "backend.threads": 1,
-    "gates.margin": 0.1,
     "gates.max_ruined_share": 0.1,
 }
 """The example's samples, and settings that make a run short."""

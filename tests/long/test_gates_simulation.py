@@ -13,7 +13,8 @@ from gate_reports import GATES, lines, report, row
 
 from benchmarks.gates import at_limit, drawn, failing, greedy, passing
 from benchmarks.recovery import load
-from stages.verdict.statistics.bets import Array
+from stages.verdict.bets import Array
+from stages.verdict.thresholds import ALPHA
 
 ANSWERS, RUNS = load(), 2000
 LOOKS = (15, 36, 72, 108, 144)
@@ -48,7 +49,7 @@ def test_all_looks_pass_and_fail_a_candidate_at_the_limit_in_at_most_5_percent(c
     for name, base, kept in shapes(columns, limit):
         runs = drawn(base, kept, LOOKS[-1], rng, RUNS)
         assert passing(*runs, limit, LOOKS).mean() <= at_most(0.05), name
-        assert failing(*runs, limit, LOOKS, len(PLACES)).mean() <= at_most(GATES.alpha / 2), name
+        assert failing(*runs, limit, LOOKS, len(PLACES)).mean() <= at_most(ALPHA / 2), name
 
 
 def test_int8_passes_60_questions_in_at_least_95_percent_and_fp8_600_in_at_least_79() -> None:

@@ -3,11 +3,11 @@
 To add a gate, add a function to a file of this folder, its lines to GATES, and a row to the table of docs/verdict.md.
 
 Samples run in rounds. After every round, all figures are tested on the samples of all rounds until then; such a test is a look.
-A bet is valid at every look (`stages.verdict.statistics.bets`), while Student's t is used only at the last planned look. A PASS
+A bet is valid at every look (`stages.verdict.bets`), while Student's t is used only at the last planned look. A PASS
 needs every gate, so no gate's level is corrected for the others (an intersection-union test: Berger, Technometrics 24 (1982)
-295-300). FAILs share alpha: the figures of recovery get one half, all others the other half (Bonferroni).
+295-300). FAILs share ALPHA: the figures of recovery get one half, all others the other half (Bonferroni).
 
-A figure that fails at any look has failed. Gates without figures judge the complete report. A value that is missing or not
+A figure that fails at any look has failed. Thresholds without figures judge the complete report. A value that is missing or not
 finite never passes.
 """
 
@@ -15,104 +15,70 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stages.verdict.gate import Gate, GateInput, Line
-from stages.verdict.gates import (
-    acceptance,
-    answers,
-    conformance,
-    delivery,
-    distances,
-    evaluation,
-    must_fail_control,
-    pressure,
-    stress_test,
-)
+from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.gates.recovery import RECOVERY, needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import MOST_SAMPLES, RULES, Check, Gates, Status, Verdict
-
-__all__ = ["GATES", "LINES", "Decide", "Gates", "conclude", "decide", "is_final"]
+from stages.verdict.thresholds import ALPHA, FAR_KL, MOST_SAMPLES, RULES, Check, Status, Thresholds, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
 
 _CUT = "; but for a FAIL, a document counts as three times the limit at most"
 GATES = (
-    Gate({"complete": Line("Complete", "nothing where all samples are whole", per="all")}),
+    Gate({"complete": Line("Complete", "nothing where all samples are whole")}),
+    Gate({RECOVERY: Line("Recovery", "share of the probability of right answers that is kept")}, figures=recovery),
     Gate(
-        {RECOVERY: Line("Recovery", "share of the probability of right answers that is kept", per="workload", equal=1.0)},
-        figures=recovery,
-    ),
-    Gate(
-        {answers.ACCURACY: Line("Right answers", "points that the policy gains or loses against FP16", per="workload")},
+        {answers.ACCURACY: Line("Right answers", "points that the policy gains or loses against FP16")},
         figures=answers.accuracy,
     ),
     Gate(
-        {acceptance.KEY: Line("Acceptance loss", "share of the tokens a pass under speculative decoding", per="workload")},
-        figures=acceptance.acceptance,
-        check=acceptance.unmeasured,
+        {answers.ACCEPTANCE: Line("Acceptance loss", "share of the tokens a pass under speculative decoding")},
+        figures=answers.acceptance,
+        check=answers.unmeasured,
     ),
     Gate(
-        {
-            evaluation.MIN_SAMPLES: Line(
-                "Documents", "per planned workload; if no question has an answer, over all workloads", per="all"
-            )
-        },
+        {evaluation.MIN_SAMPLES: Line("Documents", "per planned workload; if no question has an answer, over all workloads")},
         check=evaluation.documents,
     ),
     Gate(
         {
-            "max_mean_kl": Line("Mean KL", f"nats per token from FP16{_CUT}", per="workload"),
-            "min_top10_overlap": Line(
-                "Top-10 overlap", f"share of the ten most likely tokens that both agree on{_CUT}", per="workload", equal=1.0
-            ),
-            "max_ppl_ratio": Line("Perplexity ratio", f"the policy's over that of FP16{_CUT}", per="workload", equal=1.0),
+            "max_mean_kl": Line("Mean KL", f"nats per token from FP16{_CUT}"),
+            "min_top10_overlap": Line("Top-10 overlap", f"share of the ten most likely tokens that both agree on{_CUT}"),
         },
         figures=distances.distances,
     ),
     Gate(
         {
-            "max_ruined_share": Line("Ruined requests", "share whose mean KL is beyond three times its limit", per="all"),
-            "max_p999_kl": Line("Far tokens", "share of the tokens with a KL above gates.max_p999_kl", per="all"),
+            "max_ruined_share": Line("Ruined requests", "share whose mean KL is beyond three times its limit"),
+            "max_p999_kl": Line("Far tokens", f"share of the tokens with a KL above {FAR_KL:g}"),
         },
         figures=distances.rare,
     ),
-    Gate({"noise_floor": Line("A/A noise", "distance of an engine from itself", per="engine")}, check=evaluation.noise_floor),
+    Gate({"noise_floor": Line("A/A noise", "distance of an engine from itself")}, check=evaluation.noise_floor),
     Gate(
-        {
-            "must_fail_control": Line(
-                "Must-fail control",
-                "mean KL of the policy with corrupted key scales, which has to be noticed",
-                per="engine",
-                samples_decide=False,
-            )
-        },
-        check=must_fail_control.must_fail_control,
+        {"must_fail_control": Line("Must-fail control", "mean KL with corrupted key scales", samples_decide=False)},
+        check=distances.must_fail_control,
     ),
     Gate(
-        {"conformance": Line("Conformance", "distance from the reference engine, as a share of rounding", per="engine")},
-        check=conformance.conformance,
+        {"conformance": Line("Conformance", "distance from the reference engine, as a share of rounding")},
+        check=engine.conformance,
     ),
     Gate(
         {
-            "stress_test": Line(
-                "Stress test", "sequences of random tokens that deviate from the reference engine", per="engine"
-            ),
-            "allocation": Line("Allocation", "bytes that differ from the policy's", per="engine"),
-            "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one", per="engine"),
-            "reused_prefixes": Line("Reused prefixes", "samples that differ over reused prefixes", per="engine"),
+            "stress_test": Line("Stress test", "sequences of random tokens that deviate from the reference engine"),
+            "allocation": Line("Allocation", "bytes that differ from the policy's"),
+            "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one"),
+            "reused_prefixes": Line("Reused prefixes", "samples that differ over reused prefixes"),
         },
-        check=stress_test.stress_test,
+        check=engine.stress_test,
+    ),
+    Gate({"scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's")}, check=engine.scale_delivery),
+    Gate(
+        {"pressure": Line("Full pool", "requests that a full pool changes beyond noise", samples_decide=False)},
+        check=engine.pressure,
     ),
     Gate(
-        {"scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's", per="engine")},
-        check=delivery.scale_delivery,
-    ),
-    Gate(
-        {"pressure": Line("Full pool", "requests that a full pool changes beyond noise", per="engine", samples_decide=False)},
-        check=pressure.pressure,
-    ),
-    Gate(
-        {"takes_effect": Line("Long enough", "tokens of the longest sample", per="all", samples_decide=False)},
+        {"takes_effect": Line("Long enough", "tokens of the longest sample", samples_decide=False)},
         check=evaluation.takes_effect,
     ),
 )
@@ -121,31 +87,30 @@ LINES: Mapping[str, Line] = {key: line for gate in GATES for key, line in gate.l
 """All kinds of lines by key."""
 
 
-def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:
+def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thresholds) -> Verdict:
     """Judge one evaluation, complete or after some of its rounds.
 
     Args:
         report: The measurements.
         rows: The report's samples, from all rounds that ran.
-        gates: The thresholds.
+        thresholds: The thresholds.
     """
     whole = GateInput(report, rows)
-    problems = list(evaluation.complete(whole, gates))
+    problems = list(evaluation.complete(whole))
     if problems:
         return conclude(problems, {}, looks=0)
     failed: dict[tuple[str, str], Check] = {}
     looks = max(row.round for row in rows)
     for number in range(1, looks + 1):
         evidence = replace(whole, rows=[row for row in rows if row.round <= number])
-        found = {(check.gate, check.where): check for check in _look(evidence, gates, number)}
+        found = {(check.gate, check.where): check for check in _look(evidence, thresholds, number)}
         failed |= {place: check for place, check in found.items() if check.status == "FAIL"}
     figures = list((found | failed).values())
-    checks = [
-        check
-        for gate in GATES
-        for check in (*(one for one in figures if one.gate in gate.lines), *(gate.check(whole, gates) if gate.check else ()))
-    ]
-    checks, numbers = _advised(checks, whole, gates)
+    checks: list[Check] = []
+    for gate in GATES:
+        checks += [check for check in figures if check.gate in gate.lines]
+        checks += gate.check(whole, thresholds) if gate.check is not None else ()
+    checks, numbers = _advised(checks, whole, thresholds)
     verdict = conclude(checks, numbers, looks)
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
@@ -157,33 +122,33 @@ def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
     return verdict.status == "FAIL" or not undecided or verdict.round >= len(report.planned_rounds)
 
 
-def _look(evidence: GateInput, gates: Gates, number: int) -> Iterator[Check]:
+def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[Check]:
     """Yield the lines of all figures at the look after round `number`."""
     rounds = len(evidence.report.planned_rounds)
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
-    figures = [figure for gate in GATES if gate.figures is not None for figure in gate.figures(evidence, gates)]
+    figures = [figure for gate in GATES if gate.figures is not None for figure in gate.figures(evidence, thresholds)]
     main = sum(figure.gate == RECOVERY for figure in figures)
     for figure in figures:
         together = main if figure.gate == RECOVERY else len(figures) - main
-        result = figure.test(gates.alpha / 2 / together, gates, last=number == rounds)
+        result = figure.test(ALPHA / 2 / together, thresholds, last=number == rounds)
         if figure.must_pass or result.decision == "FAIL":
-            check = figure.check(result, gates)
+            check = figure.check(result, thresholds)
             yield check.model_copy(update={"reason": check.reason + place})
 
 
-def _advised(checks: Sequence[Check], whole: GateInput, gates: Gates) -> tuple[list[Check], dict[str, int]]:
+def _advised(checks: Sequence[Check], whole: GateInput, thresholds: Thresholds) -> tuple[list[Check], dict[str, int]]:
     """Return the checks with advice in their reasons, and the number of samples by workload that would decide recovery."""
     still_open = {check.where for check in checks if check.gate == RECOVERY and check.status == "INCONCLUSIVE"}
-    numbers = needed(whole, gates, still_open)
+    numbers = needed(whole, thresholds, still_open)
     if any(check.gate == evaluation.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks):
-        numbers["all"] = gates.min_samples
+        numbers["all"] = thresholds.min_samples
 
     def said(check: Check) -> Check:
         count = numbers.get(check.where, sum(numbers.values()) if check.where == "all" else 0)
         if check.gate != RECOVERY or check.status != "INCONCLUSIVE" or not count:
             return check
         amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
-        advice = f"; about {amount} samples would decide with gates.attempt={gates.next_attempt.attempt}"
+        advice = f"; about {amount} samples would decide with gates.attempt={thresholds.next_attempt.attempt}"
         return check.model_copy(update={"reason": check.reason + advice})
 
     return [said(check) for check in checks], numbers

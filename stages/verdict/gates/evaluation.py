@@ -1,11 +1,13 @@
 """The gates on the evaluation itself: complete samples, enough documents, sufficient lengths, and a low noise floor."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from stages.core.records import Sample
 from stages.verdict.gate import GateInput, by_workload
+from stages.verdict.gates.distances import NONE_OF, shows_none_ruined
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import Check, Gates
+from stages.verdict.thresholds import FAR_KL, Check, Thresholds
 
 MIN_SAMPLES = "min_samples"
 REQUIRED_NUMBERS = (
@@ -16,7 +18,7 @@ UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the 
 """Group of policy keys -> clause for a message that the group had no effect."""
 
 
-def complete(evidence: GateInput, _: Gates) -> Iterator[Check]:
+def complete(evidence: GateInput) -> Iterator[Check]:
     """Yield a FAIL for samples that are missing or duplicated, have a number that is not finite, or an unplanned round."""
     report, rows = evidence.report, evidence.rows
     problems: list[tuple[str, str]] = []
@@ -43,7 +45,7 @@ def _is_complete(row: SampleRow) -> bool:
     return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
 
 
-def documents(evidence: GateInput, gates: Gates) -> Iterator[Check]:
+def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     """Yield INCONCLUSIVE for planned workloads that did not run yet.
 
     If no sample has an answer, also check the number of documents over all workloads together. If some samples have answers,
@@ -55,7 +57,7 @@ def documents(evidence: GateInput, gates: Gates) -> Iterator[Check]:
             reason = f"{name}: no sample of it was run yet; a later round has them"
             yield Check(gate=MIN_SAMPLES, where=name, value=0, status="INCONCLUSIVE", reason=reason)
     if not judged:
-        count, least = len({row.document for row in evidence.rows}), gates.min_samples
+        count, least = len({row.document for row in evidence.rows}), thresholds.min_samples
         yield Check(
             gate=MIN_SAMPLES,
             where="all",
@@ -66,7 +68,30 @@ def documents(evidence: GateInput, gates: Gates) -> Iterator[Check]:
         )
 
 
-def takes_effect(evidence: GateInput, _: Gates) -> Iterator[Check]:
+def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
+    """Return, before any work, why no candidate can PASS on these samples; None if they suffice.
+
+    Example: `cannot pass: 20 of 60 questions; ask 60, better 300`.
+    """
+    by_name: dict[str, set[str]] = {}
+    for sample in samples:
+        if sample.check != "none":
+            by_name.setdefault(sample.workload, set()).add(sample.cluster)
+    if not by_name:  # without answers, distances decide over all texts together
+        by_name["all"] = {sample.cluster for sample in samples}
+    missing = []
+    if not shows_none_ruined(len({sample.cluster for sample in samples}), len(samples), thresholds):
+        least = next(count for count in range(1, NONE_OF + 1) if shows_none_ruined(count, count, thresholds))
+        missing.append(f"{len(samples)} of {least} questions")
+    missing += [
+        f"{len(found)} of {thresholds.min_samples} documents of {name}"
+        for name, found in sorted(by_name.items())
+        if len(found) < thresholds.min_samples
+    ]
+    return f"cannot pass: {', '.join(missing)}; ask {NONE_OF}, better {5 * NONE_OF}" if missing else None
+
+
+def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     """Yield INCONCLUSIVE if the policy evicts, ages or rounds tokens only in sequences longer than every sample."""
     longest = max((row.context_tokens + row.scored_tokens - 1 for row in evidence.rows), default=0)
     tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
@@ -79,7 +104,7 @@ def takes_effect(evidence: GateInput, _: Gates) -> Iterator[Check]:
         yield Check(gate="takes_effect", where="all", value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
 
 
-def noise_floor(evidence: GateInput, gates: Gates) -> Iterator[Check]:
+def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     """Yield INCONCLUSIVE if a KL threshold is not above an engine's KL to itself, or if that KL is unknown."""
     report = evidence.report
     if report.noise is None:
@@ -89,13 +114,10 @@ def noise_floor(evidence: GateInput, gates: Gates) -> Iterator[Check]:
         if noise is None:
             continue
         for key, label, value, limit in (
-            ("max_mean_kl", "mean KL", noise.kl_mean, gates.max_mean_kl),
-            ("max_p999_kl", "99.9th percentile of KL", noise.kl_p999, gates.max_p999_kl),
+            ("max_mean_kl", "mean KL", noise.kl_mean, thresholds.max_mean_kl),
+            ("max_p999_kl", "99.9th percentile of KL", noise.kl_p999, FAR_KL),
         ):
             if value is None or value >= limit:
-                reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {_rounded(value)})"
+                shown = "not a number" if value is None else f"{value:.3g}"
+                reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {shown})"
                 yield Check(gate=key, where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason)
-
-
-def _rounded(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.3g}"

@@ -12,15 +12,11 @@ Student's t, but only at the last look.
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from stages.verdict import statistics
+from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
 from stages.verdict.gate import Figure, GateInput, by_workload
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import MOST_SAMPLES, Check, Gates
-
-if TYPE_CHECKING:
-    from stages.verdict.statistics.bets import Result
+from stages.verdict.thresholds import MOST_SAMPLES, Check, Thresholds
 
 RECOVERY = "min_recovery"
 ALL = "all"
@@ -47,38 +43,38 @@ class Recovery(Figure):
     """Mean probability of the right answers."""
 
     @classmethod
-    def of(cls, place: str, rows: Sequence[SampleRow], gates: Gates) -> "Recovery":
-        threshold = gates.min_recovery if place == ALL else gates.min_workload_recovery
+    def of(cls, place: str, rows: Sequence[SampleRow], thresholds: Thresholds) -> "Recovery":
+        threshold = thresholds.min_recovery if place == ALL else thresholds.min_workload_recovery
         documents = [row.document for row in rows]
-        before = statistics.bets.document_totals([row.baseline_probability for row in rows], documents)
-        after = statistics.bets.document_totals([row.candidate_probability for row in rows], documents)
+        before = document_totals([row.baseline_probability for row in rows], documents)
+        after = document_totals([row.candidate_probability for row in rows], documents)
         baseline = float(before.mean())
         # The allowed loss of a document is proportional to its baseline probability: a candidate that keeps the share
         # `threshold` of every document is exactly at the limit.
         loss, limit = (1 - threshold) * baseline - (after - threshold * before), (1 - threshold) * baseline
-        mean = statistics.bets.Mean(loss, limit, -statistics.bets.OUTLIER * limit, WORST * limit, whole=True)
+        mean = Mean(loss, limit, -OUTLIER * limit, WORST * limit, whole=True)
         return cls(RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline)
 
-    def is_weak(self, gates: Gates) -> bool:
+    def is_weak(self, thresholds: Thresholds) -> bool:
         """Return whether the baseline's right answers are too improbable to show a loss."""
-        return not (self.baseline > 0 and self.baseline >= gates.min_baseline_probability)
+        return not (self.baseline > 0 and self.baseline >= thresholds.min_baseline_probability)
 
-    def test(self, fail_level: float, gates: Gates, *, last: bool) -> "Result":
+    def test(self, fail_level: float, thresholds: Thresholds, *, last: bool) -> Result:
         if self.baseline <= 0:
-            return statistics.bets.Result(None, math.nan, math.nan, gates.pass_alpha)
-        return self.mean.test(fail_level, BET * gates.pass_alpha, STUDENT * gates.pass_alpha if last else 0.0)
+            return Result(None, math.nan, math.nan, thresholds.pass_alpha)
+        return self.mean.test(fail_level, BET * thresholds.pass_alpha, STUDENT * thresholds.pass_alpha if last else 0.0)
 
-    def check(self, result: "Result", gates: Gates) -> Check:
+    def check(self, result: Result, thresholds: Thresholds) -> Check:
         value, bound = (1 - loss / self.baseline if self.baseline > 0 else math.nan for loss in (result.value, result.bound))
         documents, advice = len(self.mean.values), ""
-        if result.decision != "FAIL" and self.is_weak(gates):
+        if result.decision != "FAIL" and self.is_weak(thresholds):
             advice = (
                 f"; their mean probability under the baseline, {self.baseline:.2g}, is below gates.min_baseline_probability "
-                f"({gates.min_baseline_probability:g}): ask what the model can do"
+                f"({thresholds.min_baseline_probability:g}): ask what the model can do"
             )
             advice += f", or leave {self.where} out" if self.where != ALL else ""
-        elif result.decision == "PASS" and documents < gates.min_samples:
-            advice = f"; {documents} documents, gates.min_samples is {gates.min_samples}"
+        elif result.decision == "PASS" and documents < thresholds.min_samples:
+            advice = f"; {documents} documents, gates.min_samples is {thresholds.min_samples}"
         status = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
         key = RECOVERY if self.where == ALL else "min_workload_recovery"
         reason = (
@@ -88,28 +84,28 @@ class Recovery(Figure):
         return self.line(result, value, bound, reason).model_copy(update={"status": status})
 
 
-def recovery(evidence: GateInput, gates: Gates) -> Iterator[Recovery]:
+def recovery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Recovery]:
     """Yield a figure for all questions together, then one for every workload."""
     judged = evidence.judged
     for place, rows in [(ALL, judged), *by_workload(judged).items()] if judged else ():
-        yield Recovery.of(place, rows, gates)
+        yield Recovery.of(place, rows, thresholds)
 
 
-def needed(evidence: GateInput, gates: Gates, still_open: Collection[str]) -> dict[str, int]:
+def needed(evidence: GateInput, thresholds: Thresholds, still_open: Collection[str]) -> dict[str, int]:
     """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
 
-    Workloads that passed are included if the next attempt needs more, because it has a smaller share of alpha. A workload that
+    Workloads that passed are included if the next attempt needs more, because it has a smaller share of ALPHA. A workload that
     the baseline rarely gets right is left out: more samples would not help.
     """
-    kinds = list(recovery(evidence, gates)) if still_open else []
-    if not kinds or kinds[0].is_weak(gates):
+    kinds = list(recovery(evidence, thresholds)) if still_open else []
+    if not kinds or kinds[0].is_weak(thresholds):
         return {}
-    level, times = gates.next_attempt.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
+    level, times = thresholds.next_attempt.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
     for kind in kinds:
-        if not kind.is_weak(gates):
+        if not kind.is_weak(thresholds):
             seen = len(kind.mean.values)
             more = kind.mean.needed(BET * level, MOST_SAMPLES, STUDENT * level)
-            times[kind.where] = max(gates.min_samples, seen + (kind.where in still_open), more) / seen
+            times[kind.where] = max(thresholds.min_samples, seen + (kind.where in still_open), more) / seen
     counts = {kind.where: kind.samples for kind in kinds if kind.where != ALL}
     asked = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
     return {name: min(count, MOST_SAMPLES) for name, count in asked.items() if count > counts[name]}

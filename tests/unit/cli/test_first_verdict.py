@@ -15,8 +15,8 @@ from pipeline.config.compose import Plan, plan
 from pipeline.registry.summary import new_sweep
 from stages.core.errors import REFUSALS, CannotBeJudged, exit_code
 from stages.core.records import Sample
-from stages.verdict.gates.enough import too_few
-from stages.verdict.thresholds import Gates
+from stages.verdict.gates.evaluation import too_few
+from stages.verdict.thresholds import Thresholds
 
 BRIEF = ["calibration.samples=4", "workloads.rounds=[1.0]", "tracking=none", "stage=evaluate"]
 
@@ -41,7 +41,7 @@ def questions(count: int, documents: int, workload: str = "own") -> list[Sample]
 def test_too_few_questions_for_a_pass_are_known_before_any_work(
     samples: list[Sample], gates: dict[str, float], said: str | None
 ) -> None:
-    assert too_few(samples, Gates.model_validate(gates)) == said
+    assert too_few(samples, Thresholds.model_validate(gates)) == said
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from fake_engine import CharTokenizer, fake_engine
 
 from stages.core.errors import UserError
 from stages.core.records import Sample
-from stages.verdict.gates import Gates, decide
+from stages.verdict.gates import decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.thresholds import Verdict
+from stages.verdict.thresholds import Thresholds, Verdict
 from stages.verdict.tracked import flat_metrics
 from stages.workloads.config import CONTROL_FACTOR
 
@@ -36,7 +36,7 @@ def samples(per_class: int = 80) -> list[Sample]:
 
 
 SAMPLES = samples()
-GATES = Gates()
+GATES = Thresholds()
 Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
 
 

@@ -17,7 +17,7 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Stage
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.policies.formats import WeightsFormat
-from stages.verdict.gates import Gates
+from stages.verdict.thresholds import Thresholds
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [
@@ -89,7 +89,7 @@ def test_every_stage_backend_and_weights_format_is_documented_and_no_other() -> 
 
 def test_thresholds_that_are_named_exist() -> None:
     named = set(re.findall(r"gates\.(\w+)", "".join(text for name, text in TEXT.items() if name.startswith("docs/"))))
-    assert named - {"py", "KEY"} <= Gates.model_fields.keys()
+    assert named - {"py", "KEY"} <= Thresholds.model_fields.keys()
 
 
 @pytest.mark.parametrize("document", sorted(TEXT))

@@ -25,7 +25,6 @@ ROOMS = (
     "stages.checkpoints.gguf",
     "stages.checkpoints.shapes",
     "stages.checkpoints.opening",
-    "stages.verdict.statistics",
     "stages.verdict",
     "stages.verdict.gates",
     "stages.verdict.candidate",

@@ -13,8 +13,8 @@ from pipeline.chain.planning import show_capacity
 from pipeline.config.compose import plan
 from stages.evaluate.inputs.samples import read_jsonl
 from stages.evaluate.once import bounded
-from stages.verdict.gates.enough import too_few
-from stages.verdict.thresholds import Gates
+from stages.verdict.gates.evaluation import too_few
+from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import StressTestConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,8 +55,8 @@ def test_the_dry_run_ends_at_the_missing_weights_in_one_line(here: list[str], ca
 def test_the_examples_60_questions_can_pass_and_20_of_them_cannot() -> None:
     samples = read_jsonl(ROOT / "examples" / "support_tickets.jsonl", set())
     assert len(samples) == 60
-    assert too_few(samples, Gates()) is None
-    assert too_few(samples[:20], Gates()) == "cannot pass: 20 of 60 questions; ask 60, better 300"
+    assert too_few(samples, Thresholds()) is None
+    assert too_few(samples[:20], Thresholds()) == "cannot pass: 20 of 60 questions; ask 60, better 300"
 
 
 @pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 448), (448, 448), (16_384, 2048)])

@@ -8,8 +8,8 @@ from gate_reports import GATES, lines, report, row
 
 from benchmarks.gate_shapes import load
 from benchmarks.gates import SOUND_KL, scaled
+from stages.verdict.bets import PASS_STAKES, Array, Mean, log_score
 from stages.verdict.report import SampleRow
-from stages.verdict.statistics.bets import PASS_STAKES, Array, Mean, log_score
 
 SHAPES = load()
 LIMIT = GATES.max_mean_kl

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from stages.verdict.gates import decide, is_final
 from stages.verdict.report import MustFailControl, SampleRow
-from stages.verdict.thresholds import RULES, Verdict
+from stages.verdict.thresholds import ALPHA, RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 
@@ -144,8 +144,8 @@ def test_a_verdict_names_the_rules_that_made_it() -> None:
 
 def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
     attempts = [gates(attempt=number).pass_alpha for number in range(1, 21)]
-    assert sum(attempts) <= GATES.alpha
-    assert attempts[0] == pytest.approx(0.9 * GATES.alpha)
+    assert sum(attempts) <= ALPHA
+    assert attempts[0] == pytest.approx(0.9 * ALPHA)
     text = verdict(keeping(0.953, answered("copy", 120), spread=0.1)).reasons[0]
     assert text.endswith("samples would decide with gates.attempt=2")
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from stages.verdict.statistics import bets
-from stages.verdict.statistics.bets import Array, Mean, log_score
-from stages.verdict.statistics.bootstrap import resampled_sums
+from stages.verdict import bets
+from stages.verdict.bets import Array, Mean, log_score
 
 RUNS = 2000
 LIMIT = 0.05
@@ -142,13 +141,3 @@ def test_the_mean_over_documents_counts_each_document_once_and_the_totals_each_s
     assert bets.by_document([1.0, 1.0, 4.0, 0.0], [1.0, 1.0, 1.0, 1.0], documents) == pytest.approx([2.0, 0.0])
     assert bets.document_totals([1.0, 1.0, 4.0, 0.0], documents).mean() == pytest.approx(1.5)
     assert math.isnan(bets.by_document([None, 1.0], [1.0, 1.0], ["a", "b"])[0])
-
-
-def test_bootstrap_by_document_has_the_variance_of_documents() -> None:
-    rng = np.random.default_rng(0)
-    level = np.repeat(rng.normal(size=50), 4)
-    values = level[:, None]
-    by_document = resampled_sums(values, [str(i // 4) for i in range(200)])[:, 0] / 200
-    by_sample = resampled_sums(values, [str(i) for i in range(200)])[:, 0] / 200
-    assert by_document.std() == pytest.approx(level.std() / math.sqrt(50), rel=0.15)
-    assert by_sample.std() == pytest.approx(level.std() / math.sqrt(200), rel=0.15)

@@ -11,7 +11,7 @@ and Ramdas, JRSS B 86 (2024) 1-27.
 
 A document outside a stake's range ends the stake: its score is 0 from then on. If the range is known (distances and shares are
 at least 0 and capped above), the level is exact. If the range is assumed (the loss or gain of one document in recovery,
-answers, likelihood and accepted drafts), the level is an estimate; `python -m benchmarks.gates` simulates the true level.
+answers and accepted drafts), the level is an estimate; `python -m benchmarks.gates` simulates the true level.
 """
 
 import math
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Decisions = npt.NDArray[np.bool_]
 
 OUTLIER = 3.0
 """Cap on a document's value in a test for PASS, as a multiple of the limit. Without a cap, a mean with such heavy tails has no
@@ -91,10 +92,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over documents, to be tested against a positive limit; larger is worse."""
+    """A mean over documents, to be tested against a positive limit; larger is worse.
+
+    `passes` and `fails` also decide many simulated runs at once: values of shape (runs, documents) give decisions (runs).
+    """
 
     values: Array
-    """One value per document."""
+    """One value per document, (documents)."""
     limit: float
     best: float = 0.0
     """Lowest value that the stakes on a FAIL allow for."""
@@ -122,16 +126,28 @@ class Mean:
         """Return the gains of a bet that the mean is above `limit`, by document."""
         return np.asarray((self.values - limit) / (self.limit - self.best))
 
-    def fails(self, level: float) -> bool:
+    def fails(self, level: float) -> Decisions:
         """Return whether the mean without a cap is clearly above the limit, or not finite."""
-        finite = bool(np.isfinite(self.values).all())
-        return not finite or bool(log_score(self.fail_gains(self.limit), FAIL_STAKES) >= -math.log(level))
+        broken = ~np.isfinite(self.values).all(axis=-1)
+        return np.asarray(broken | (log_score(self.fail_gains(self.limit), FAIL_STAKES) >= -math.log(level)))
+
+    def passes(self, level: float, t_level: float = 0.0) -> Decisions:
+        """Return whether the mean is clearly below the limit, by the bet or by Student's t.
+
+        Args:
+            level: The error of the bet.
+            t_level: The error of Student's t, which decides only from MANY documents on; 0 leaves it out.
+        """
+        by_bet = log_score(self.pass_gains(self.limit), self.stakes) >= -math.log(level)
+        return np.asarray(by_bet | (self._student_bound(t_level) <= self.limit))
+
+    def _student_bound(self, level: float) -> Array:
+        """Return the upper bound of the mean by Student's t; infinite without a level or with fewer than MANY documents."""
+        many = level > 0 and self.values.shape[-1] >= MANY
+        return skewed_upper_bound(self.values, level) if many else np.full(self.values.shape[:-1], math.inf)
 
     def test(self, fail_level: float, pass_level: float, t_level: float = 0.0) -> Result:
-        """Decide FAIL if the mean is clearly above the limit, PASS if it is clearly below.
-
-        With a `t_level`, Student's t at this level can also decide a PASS that the bet leaves open, from MANY documents on.
-        """
+        """Decide FAIL if the mean is clearly above the limit, PASS if it is clearly below (`passes`)."""
         if not np.isfinite(self.values).all():
             return Result("FAIL", math.nan, math.nan, fail_level)
         mean = float(self.values.mean())
@@ -140,14 +156,13 @@ class Mean:
             found = _crossing(mean, -1.0, lambda limit: bool(log_score(self.fail_gains(limit), FAIL_STAKES) >= enough))
             return Result("FAIL", mean, max(found, self.limit), fail_level)
         enough = -math.log(pass_level)
-        passes = bool(log_score(self.pass_gains(self.limit), self.stakes) >= enough)
         value = mean if self.whole else float(np.minimum(self.values, self.cap).mean())
         bound = _crossing(value, 1.0, lambda limit: bool(log_score(self.pass_gains(limit), self.stakes) >= enough))
         if not self.whole:
             bound = min(bound, self.cap)
-        if t_level and not passes and len(self.values) >= MANY:
-            by_t = float(skewed_upper_bound(self.values, t_level))
-            passes, bound = by_t <= self.limit, min(bound, by_t)
+        if not self.passes(pass_level):
+            bound = min(bound, float(self._student_bound(t_level)))
+        passes = bool(self.passes(pass_level, t_level))
         return Result("PASS" if passes else None, value, min(bound, self.limit) if passes else bound, pass_level + t_level)
 
     def needed(self, level: float, most: int, t_level: float = 0.0) -> int:

@@ -1,0 +1,120 @@
+"""The gates on the engine itself: it computes its policy in every state, in the claimed bytes, with its checkpoint's scales."""
+
+from collections.abc import Iterator, Sequence
+
+from stages.verdict.conformance import bounded, describe
+from stages.verdict.delivery import describe_changes
+from stages.verdict.gate import GateInput
+from stages.verdict.record import finite
+from stages.verdict.thresholds import Check, LineStatus, Status, Thresholds
+
+SHOWN = 4
+"""Maximum number of failures that a reason lists."""
+
+
+def conformance(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
+    """Yield a FAIL if any request of an engine differs from the reference engine by more than rounding."""
+    record = evidence.report.conformance
+    if record is None:
+        return
+    judged = record.compute_dtype is not None
+    for where, engine in (("baseline", record.baseline), ("candidate", record.candidate)):
+        ranked = engine.ranked
+        status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
+        yield Check(
+            gate="conformance",
+            where=where,
+            value=finite(ranked[0]) if ranked else None,
+            threshold=1.0 if judged else None,
+            status=status,
+            reason=f"{where}: {describe(engine, judged=judged)}",
+        )
+
+
+def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
+    """Yield the checks of candidate and baseline.
+
+    An engine fails if it deviates from the reference engine on random tokens, allocates other bytes than its policy claims,
+    gives a free answer that contradicts forced decode, or answers differently over reused prefixes.
+    """
+    for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
+        stress, free, reused = tests.stress, tests.free_answers, tests.reused
+        if stress is not None:
+            yield _line("stress_test", where, stress.failures, str(stress))
+            problem = stress.allocation.problem
+            line = _line("allocation", where, [problem] if problem else [], "allocated bytes match the policy")
+            unsure = stress.allocation.unsure
+            unseen = {"status": "WARNING", "reason": f"{line.reason}; {unsure}"} if unsure and line.status == "PASS" else {}
+            yield line.model_copy(update=unseen)
+        told = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
+        if free.samples:
+            told += f", {bounded(free.samples, 'contradict themselves')}"
+        yield _line("free_answers", where, free.contradictions, told)
+        if reused is not None:
+            broken = ["logits over reused prefixes are not finite"] if reused.kl_max is None else []
+            told = f"{reused.tokens} tokens of {reused.samples} samples are the same over reused prefixes, KL at most "
+            yield _line("reused_prefixes", where, [*reused.contradictions, *broken], f"{told}{reused.kl_max or 0.0:.1e}")
+
+
+def _listed(failures: Sequence[object]) -> str:
+    more = f"; and {len(failures) - SHOWN} more" if len(failures) > SHOWN else ""
+    return "; ".join(map(str, failures[:SHOWN])) + more
+
+
+def _line(key: str, where: str, failures: Sequence[str], passed: str) -> Check:
+    fault = "does not compute its policy: " if key == "stress_test" else ""
+    reason = f"{where}: {key}: " + (fault + _listed(failures) if failures else passed)
+    status: LineStatus = "FAIL" if failures else "PASS"
+    return Check(gate=key, where=where, value=len(failures), threshold=0, status=status, reason=reason)
+
+
+def pressure(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
+    """Yield a FAIL if a request differs from itself in a large pool by more than noise; INCONCLUSIVE if no pool was full."""
+    found = evidence.report.tests.pressure
+    if found is None:
+        return
+    told = (
+        f"{found.requests} requests gave the same answers in a pool of {found.pages} pages (they need {found.wanted_pages}): "
+        f"{found.preempted} preemptions, {found.reused:,} tokens reused"
+    )
+    status: Status = "FAIL" if found.deviations else "PASS" if found.preempted else "INCONCLUSIVE"
+    if not found.requests:
+        told = (
+            f"workloads.pressure={found.asked}: the engine cannot be given a small pool, and nothing was seen under load; "
+            "judge it with workloads.pressure=0"
+        )
+    elif status == "FAIL":
+        told = f"{len(found.deviations)} of {found.requests} requests differ ({found.limit_kl:.1e} allowed): "
+        told += _listed(found.deviations)
+    elif status == "PASS":
+        told += f", {bounded(found.asked, 'change')}"
+    else:
+        told += f": the pool was never full; ask more requests with workloads.pressure={2 * found.asked}"
+    yield Check(
+        gate="pressure",
+        where="candidate",
+        value=len(found.deviations) if found.requests else None,
+        threshold=0,
+        status=status,
+        reason=f"candidate: pressure: {told}",
+    )
+
+
+def scale_delivery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
+    """Yield a FAIL if the engine uses other scales than the checkpoint's, or a WARNING if all these changes are allowed."""
+    changes = evidence.report.scale_changes
+    if changes is None:
+        return
+    refused = [change for change in changes if change.kind not in thresholds.allow_scale_changes]
+    status: LineStatus = "FAIL" if refused else "WARNING" if changes else "PASS"
+    reason = describe_changes(refused or changes) or "the engine uses the scales that its checkpoint carries"
+    if changes and not refused:
+        reason += ", as gates.allow_scale_changes accepts"
+    yield Check(
+        gate="scale_delivery",
+        where="candidate",
+        value=float(len(changes)),
+        threshold=0.0,
+        status=status,
+        reason=f"candidate: scales: {reason}",
+    )
