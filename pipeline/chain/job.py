@@ -9,22 +9,18 @@ from typing import TYPE_CHECKING
 from pipeline.chain.judge import Chain
 from pipeline.cli import console
 from pipeline.config.config import Config
-from pipeline.evidence.reading import Evidence, registered_engine
-from pipeline.evidence.verify import decoded_again, replay
-from pipeline.loading import open_backend
-from pipeline.registry.promotion import Engines, Finding
+from pipeline.evidence.reading import registered_engine
+from pipeline.evidence.verify import replay
+from pipeline.registry.promotion import Engines
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.store.store import Store
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.verdict.gates import decide
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
-
-DECODED_AGAIN = 2
-"""Samples that are decoded again before an alias moves, if the engine opens in seconds."""
 
 
 @cache
@@ -62,23 +58,8 @@ class Run:
 
     def engines(self) -> Engines:
         """Return the registered engines, with their evidence in the work directory. Raises as `registry` does."""
-        return Engines(self.registry(), partial(registered_engine, self.config.work / "artifacts", self.replay), self.decide)
-
-    def replay(self, evidence: Evidence) -> list[Finding]:
-        """Replay evidence before an alias moves. If nothing differs, decode a few samples again."""
-        findings = replay(evidence, self.config.signing)
-        return findings + (self._decode_again(evidence) if all(one.status == "same" for one in findings) else [])
-
-    def _decode_again(self, evidence: Evidence) -> list[Finding]:
-        """Decode a few samples again if this command's backend opens in seconds and is the engine's backend."""
-        backend = self.config.backend
-        if backend.name != evidence.identity.backend or not backend.in_process:
-            return []
-        try:
-            return decoded_again(evidence, open_backend(backend).load, DECODED_AGAIN)
-        except MissingRequirement as error:
-            console.warning(f"no sample was decoded again: {error}")
-            return []
+        check = partial(replay, signing=self.config.signing)
+        return Engines(self.registry(), partial(registered_engine, self.config.work / "artifacts", check), self.decide)
 
     def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
         """Return the verdict of this command's gates."""

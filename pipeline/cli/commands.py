@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, key_of
-from stages.engines.config import InProcessConfig
 from stages.verdict.thresholds import Thresholds
 
 _given: list[tuple[str, ...]] = []
@@ -69,12 +68,8 @@ def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = 
 
 
 def promoting(config: Config, *changes: str) -> str:
-    """Return the command that promotes the candidates of a command, with the same gates and backend."""
-    backend, opened = config.backend, list[str]()
-    if isinstance(backend, InProcessConfig):
-        chosen = {"backend": backend.name} not in _defaults()["defaults"]
-        opened = [f"backend={backend.name}"] * chosen + [f"backend.threads={backend.threads}"]
-    return standing(config, "promote", *opened, *changes, groups=("gates",))
+    """Return the command that promotes the candidates of a command, with the same gates."""
+    return standing(config, "promote", *changes, groups=("gates",))
 
 
 def carried(config: Config, *groups: str) -> list[str]:

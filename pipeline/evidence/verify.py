@@ -14,10 +14,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from random import SystemRandom
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -31,7 +30,6 @@ from stages.checkpoints.ends import END_FILES
 from stages.checkpoints.files import TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.interface import Engine
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from stages.workloads.config import WorkloadsConfig
@@ -40,7 +38,6 @@ BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
 
 SAMPLES_CHECK = "samples, made again"
-DECODED_CHECK = "samples, decoded again"
 VERDICT_CHECK = "verdict, decided again"
 
 
@@ -173,35 +170,6 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
     except Exception as error:  # tokenizers raises bare exceptions, and tokenizer.json may be forged
         detail = f"{type(error).__name__}: {error}".splitlines()[0]
         return Finding(SAMPLES_CHECK, "differs", f"the engine's tokenizer cannot encode them ({detail})")
-
-
-def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int) -> list[Finding]:
-    """Decode `count` random samples again on candidate and baseline, and compare the results with the recorded rows.
-
-    Unlike digests, this detects rows that the engines never produced.
-    """
-    engine, baseline, report = evidence.engine, evidence.baseline, evidence.report
-    if engine is None or baseline is None or report is None or not count:
-        return []
-    rows = SystemRandom().sample(evidence.rows, min(count, len(evidence.rows)))
-    floor = report.candidate_noise or report.noise
-    noise = floor.kl_mean if floor is not None and floor.kl_mean is not None else 0.0
-    config, names = requested_workloads(evidence), {row.id for row in rows}
-    with required_libraries():
-        from stages.evaluate.again import decode_again, difference
-        from stages.evaluate.inputs.samples import load_samples
-        from stages.evaluate.inputs.tokens import BundleTokenizer
-
-        every = load_samples(config)
-        samples = [sample for sample in every if sample.id in names]
-        documents = {sample.document for sample in samples if sample.document}
-        beside = [sample for sample in every if sample.id not in names and sample.document in documents]
-        tokenizer, own = BundleTokenizer(engine), {row.id: row.own_tokens for row in rows}
-        engines = (lambda: load(baseline)), (lambda: load(engine))
-        found = decode_again(*engines, samples, own, tokenizer, config, beside) if samples else {}
-        problem = difference(rows, found, noise)
-    status: Literal["same", "differs"] = "same" if problem is None else "differs"
-    return [Finding(DECODED_CHECK, status, problem or f"{len(rows)} samples, as recorded")]
 
 
 def requested_workloads(evidence: Evidence) -> WorkloadsConfig:

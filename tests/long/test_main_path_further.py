@@ -94,7 +94,7 @@ def test_the_reference_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_ca
         found, expected = (c["metrics"]["quality/kl_mean"] for c in (candidate, by_engine[kv]))
         assert found == pytest.approx(expected, rel=0.02)
     assert 0 < by_reference["fp8"]["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
-    promoted = pipeline(work, "stage=promote", "backend=torch", "backend.device=cpu")
+    promoted = pipeline(work, "stage=promote")
     assert promoted.returncode == 0, promoted.stderr
     assert summary(work)["champion"] == "fp8"
 
@@ -130,10 +130,10 @@ def forge(sound: Path, broken: Path) -> None:
     (broken / ".manifest.json").write_text(json.dumps(manifest | {"files": tree_files(broken)}))
 
 
-def test_without_a_key_the_engines_say_that_the_rows_are_not_theirs(forged: Path) -> None:
-    result = pipeline(forged, "stage=promote")
+def test_a_forged_evaluation_is_not_promoted_if_a_key_is_trusted(forged: Path, keys: tuple[Path, Path]) -> None:
+    result = pipeline(forged, "stage=promote", f"signing.trusted=[{keys[1]}]")
     assert result.returncode == 3, result.stdout
-    assert "int4_tensor is not promoted: samples, decoded again: differs" in result.stderr
+    assert "int4_tensor is not promoted: signature: differs, identity.sig is missing" in result.stderr
 
 
 def test_what_a_sweep_with_a_key_judged_is_signed(forged: Path, keys: tuple[Path, Path]) -> None:

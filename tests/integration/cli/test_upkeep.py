@@ -18,7 +18,7 @@ from judged_engine import candidate_of, config_of, judged_engine
 from rich.filesize import decimal
 from stores import make_artifact
 
-from pipeline.chain import job, runner
+from pipeline.chain import runner
 from pipeline.cli.needs import Piece, distinct_bytes, find, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
 from pipeline.evidence.identity import read_identity
@@ -55,9 +55,7 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
 def command(work: Path, *overrides: str) -> None:
     """Run a stage in this process."""
     config = config_of(f"workdir={work}", MODEL, *overrides)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "DECODED_AGAIN", 0)  # these engines cannot be opened
-        runner.run(config, "20260105-000000-1-e")
+    runner.run(config, "20260105-000000-1-e")
 
 
 def write_one(out: Path) -> None:

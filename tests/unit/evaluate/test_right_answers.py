@@ -10,7 +10,6 @@ from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_engine
 
 from stages.core.records import Sample
-from stages.evaluate.again import decode_again, difference
 from stages.evaluate.decoding.stored import read_round
 from stages.verdict.report import SampleRow, load_report, load_rows
 
@@ -85,18 +84,3 @@ def test_a_baseline_that_is_interrupted_while_its_own_words_are_scored_goes_on_w
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
     assert read_round(resumed).record.right_answers == RESCORED
     assert not (resumed / "unfinished").exists()
-
-
-def test_own_words_are_decoded_again_as_they_were_scored(tmp_path: Path) -> None:
-    rows = [row for row in judged(fake_engine, tmp_path, noise=0.05) if row.id in RESCORED]
-
-    def said(rows: list[SampleRow]) -> str | None:
-        own = {row.id: row.own_tokens for row in rows}
-        found = decode_again(
-            lambda: fake_engine(SAID), lambda: fake_engine(SAID, noise=0.05), [SAMPLES[1], SAMPLES[3]], own, TOKENIZER, CONFIG
-        )
-        return difference(rows, found, 1e-8)
-
-    assert said(rows) is None
-    for forged in ([*b"It is 77.", EOS], [*b"It is 01.", 4711], []):
-        assert said([rows[0].model_copy(update={"own_tokens": forged}), rows[1]]) is not None

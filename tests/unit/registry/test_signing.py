@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from evidence_copies import edit
 from judged_candidates import MemoryRegistry
-from judged_engine import cited_tags, config_of, exported, judged_engine
+from judged_engine import candidate_of, cited_tags, config_of, exported, judged_engine
 from signing_keys import key_pair, keys
 
 from pipeline.api import champion
@@ -131,16 +131,21 @@ def stage_verify(bundle: Path, trusted: Path) -> Run:
     return Run(config)
 
 
-def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_path: Path, ours: tuple[Path, Path]) -> None:
-    forged = judged_engine(tmp_path / "store", copy=1)  # other rows, with matching digests and manifests
+def test_evidence_that_was_rewritten_as_a_whole_is_refused(
+    signed: Path, tmp_path: Path, ours: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forged = judged_engine(tmp_path / "artifacts", copy=1)  # other rows, with matching digests and manifests
     trusted = keys(None, ours[1])
     assert {finding.status for finding in replay(read_evidence(forged), SigningConfig())} == {"same"}
     assert signature_finding(forged, trusted) == f"differs, {MISSING}"
     shutil.copyfile(signed / SIGNATURE_FILE, forged / SIGNATURE_FILE)
     assert signature_finding(forged, trusted) == "differs, no trusted key signed it (ValueError Signature mismatch)"
-    promotion = Run(config_of("stage=promote", f"signing.trusted=[{ours[1]}]"))
-    before_a_promotion = promotion.replay(read_evidence(forged))
-    assert [finding.name for finding in before_a_promotion if finding.status == "differs"] == ["signature"]
+    registry = MemoryRegistry(tmp_path)
+    registry.versions = {"1": cited_tags(forged)}
+    monkeypatch.setattr(Run, "registry", lambda _: registry)
+    promotion = Run(config_of("stage=promote", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]"))
+    with pytest.raises(GateRefusal, match=r"int8 is not promoted: signature: differs, no trusted key signed it"):
+        promotion.engines().promote([candidate_of(forged)])
     with pytest.raises(GateRefusal, match=r"differs from the judged engine: signature$"):
         verify_stage(stage_verify(forged, ours[1]))
 
