@@ -171,7 +171,7 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
 
 def _check_tracking(config: Config) -> None:
     location = locate(config.tracking, config.work, config.model.label)
-    if location.file is None or location.file.is_file():
+    if location.exists:
         check_reachable(location)
 
 

@@ -153,10 +153,8 @@ def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iter
     for path in sorted((config.work / "artifacts" / "identity").glob(f"[!.]*/{IDENTITY_FILE}")):
         known.add(file_digest(path))
         yield from _judged(config, model, binds, path.parent, str(path.parent), path.stat().st_mtime)
-    if not config.tracking.enabled:
-        return
     location = locate(config.tracking, config.work, config.model.label)
-    if location.file is not None and not location.file.is_file():
+    if not (config.tracking.enabled and location.exists):
         return
     from pipeline.registry.mlflow_store import fetch_evidence
 

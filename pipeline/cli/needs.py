@@ -204,7 +204,6 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
     """
     reasons, missing = dict[str, str](), dict[str, str]()
     there = {piece.place for piece in found.pieces if piece.is_artifact}
-    engines = {f"build/{path.name}": files_digest(manifest["files"]) for path, manifest in Store(found.root).manifests("build")}
 
     def keep(digest: str, who: str, *, built: bool = False, measured: bool = False) -> None:
         held = found.evidence.get(digest)
@@ -223,9 +222,9 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
                 keep(version.identity_digest, f"{alias} of {model.name}")
-                engine = model.engines.get(version.number)
-                for place in (place for place, digest in engines.items() if digest == engine):
-                    reasons.setdefault(place, f"{alias} of {model.name}")
+                for path, manifest in Store(found.root).manifests("build") if version.number in model.engines else ():
+                    if files_digest(manifest["files"]) == model.engines[version.number]:
+                        reasons.setdefault(f"build/{path.name}", f"{alias} of {model.name}")
     recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)
     for sweep in recent:
         for candidate in sweep.summary.candidates:

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,24 +45,21 @@ def prune(config: Config) -> None:
     if not root.is_dir():
         console.say(f"{escape(str(root))}: there are no artifacts")
         return
-    if config.prune.apply:
-        lock = root / USE_LOCK
-        if lock.exists() and not os.access(lock, os.W_OK):
-            raise UserError(
-                f"stage=prune: {lock} may not be written to by this user, so it cannot be held; give the permission"
+    applied, lock = config.prune.apply, root / USE_LOCK
+    if applied and lock.exists() and not os.access(lock, os.W_OK):
+        raise UserError(f"stage=prune: {lock} may not be written to by this user, so it cannot be held; give the permission")
+    held: AbstractContextManager[list[str]] = alone(root) if applied else nullcontext([])
+    with held as users:  # no command can change the needs meanwhile
+        if users:
+            raise MissingRequirement(
+                f"stage=prune: the artifacts in {root} are used by {', '.join(users)}; nothing was removed: wait until it "
+                "ends, or end it"
             )
-        with alone(root) as users:  # no command can change the needs meanwhile
-            if users:
-                raise MissingRequirement(
-                    f"stage=prune: the artifacts in {root} are used by {', '.join(users)}; nothing was removed: wait until it "
-                    "ends, or end it"
-                )
-            plan = make_plan(config)
-            remove(root, plan.gone)
-    else:
         plan = make_plan(config)
-    _print(plan, applied=config.prune.apply)
-    next_steps.show(next_steps.after_prune(config, would_free=not config.prune.apply and bool(plan.gone)))
+        if applied:
+            remove(root, plan.gone)
+    _print(plan, applied=applied)
+    next_steps.show(next_steps.after_prune(config, would_free=not applied and bool(plan.gone)))
 
 
 def make_plan(config: Config) -> PrunePlan:

@@ -23,7 +23,7 @@ from pipeline.store.store import MOST_BYTES
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest
 from stages.core.errors import UserError
-from stages.core.strict import StrictModel, Unreadable, parse_json, read_file
+from stages.core.strict import StrictModel, Unreadable, first_problem, parse_json, read_file
 from stages.policies.policy import POLICY_FILE
 from stages.policies.scales import SCALES_FILE
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
@@ -181,10 +181,8 @@ def read_identity(path: Path) -> Identity:
     except Unreadable as error:
         raise UserError(f"{path}: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        fix = "give the identity.json that stage=evaluate wrote"
-        raise UserError(f"{path}: {_other_rules(content) or f'{problem}; {fix}'}") from None
+        problem = f"{first_problem(error)}; give the identity.json that stage=evaluate wrote"
+        raise UserError(f"{path}: {_other_rules(content) or problem}") from None
 
 
 def _other_rules(content: bytes) -> str | None:

@@ -106,8 +106,11 @@ class MlflowStore:
     # Runs
 
     @contextmanager
-    def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
-        """Open a run for the block and yield its id. The run ends as FAILED after an exception, as KILLED after Ctrl-C."""
+    def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[str]:
+        """Open a candidate's run for the block and yield its id. Its configuration is logged without secrets.
+
+        The run ends as FAILED after an exception, as KILLED after Ctrl-C.
+        """
         lock = self._locks / token_hex(8)
         with ExitStack() as stack:
             with locked(self.lock, "beginning a run"):
@@ -115,8 +118,10 @@ class MlflowStore:
                 stack.enter_context(locked_at_once(lock))
             status = "FAILED"
             try:
-                texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in {**tags, LOCK: lock.name}.items()}
-                yield self.create_run(title, texts)
+                tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": UNDECIDED}
+                run_id = self.create_run(kv, {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()})
+                self._log(run_id, params=config)
+                yield run_id
                 status = "FINISHED"
             except (KeyboardInterrupt, SystemExit):
                 status = "KILLED"
@@ -158,16 +163,6 @@ class MlflowStore:
             params=[Param(name, value) for name, value in flat_params(params or {}).items()],
             tags=[RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in (tags or {}).items()],
         )
-
-    # Candidates
-
-    @contextmanager
-    def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[str]:
-        """Open a candidate's run for the block and yield its id. Its configuration is logged without secrets."""
-        tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED}
-        with self.recorded(kv, tags) as run_id:
-            self._log(run_id, params=config)
-            yield run_id
 
     def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
         """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its version."""
@@ -316,7 +311,7 @@ def fetch_evidence(
 
 def aliased(location: Location, names: Sequence[str], alias: str) -> Version | None:
     """Return the version with an alias, from the first model in `names` that has this alias; None if no model has it."""
-    if location.file is not None and not location.file.exists():
+    if not location.exists:
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
     client = Client(location)
     for name in names:

@@ -135,7 +135,7 @@ class RegisteredEngine:
     decide: Decide
     """Decides by the gates that judged the engine."""
     replay: Callable[[], Sequence[Finding]]
-    """Checks the evidence again. Raises UserError if it cannot be read. See `pipeline.evidence.verify`."""
+    """Checks the evidence again, as `pipeline.evidence.verify.replay` does."""
 
     @property
     def version(self) -> str:
@@ -168,10 +168,7 @@ class RegisteredEngine:
             GateRefusal: the first problem.
             MissingRequirement: there is no problem, but the replay needs a library that is not installed.
         """
-        try:
-            problems = [finding for finding in self.replay() if finding.status != "same"]
-        except UserError as error:
-            raise GateRefusal(str(error)) from error
+        problems = [finding for finding in self.replay() if finding.status != "same"]
         for finding in sorted(problems, key=lambda finding: finding.library_missing):  # missing libraries last
             raise (MissingRequirement if finding.library_missing else GateRefusal)(str(finding))
         verdict, covered = decide(self.report, self.rows), self.report.limits

@@ -19,7 +19,7 @@ from pipeline.store.locks import locked
 from stages.core.errors import INTERRUPTED, SEVERITY, UserError
 from stages.core.files import write_whole
 from stages.core.redaction import redact_text
-from stages.core.strict import MOST_TEXT_BYTES, StrictModel, Unreadable, read_file
+from stages.core.strict import MOST_TEXT_BYTES, StrictModel, Unreadable, first_problem, read_file
 from stages.verdict.candidate import Candidate
 
 FILE = "summary.json"
@@ -95,10 +95,9 @@ def _read(workdir: Path, name: str) -> Summary | None:
             return None
         raise UserError(f"workdir={workdir}: {name} {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        detail = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        problem = first_problem(error)
         raise UserError(
-            f"workdir={workdir}: {name} is damaged, or of another kvgate ({detail}); remove it and evaluate again"
+            f"workdir={workdir}: {name} is damaged, or of another kvgate ({problem}); remove it and evaluate again"
         ) from error
 
 

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
 from stages.core.errors import UserError
@@ -53,6 +53,12 @@ def absolute(path: str) -> Path:
 
 class Unreadable(ValueError):
     """A file that cannot be used. The message states the problem and the fix; the caller adds the file's name."""
+
+
+def first_problem(error: ValidationError, whole: str = "the file") -> str:
+    """Return the first problem of a record, after its place; `whole` is the place of a problem with the whole record."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 MOST_TEXT_BYTES = 1 << 30

@@ -14,7 +14,7 @@ from stages.checkpoints.files import TOKENIZER_FILES
 from stages.core.digest import file_digests
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import link_or_copy
-from stages.core.strict import StrictModel
+from stages.core.strict import StrictModel, first_problem
 from stages.policies.policy import POLICY_FILE, KVPolicy, KVShape
 from stages.policies.scales import SCALES_FILE, KVScales
 
@@ -80,9 +80,7 @@ def read_record(path: Path, record: type[R]) -> R:
     try:
         return record.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UserError(f"{path}: {where}: {first['msg']}; build the engine again with stage=build") from None
+        raise UserError(f"{path}: {first_problem(error)}; build the engine again with stage=build") from None
 
 
 def read_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales:

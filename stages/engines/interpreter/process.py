@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.redaction import child_environment
+from stages.core.strict import first_problem
 from stages.engines.bundle import BuiltFor, release_of
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.interpreter.worker import kvgate_channel
@@ -298,11 +299,9 @@ class Worker:
         try:
             return answer.model_validate(response["ok"])
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "ok"
             raise self._lost(
                 f"backend.python={self._python}: does not speak the protocol of this kvgate, answered {op} with "
-                f"{line[:200]!r} ({where}: {first['msg']})"
+                f"{line[:200]!r} ({first_problem(error, 'ok')})"
             ) from None
 
     def _lost(self, text: str) -> UserError:

@@ -156,14 +156,6 @@ def test_promote_refuses_on_the_first_finding_that_is_not_the_same(
     assert registry.moves == []
 
 
-def test_promote_refuses_an_identity_that_cannot_be_read(fp8: Candidate, registry: MemoryRegistry) -> None:
-    def replay(_candidate: Candidate) -> Sequence[Finding]:
-        raise UserError("identity.json: schema_version: Field required")
-
-    with pytest.raises(GateRefusal, match=r"fp8 is not promoted: identity\.json: schema_version"):
-        promote(registry, fp8, replay=replay)
-
-
 def test_an_engine_that_allows_more_than_its_verdict_covers_is_not_promoted(fp8: Candidate, registry: MemoryRegistry) -> None:
     report = load_report(fp8.report.path.parent)
     covered = report.model_copy(update={"coverage": Exercised(longest_context=1003, batch=16)})

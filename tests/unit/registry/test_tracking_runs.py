@@ -109,7 +109,7 @@ def test_a_run_that_does_not_end_well_is_closed_as_such(store: MlflowStore, erro
     runs = list[str]()
 
     def ends() -> None:
-        with store.recorded("ends", {}) as run_id:
+        with store.candidate("s", "ends", "onnxruntime", {}) as run_id:
             runs.append(run_id)
             raise error
 
@@ -218,7 +218,7 @@ from pathlib import Path
 from pipeline.registry.tracking import Tracking
 from pipeline.chain.job import open_store
 store = open_store(Tracking(), Path({str(work)!r}), "tiny")
-with store.recorded("killed", {{}}) as run_id:
+with store.candidate("s", "killed", "onnxruntime", {{}}) as run_id:
     print(run_id, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -231,7 +231,7 @@ def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore, wor
     elsewhere = store.create_run("of another work directory", {LOCK: "0123"})
     somebodys = store.create_run("somebody's own", {})
     status = {}
-    with store.recorded("alive", {}) as alive:
+    with store.candidate("s", "alive", "onnxruntime", {}) as alive:
         MlflowStore(store.location)
         for run_id in (dead, elsewhere, somebodys, alive):
             status[run_id] = store.client.get_run(run_id).info.status
