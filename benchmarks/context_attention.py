@@ -3,7 +3,7 @@
     python -m benchmarks.context_attention --json benchmarks/results/context_attention_h200.json
 
 Every storage is measured in two ways: "pages" (the kernels over the quantized pages) and "dense" (FlashAttention over the
-dequantized history). "chosen" marks the default of launch.context_attention.
+dequantized history). "chosen" marks the choice of dense.prefers_dense.
 Exit code 4 without a GPU or Triton, 1 if an output is wrong.
 """
 
@@ -28,7 +28,8 @@ TOLERANCE = 5e-3
 
 def measure(device: torch.device) -> Iterator[Row]:
     """Yield rows for every storage: "pages", "dense" and SDPA."""
-    from plugins.kv_attention.launch import context_attention, prefers_dense
+    from plugins.kv_attention.dense import dense_attention, prefers_dense
+    from plugins.kv_attention.launch import context_attention
 
     timer = GpuTimer(device)
     for case, new in CASES:
@@ -51,8 +52,8 @@ def measure(device: torch.device) -> Iterator[Row]:
             exact = attend(rows[-1:].float(), keys[-1:].float(), values[-1:].float(), attn_mask=visible).transpose(1, 2)[0]
             inputs = (step.layout, query, key, value, step.cache, step.page_table, step.lengths)
             chosen = prefers_dense(step.layout, query, step.page_table)
-            for dense in (False, True):
-                microseconds, out = timer(partial(context_attention, *inputs, scaling=step.scaling, dense=dense), None)
+            for dense, attention in ((False, context_attention), (True, dense_attention)):
+                microseconds, out = timer(partial(attention, *inputs, scaling=step.scaling), None)
                 # Compare the last sequence, to also detect errors in the start of the other sequences.
                 error = float((out[-new:].float() - exact).norm() / exact.norm())
                 yield what | {

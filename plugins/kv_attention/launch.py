@@ -10,19 +10,15 @@ K programs over the pages of a KV head, Y all its programs, R parts, E exact slo
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.kv_attention.checks import INT32, check, check_launch
 from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
-from plugins.kv_attention.kernels.gather import gather
 from plugins.kv_attention.kernels.variants import (
     Setting,
     Variant,
@@ -31,7 +27,6 @@ from plugins.kv_attention.kernels.variants import (
     context_splits,
     context_variant,
     decode_variant,
-    gather_variant,
     join_variant,
     partial_dtype,
     plan_grid,
@@ -270,121 +265,12 @@ def choose_splits(blocks: int, kv_heads: int, max_pages: int, programs: int) -> 
     return max(1, min(programs // (blocks * kv_heads), max_pages * PAGE_TOKENS // int(SPLIT_TOKENS)))
 
 
-DENSE_TOKENS = 128
-"""Fewest new tokens per sequence for dense_attention: they share the cost of dequantizing the history."""
-
-DENSE_ROWS = 4096
-"""Fewest query rows (new tokens times query heads) for dense_attention. FlashAttention computes 128 rows per program and does
-not split the history, so fewer rows leave most of the GPU idle."""
-
-DENSE_BYTES = 1 << 30
-"""Largest memory for the keys and values of dense_attention."""
+def context_attention(layout: CacheLayout, query: Tensor, *inputs: Any, **options: Any) -> Tensor:
+    """Run the attention of new tokens in one layer, (X, Hq, D) in the query's type. Arguments as in context_partials."""
+    return join_partials(layout, *context_partials(layout, query, *inputs, **options), query.dtype)
 
 
-def context_attention(
-    layout: CacheLayout, query: Tensor, *inputs: Any, splits: int | None = None, dense: bool | None = False, **options: Any
-) -> Tensor:
-    """Run the attention of new tokens in one layer, (X, Hq, D) in the query's type.
-
-    Takes the arguments of context_partials. `dense`: whether dense_attention computes it, and not the kernels over the
-    quantized pages; None chooses by shapes, which is not the default before a GPU has run and timed it. Splits are the
-    kernels'.
-    """
-    if dense is None:
-        page_table = options["page_table"] if "page_table" in options else inputs[3]
-        dense = splits is None and prefers_dense(layout, query, page_table)
-    if dense:
-        return dense_attention(layout, query, *inputs, **options)
-    return join_partials(layout, *context_partials(layout, query, *inputs, splits=splits, **options), query.dtype)
-
-
-def prefers_dense(layout: CacheLayout, query: Tensor, page_table: Tensor) -> bool:
-    """Return whether dense_attention should be faster than the kernels over the pages, judged by shapes alone.
-
-    float32 queries are left to the kernels, because FlashAttention computes in 16 bits; so are caches with exact tokens,
-    because their positions lie in the pages too.
-    """
-    if layout.exact_tokens or query.dtype == torch.float32 or not query.is_floating_point():
-        return False
-    if query.device.type != "cpu" and not torch.backends.cuda.is_flash_attention_available():
-        return False
-    sequences, rows = len(page_table), page_table.numel() * PAGE_TOKENS + len(query)
-    return (
-        len(query) >= DENSE_TOKENS * sequences
-        and query.numel() >= DENSE_ROWS * layout.head_dim
-        and 2 * rows * layout.kv_heads * layout.head_dim * query.itemsize <= DENSE_BYTES
-    )
-
-
-def dense_attention(
-    layout: CacheLayout,
-    query: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    cache: Mapping[str, Tensor],
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
-    query_starts: Tensor | None = None,
-    scaling: float,
-    exact_slots: Tensor | None = None,
-) -> Tensor:
-    """Dequantize the history into float16 and run torch's FlashAttention over it and the new tokens, in float16.
-
-    Takes the arguments of context_partials, but neither float32 queries nor a layout with exact tokens. Each number of the
-    history is rounded once, to 11 bits. A bfloat16 query beyond 65504 overflows. The host reads no lengths, so a CUDA graph can
-    capture the launches.
-
-    Returns:
-        (X, Hq, D) in the query's type.
-
-    Raises:
-        ValueError: A tensor does not fit the layout, or the layout or the query's type is not served.
-    """
-    _check_context(layout, query, key_new, value_new, cache, page_table, lengths, query_starts, exact_slots)
-    if layout.exact_tokens:
-        raise ValueError(f"dense must be False: the layout keeps {layout.exact_tokens} exact tokens, which it does not read")
-    if query.dtype == torch.float32:
-        raise ValueError("dense must be False for float32 queries: it computes in float16")
-    (tokens, _, dim), sequences, columns = query.shape, len(lengths), page_table.shape[1]
-    # Upper bound of a sequence's new tokens, which the host does not read from `query_starts`.
-    most = tokens // sequences if query_starts is None else tokens
-    starts = query_starts
-    if starts is None:
-        starts = torch.arange(0, tokens + 1, most, dtype=torch.int32, device=query.device)
-    half = query.contiguous().half()
-    rows = page_table.numel() * PAGE_TOKENS + tokens
-    keys, values = (half.new_empty(rows, layout.kv_heads, dim) for _ in range(2))
-    key_starts = lengths.new_empty(sequences + 1)
-    variant = gather_variant(setting_of(layout, query, scaling))
-    run(
-        gather, (columns + -(-most // PAGE_TOKENS), layout.kv_heads, sequences), variant,
-        *attended_tensors(layout, query, key_new, value_new, cache)[1:], starts, page_table, lengths, columns,
-        keys, values, key_starts,
-    )  # fmt: skip
-    if query.device.type == "cpu":
-        out = _attend_each(half, keys, values, starts, key_starts, scaling)
-    else:
-        # Call FlashAttention as torch.nn.attention.varlen does: causal from the lower right, grouped query heads, ragged
-        # sequences.
-        out = torch.ops.aten._flash_attention_forward(
-            half, keys, values, starts, key_starts, most, columns * PAGE_TOKENS + most, 0.0, True, False, scale=scaling
-        )[0]
-    return out.to(query.dtype)
-
-
-def _attend_each(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, key_starts: Tensor, scaling: float) -> Tensor:
-    """Attend sequence by sequence, on a CPU, where torch has no FlashAttention for ragged sequences."""
-    out = torch.empty_like(query)
-    for (first, last), (low, high) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
-        rows, key, value = (x.transpose(0, 1)[None] for x in (query[first:last], keys[low:high], values[low:high]))
-        bias = causal_lower_right(last - first, high - low)
-        attended = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling, enable_gqa=True)
-        out[first:last] = attended[0].transpose(0, 1)
-    return out
-
-
-def _check_context(
+def check_context(
     layout: CacheLayout,
     query: Tensor,
     key_new: Tensor,
@@ -395,7 +281,7 @@ def _check_context(
     query_starts: Tensor | None,
     exact_slots: Tensor | None,
 ) -> None:
-    """Check the arguments of context_partials."""
+    """Raise ValueError if the arguments of context_partials do not fit the layout."""
     new = {"query": query, "key_new": key_new, "value_new": value_new}
     tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, "query_starts": query_starts}
     check_launch(layout, new | tables, cache, rows="X")
@@ -442,7 +328,7 @@ def context_partials(
     Raises:
         ValueError: A tensor does not fit the layout.
     """
-    _check_context(layout, query, key_new, value_new, cache, page_table, lengths, query_starts, exact_slots)
+    check_context(layout, query, key_new, value_new, cache, page_table, lengths, query_starts, exact_slots)
     (tokens, q_heads, _), sequences = query.shape, len(lengths)
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")

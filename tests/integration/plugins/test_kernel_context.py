@@ -16,6 +16,7 @@ from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device,
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference
+from plugins.kv_attention.dense import dense_attention, prefers_dense
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
@@ -55,7 +56,7 @@ class Chunk:
     def check_dense(self) -> None:
         """Compare the output over dequantized pages with the reference's."""
         layout, scaling = self.case.layout, self.case.layout.head_dim**-0.5
-        out = launch.context_attention(layout, **self.arguments, scaling=scaling, dense=True)
+        out = dense_attention(layout, **self.arguments, scaling=scaling)
         assert (out.shape, out.dtype) == (self.query.shape, self.case.dtype)
         self.compare(out, scaling)
 
@@ -156,7 +157,7 @@ def test_numbers_beyond_float16_are_dequantized_to_its_largest() -> None:
     chunk = chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [5], [1], dtype=torch.bfloat16)
     chunk.case.cache["value_scale"].fill_(1e6)
     chunk.value_new.zero_()
-    out = launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1, dense=True)
+    out = dense_attention(chunk.case.layout, **chunk.arguments, scaling=0.1)
     assert out.isfinite().all()
 
 
@@ -170,26 +171,12 @@ def test_numbers_beyond_float16_are_dequantized_to_its_largest() -> None:
         ([130, 126], 16, {"recent": 4}, False),
     ],
 )
-def test_shapes_choose_long_chunks_of_16_bits_for_dequantizing_where_they_are_asked(
-    counts: list[int], group: int, more: dict[str, Any], dense: bool, monkeypatch: pytest.MonkeyPatch
+def test_long_chunks_of_16_bits_are_preferred_for_dequantizing(
+    counts: list[int], group: int, more: dict[str, Any], dense: bool
 ) -> None:
     chunk = chunk_of("fp8_e4m3 tensor", "int4 64", 1, 64, [70, 0], counts, group=group, **{"dtype": torch.bfloat16} | more)
-    called: list[str] = []
-
-    def dense_attention(*_: object, **__: object) -> None:
-        called.append("dense")
-
-    def context_partials(*_: object, **__: object) -> tuple[None, None]:
-        called.append("pages")
-        return None, None
-
-    monkeypatch.setattr(launch, "dense_attention", dense_attention)
-    monkeypatch.setattr(launch, "context_partials", context_partials)
-    monkeypatch.setattr(launch, "join_partials", lambda *_: None)
-    launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1, dense=None)
-    launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1)
-    assert called == ["dense" if dense else "pages", "pages"]
-    assert not launch.prefers_dense(chunk.case.layout, chunk.query, torch.zeros(2, 1 << 22, device="meta"))
+    assert prefers_dense(chunk.case.layout, chunk.query, chunk.case.tables["page_table"]) is dense
+    assert not prefers_dense(chunk.case.layout, chunk.query, torch.zeros(2, 1 << 22, device="meta"))
 
 
 def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
