@@ -26,8 +26,7 @@ from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding
 from pipeline.registry.signing import SigningConfig
 from pipeline.store.store import MANIFEST
-from stages.checkpoints.ends import END_FILES
-from stages.checkpoints.files import TOKENIZER_FILES
+from stages.checkpoints.files import END_FILES, TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
 from stages.core.errors import MissingRequirement, UserError
 from stages.verdict.gates import decide

@@ -27,7 +27,7 @@ from pipeline.config.compose import plan
 from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
 from pipeline.loading import open_backend
 from pipeline.store.store import used
-from stages.checkpoints.ends import named_ends
+from stages.checkpoints.files import named_ends
 from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError, short
 from stages.core.files import store_of

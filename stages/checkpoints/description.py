@@ -6,9 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.ends import GENERATION, named_ends
 from stages.checkpoints.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
-from stages.checkpoints.files import read_json, refusal, refuse_escape, require_file, tokenizer_files, weight_files, wrong
+from stages.checkpoints.files import (
+    GENERATION,
+    named_ends,
+    read_json,
+    refusal,
+    refuse_escape,
+    require_file,
+    tokenizer_files,
+    weight_files,
+    wrong,
+)
 from stages.checkpoints.quantized import Quantized, read_quantized
 from stages.checkpoints.rope import is_number, read_rope
 from stages.checkpoints.windows import layer_windows

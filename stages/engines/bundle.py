@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from stages.checkpoints.ends import named_ends, write_ends
-from stages.checkpoints.files import TOKENIZER_FILES
+from stages.checkpoints.files import TOKENIZER_FILES, named_ends, write_ends
 from stages.core.digest import file_digests
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import link_or_copy

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, get_args
 import psutil
 from pydantic import Field, field_validator
 
-from stages.core.strict import StrictModel
+from stages.core.strict import PathText, StrictModel
 
 ENGINES = Path(__file__).parent
 
@@ -76,3 +76,12 @@ def backend_configs() -> dict[str, type[BackendConfig]]:
             if isinstance(record, type) and issubclass(record, BackendConfig):
                 found |= dict.fromkeys(get_args(record.model_fields["name"].annotation), record)
     return found
+
+
+class InterpreterConfig(BackendConfig):
+    """Configuration of a backend whose library runs in another interpreter."""
+
+    python: PathText | None
+    """The Python that has the library: a path or a command on PATH."""
+    request_timeout_s: Annotated[int, Field(ge=1)]
+    """Time limit in seconds for loading a model and for each batch of requests."""

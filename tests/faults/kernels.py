@@ -13,8 +13,8 @@ import onnx
 from faults.fault import Fault
 from faults.hooks import SOUND
 from stages.engines.onnx import engine as onnx_engine
+from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.native import compiler
-from stages.engines.onnx.session import GraphSession
 
 NATIVE = Path(compiler.__file__).parent
 

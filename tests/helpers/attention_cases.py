@@ -11,13 +11,13 @@ import onnx
 from onnx import helper
 
 from stages.engines.base import Mode
+from stages.engines.onnx.build import IR_VERSION
 from stages.engines.onnx.bundle import ModelInfo
+from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function
 from stages.engines.onnx.native.compiler import compiled_kernel
 from stages.engines.onnx.native.rewrite import use_kernel
-from stages.engines.onnx.session import GraphSession
-from stages.engines.onnx.surgery import IR_VERSION
 from stages.engines.paged.pool import PagedPool
 from stages.policies.arithmetic_onnx import onnx_type
 from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function

@@ -31,9 +31,9 @@ from stages.core.records import no_progress
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.audit import audit
+from stages.engines.vllm.build import PROGRAM
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
-from stages.engines.vllm.library import PROGRAM
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.speculation import lookup_passes
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode

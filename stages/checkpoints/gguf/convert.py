@@ -15,8 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 
-from stages.checkpoints.ends import write_ends
-from stages.checkpoints.files import INDEX, SINGLE
+from stages.checkpoints.files import INDEX, SINGLE, write_ends
 from stages.checkpoints.gguf.header import GGUFTensor
 from stages.checkpoints.gguf.model import GGUFModel, inspect_gguf, pairs_neighbours
 from stages.checkpoints.gguf.tokenizer import write_tokenizer

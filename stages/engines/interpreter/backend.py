@@ -8,8 +8,8 @@ from stages.checkpoints.description import refuse_other_attention
 from stages.checkpoints.quantized import SERVED
 from stages.core.errors import UserError
 from stages.engines.backend import Artifacts, Backend, Job, Source
+from stages.engines.config import InterpreterConfig
 from stages.engines.interface import Engine
-from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.interpreter.process import Program, probe
 from stages.policies.policy import KVPolicy
 

@@ -13,7 +13,7 @@ from stages.core.files import link_or_copy_all
 from stages.core.records import Progress
 from stages.engines import bundle
 from stages.engines.bundle import BuiltFor, ModelRecord, write_bundle
-from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import Resolved
 from stages.policies.policy import KVPolicy, KVShape

@@ -6,8 +6,8 @@ from stages.core.errors import UserError
 from stages.engines.backend import Artifacts, Job, Source
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
+from stages.engines.llamacpp.build import PROGRAM, cache_types
 from stages.engines.llamacpp.config import LlamaCppConfig
-from stages.engines.llamacpp.library import PROGRAM, cache_types
 from stages.policies.policy import KVPolicy
 
 

@@ -1,19 +1,143 @@
-"""Builds an engine bundle from a decoder skeleton and a KV policy, without torch and in a fraction of a second."""
+"""Builds an engine bundle from a decoder skeleton and a KV policy, without torch and in a fraction of a second.
+
+Every placeholder node of the skeleton becomes kv.PagedAttention over the cache's inputs, and kv.Quantize<Side> quantizes the
+new tokens. The codes are outputs named `new_<array>`. The graph has no side effects: the engine writes the codes into pools.
+"""
 
 from pathlib import Path
 
+import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from stages.core.digest import file_digest
 from stages.core.files import link_or_copy
 from stages.core.records import Progress
 from stages.engines.base import Mode
 from stages.engines.bundle import begin_bundle, read_record, write_bundle
-from stages.engines.onnx.bundle import BACKEND, GRAPHS, WEIGHTS_FILE, Bundle, ModelInfo
-from stages.engines.onnx.surgery import specialise
-from stages.policies.policy import POLICY_FILE, KVPolicy
-from stages.policies.scales import SCALES_FILE
+from stages.engines.onnx.bundle import BACKEND, GRAPHS, NOT_FINITE, SKELETON_NODE, WEIGHTS_FILE, Bundle, ModelInfo
+from stages.engines.onnx.formats import SideCodec
+from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function, quantize_name
+from stages.policies.arithmetic_onnx import onnx_type
+from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, cache_arithmetic, layer_function
+from stages.policies.policy import PAGE_TOKENS, POLICY_FILE, KVPolicy
+from stages.policies.scales import SCALES_FILE, KVScales
+from stages.policies.spec import FLOAT16
+
+IR_VERSION = 10
+INT32, FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
+
+Dims = list[int | str]
+"""Dimensions: B sequences, S new tokens, N pages of a pool, NW pages of a window pool, M exact buffers."""
+
+
+def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static: KVScales, mode: Mode) -> None:
+    """Turn the skeleton into the prefill or the decode graph, in place.
+
+    Args:
+        model: The skeleton, decoder.onnx of export_decoder.
+        info: The skeleton's model.json.
+        policy: Storage of the cache.
+        static: The policy's static scales.
+        mode: Graph to make.
+    """
+    graph = model.graph
+    skeleton = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
+    nodes = {helper.get_node_attr_value(node, "layer"): node for node in skeleton}
+    assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
+    specs = {layer: AttentionSpec.of(info, policy, layer, mode) for layer in range(info.layers)}
+    length: int | str = 1 if mode == "decode" else "S"
+    _rename_dims(graph, length)
+    for name, table in specs[0].tables.items():
+        graph.input.append(helper.make_tensor_value_info(name, INT32, table))
+    sources: list[str] = []
+    for layer, spec in specs.items():
+        query, key, value, *sinks = nodes[layer].input
+        sources += [key, value]
+        for codec in spec.sides.values():
+            graph.input.extend(_side_inputs(codec, layer))
+            # Quantization reads constants and attention reads inputs, because the must-fail control corrupts only attention's.
+            written = codec.constant_values(static, layer).items()
+            graph.initializer.extend(numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in written)
+        if policy.exact_tokens:
+            buffers: Dims = ["M", info.kv_heads, policy.exact_tokens, info.head_dim]
+            for name in ("key_exact", "value_exact"):
+                graph.input.append(helper.make_tensor_value_info(f"{name}.{layer}", onnx_type(FLOAT16), buffers))
+        attention = helper.make_node(
+            layer_function("PagedAttention", layer),
+            [query, key, value, *sinks, *spec.tables, *(f"{name}.{layer}" for name in spec.cache)],
+            list(nodes[layer].output),
+            name=f"attention.{layer}",
+            domain=DOMAIN,
+        )
+        nodes[layer].CopyFrom(attention)
+        for codec in spec.sides.values():
+            source = key if codec.side.is_key else value
+            _append_quantize(graph, codec, layer, source, length)
+            model.functions.append(quantize_function(layer, codec, info.compute_dtype))
+        if policy.exact_tokens:
+            for name, source in (("key_exact", key), ("value_exact", value)):
+                copy = f"new_{name}.{layer}"
+                graph.node.append(helper.make_node("Cast", [source], [copy], to=onnx_type(FLOAT16)))
+                new: Dims = ["B", info.kv_heads, length, info.head_dim]
+                graph.output.append(helper.make_tensor_value_info(copy, onnx_type(FLOAT16), new))
+        model.functions.append(attention_function(spec))
+    _append_check(graph, info, sources, length)
+    for imported in model.opset_import:
+        if imported.domain == "":
+            imported.version = OPSET
+    model.ir_version = IR_VERSION
+
+
+def _rename_dims(graph: onnx.GraphProto, length: int | str) -> None:
+    """Name the dynamic dimensions B and S, set S if it is known, and drop stale inferred shapes."""
+    del graph.value_info[:]
+    names: Dims = ["B", length]
+    for value in [*graph.input, *graph.output]:
+        dims = names if value.name in ("input_ids", "position_ids") else ["B"]
+        for dim, name in zip(value.type.tensor_type.shape.dim, dims, strict=False):
+            if isinstance(name, int):
+                dim.dim_value = name
+            else:
+                dim.dim_param = name
+
+
+def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
+    """Return the pools and static parameters that attention reads for one side of one layer."""
+    pages = "NW" if codec.side.in_window else "N"
+    pools = [
+        helper.make_tensor_value_info(f"{name}.{layer}", onnx_type(storage), [pages, codec.kv_heads, PAGE_TOKENS, width])
+        for name, (storage, width) in codec.arrays.items()
+    ]
+    return pools + [helper.make_tensor_value_info(f"{name}.{layer}", FLOAT, dims) for name, dims in codec.constants.items()]
+
+
+def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, source: str, length: int | str) -> None:
+    """Append the quantization of one side's new tokens in one layer, with its results as outputs."""
+    function = layer_function(quantize_name(codec.side), layer)
+    inputs = [source, *(f"write_{name}.{layer}" for name in codec.constants)]
+    outputs = [f"new_{name}.{layer}" for name in codec.arrays]
+    graph.node.append(helper.make_node(function, inputs, outputs, name=f"quantize_{codec.side}.{layer}", domain=DOMAIN))
+    for output, (storage, width) in zip(outputs, codec.arrays.values(), strict=True):
+        dims: Dims = ["B", codec.kv_heads, length, width]
+        graph.output.append(helper.make_tensor_value_info(output, onnx_type(storage), dims))
+
+
+def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], length: int | str) -> None:
+    """Append the output NOT_FINITE for the new keys and values `sources`.
+
+    The output is the sum of 0 * x over channels, which is NaN unless x is finite.
+    """
+    compute = cache_arithmetic(info.compute_dtype)
+    dtype = NUMPY_FLOATS[compute]
+    graph.node.append(helper.make_node("Concat", sources, ["new_states"], axis=1))
+    graph.node.append(helper.make_node("Cast", ["new_states"], ["half_states"], to=onnx_type(FLOAT16)))
+    graph.node.append(helper.make_node("Cast", ["half_states"], ["checked_states"], to=FLOAT_TYPES[compute]))
+    graph.initializer.append(numpy_helper.from_array(np.zeros((info.head_dim, 1), dtype), "zeros"))
+    graph.node.append(helper.make_node("MatMul", ["checked_states", "zeros"], [NOT_FINITE]))
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    dims: Dims = ["B", len(sources) * info.kv_heads, length, 1]
+    graph.output.append(helper.make_tensor_value_info(NOT_FINITE, kind, dims))
 
 
 def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:

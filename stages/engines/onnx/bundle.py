@@ -17,6 +17,11 @@ SKELETON_NODE = "Attention"
 """Operator that replaces a layer's attention in the decoder skeleton."""
 
 
+NOT_FINITE = "not_finite"
+"""Name of the output (B, L * 2 * H, S, 1) that is nonzero if a new key or value is not finite as float16, the type of exact
+copies, stored scales and zeros. The second dimension is ordered by layer, then key before value, then head."""
+
+
 class ModelInfo(StrictModel):
     """`model.json` of the decoder skeleton."""
 

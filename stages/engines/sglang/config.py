@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.config import InterpreterConfig
 from stages.policies.policy import PAGE_TOKENS
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from stages.engines.base import LOGIT_STEP
+from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter.bundle import copy_checkpoint
-from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.interpreter.requests import TIMEOUT_KEY, RequestEngine

@@ -13,8 +13,8 @@ from stages.core.hardware import gpus
 from stages.core.records import PREFILL_CHUNK, StoredCopy
 from stages.engines.base import Logits, Mode
 from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
+from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.onnx.graph_engine import PagedEngine
-from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.staging import aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
 from stages.engines.tensorrt.library import Library, Name, load, used_gpu

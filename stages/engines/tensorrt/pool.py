@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from stages.core.errors import UserError
-from stages.engines.onnx.surgery import NOT_FINITE
+from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.paged.pool import Indices, PagedPool
 from stages.engines.paged.sequences import PageAllocator
 from stages.engines.staging import Section, scaled, stacked

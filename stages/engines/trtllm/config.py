@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from stages.core.strict import PathText, StrictModel
-from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.config import InterpreterConfig
 from stages.policies.policy import PAGE_TOKENS
 
 Switch = Literal["auto", "enable", "disable"]

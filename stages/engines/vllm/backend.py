@@ -5,8 +5,7 @@ from pathlib import Path
 from stages.engines.backend import Audit, Job
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
-from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.library import (
+from stages.engines.vllm.build import (
     PROGRAM,
     cache_dtype,
     check_boundaries,
@@ -16,6 +15,7 @@ from stages.engines.vllm.library import (
     on_cpu,
     refuse_dtype,
 )
+from stages.engines.vllm.config import VllmConfig
 
 
 class VllmBackend(InterpreterBackend):

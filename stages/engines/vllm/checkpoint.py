@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX
@@ -83,7 +83,7 @@ def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[st
         for side, letter in SIDES.items():
             if side not in sides:
                 continue  # a skipped layer
-            numbers = torch.tensor(sides[side].scale) * (key_fault if side is Side.KEY else 1.0)
+            numbers = np.array(sides[side].scale, np.float32) * np.float32(key_fault if side is Side.KEY else 1.0)
             tensors[NAME.format(layer=layer, side=letter)] = numbers
     save_file(tensors, out / SCALES)
     return list(tensors)

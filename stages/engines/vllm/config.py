@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.config import InterpreterConfig
 from stages.policies.policy import PAGE_TOKENS
 
 

@@ -11,9 +11,9 @@ from onnx_fixtures import BY_NAME, make_bundle
 from stages.core.errors import UserError
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
+from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
-from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine
 from stages.engines.tensorrt.pool import TorchPool

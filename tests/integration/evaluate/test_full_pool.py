@@ -15,8 +15,8 @@ from stages.core.records import Sample, no_progress
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.paged import waiting
 from stages.engines.paged.pool import PagedPool
-from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PageAllocator
+from stages.engines.paged.waiting import PrefixCache
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy

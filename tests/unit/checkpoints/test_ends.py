@@ -10,7 +10,7 @@ from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, SharingFake
 from gguf_files import TOKENS, bpe_metadata, random_model, write_gguf
 from judged_engine import TINY
 
-from stages.checkpoints.ends import named_ends
+from stages.checkpoints.files import named_ends
 from stages.checkpoints.gguf.convert import convert_gguf
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.core.records import Sample

@@ -16,10 +16,10 @@ from format_cases import name
 from onnx import helper
 from shipped import SHIPPED
 
+from stages.engines.onnx.build import IR_VERSION
+from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import quantize_function
-from stages.engines.onnx.session import GraphSession
-from stages.engines.onnx.surgery import IR_VERSION
 from stages.engines.reference import formats as reference
 from stages.policies.arithmetic_onnx import onnx_type
 from stages.policies.formats import Format, Granularity

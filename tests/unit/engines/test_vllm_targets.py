@@ -13,8 +13,7 @@ from shipped import SHIPPED, conf
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter import bundle
 from stages.engines.interpreter.process import Interpreter, WorkerError, probe
-from stages.engines.vllm.engine import VllmEngine
-from stages.engines.vllm.library import (
+from stages.engines.vllm.build import (
     PROGRAM,
     VllmDescription,
     cache_dtype,
@@ -24,6 +23,7 @@ from stages.engines.vllm.library import (
     refuse_dtype,
     skipped_layers,
 )
+from stages.engines.vllm.engine import VllmEngine
 from stages.policies.policy import KVPolicy
 
 EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
