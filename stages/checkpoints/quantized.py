@@ -63,6 +63,7 @@ GROUP: Allowed = {
     "format": ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
     "weights.type": ("int", "float"),
     "weights.num_bits": (4, 8),
+    "weights.strategy": (None, "tensor", "channel", "group"),
     "weights.dynamic": (None, False),
     "weights.actorder": (None, "static", "weight"),
 }
@@ -79,8 +80,6 @@ class Quantized:
     layouts: tuple[Layout, ...]
     inputs: Inputs
     """Rounding of the linear layers' inputs: none, INT8 with a scale per token, or another."""
-    block: Shape | None
-    """Rows and columns of a weight that share a scale; None if the configuration does not define blocks."""
 
     @property
     def other_than_modelopt(self) -> str | None:
@@ -131,9 +130,9 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
     _check(path, "", declared, allowed)
     if method != "compressed-tensors":
         title, inputs = ("awq 4 bits", "exact") if method == "awq" else (method, "other")
-        return Quantized(method, title, layouts, inputs, None)
+        return Quantized(method, title, layouts, inputs)
     groups = declared.get("config_groups") or {}
-    forms, blocks, found = dict[str, None](), list[Any](), set[Inputs]()
+    forms, found = dict[str, None](), set[Inputs]()
     for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
         weights = group.get("weights") if isinstance(group, dict) else group
         if weights is None:  # the group only concerns attention
@@ -144,27 +143,18 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
         read = {"format": form, **{f"weights.{key}": value for key, value in weights.items()}}
         _check(path, f".config_groups.{name}", read, GROUP)
         forms[str(form)] = None
-        blocks.append(weights.get("block_structure"))
         rounded = group.get("input_activations") or {}
         as_int8 = isinstance(rounded, dict) and all(rounded.get(key) == value for key, value in INT8_TOKEN.items())
         found.add("int8_token" if as_int8 else "other" if rounded else "exact")
     title = f"{method} {' and '.join(forms)}" if forms else f"{method}, scales of the cache alone"
     inputs = "other" if len(found) > 1 else next(iter(found), "exact")
-    return Quantized(method, title, layouts, inputs, _block(path, next(filter(None, blocks), None)))
+    return Quantized(method, title, layouts, inputs)
 
 
 def _check(path: Path, where: str, declared: Mapping[str, Any], allowed: Allowed) -> None:
     for key, values in allowed.items():
         if not any(declared.get(key) == value and type(declared.get(key)) is type(value) for value in values):
             raise _unknown(path, f"{where}.{key}", declared.get(key), tuple(value for value in values if value is not None))
-
-
-def _block(path: Path, declared: object) -> Shape | None:
-    if declared is None:
-        return None
-    if isinstance(declared, list) and len(declared) == 2 and all(type(size) is int and size > 0 for size in declared):
-        return tuple(declared)
-    raise _unknown(path, ".config_groups.weights.block_structure", declared, ("two sizes",))
 
 
 def _unknown(path: Path, where: str, got: object, known: tuple[object, ...]) -> UserError:

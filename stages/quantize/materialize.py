@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from stages.checkpoints.description import MODELOPT_FILE, CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX, refusal
-from stages.checkpoints.quantized import AWQ, CACHE_SCALE, ROUNDED, SCALED, Layout, Shape
+from stages.checkpoints.quantized import AWQ, CACHE_SCALE, ROUNDED, SCALED, Layout
 from stages.checkpoints.weights import tensors_on_disk
 from stages.core.errors import short
 from stages.core.files import link_or_copy_all
@@ -133,7 +133,7 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
             if layout is not None and part == layout.weight:
                 stored = {key: read_tensor(info, places, f"{layer}.{key}") for key in parts if f"{layer}.{key}" in places}
                 try:
-                    tensors[f"{layer}.weight"] = dequantized(layout, stored, info.quantized.block)
+                    tensors[f"{layer}.weight"] = dequantized(layout, stored)
                 except (RuntimeError, ValueError) as error:
                     reason = f"compressed-tensors cannot decompress {layer} ({short(error)}); download the checkpoint again"
                     raise refusal(info.path, reason) from None
@@ -185,7 +185,7 @@ def read_tensor(info: CheckpointInfo, places: Mapping[str, str], name: str) -> t
         return tensor
 
 
-def dequantized(layout: Layout, parts: Mapping[str, torch.Tensor], block: Shape | None = None) -> torch.Tensor:
+def dequantized(layout: Layout, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the float32 weight (out, in) of a layer's quantized tensors, dequantized by the library compressed-tensors."""
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
@@ -198,8 +198,7 @@ def dequantized(layout: Layout, parts: Mapping[str, torch.Tensor], block: Shape 
     scale, zero = parts["weight_scale"].float(), parts.get("weight_zero_point")
     scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
     if layout is SCALED:
-        blocks = None if block is None else QuantizationArgs(strategy="block", block_structure=list(block))
-        weight: torch.Tensor = dequantize(parts["weight"], scale, zero, blocks)
+        weight: torch.Tensor = dequantize(parts["weight"], scale, zero)
         return weight.contiguous()
     bits = 32 * parts["weight_packed"].shape[1] // int(parts["weight_shape"][1])
     scheme = QuantizationScheme(targets=[], weights=QuantizationArgs(num_bits=bits, symmetric=zero is None, strategy="channel"))

@@ -24,7 +24,6 @@ from stages.quantize.validate import ALGORITHMS
 FACTS = Path(__file__).resolve().parent / "facts"
 ENGINE: dict[str, Any] = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
 PYTORCH: dict[str, Any] = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))
-SWITCHES = ("auto", "enable", "disable")
 QUANTIZATIONS = [
     {"quant_algo": weights, "kv_cache_quant_algo": cache}
     for weights, cache in product(ALGORITHMS.values(), ENGINE["quantization"]["kv_cache_quant_algo"])
@@ -36,10 +35,9 @@ def options(**changes: Any) -> TrtllmConfig:
 
 
 def asked() -> Iterator[tuple[settings.Settings, dict[str, Any]]]:
-    """Yield the settings for every quantization and every combination of switches."""
-    for quantization, paged, fp8, context in product(QUANTIZATIONS, SWITCHES, SWITCHES, (False, True)):
-        chosen = options(paged_context_fmha=paged, fp8_context_fmha=fp8, gather_context_logits=context)
-        yield settings.engine_settings(chosen, quantization), quantization
+    """Yield the settings for every quantization."""
+    for quantization in QUANTIZATIONS:
+        yield settings.engine_settings(options(), quantization), quantization
 
 
 def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None:

@@ -20,6 +20,7 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
 from stages.engines.interpreter.process import CHANNEL, Interpreter, Worker, probe
+from stages.engines.trtllm import settings
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM, TargetName, check_inputs, refuse, refuse_fp8, refuse_unread, require_target
 
@@ -110,30 +111,24 @@ def test_weights_and_ranks_that_do_not_go_are_refused_by_their_key(
 
 
 @pytest.mark.parametrize(
-    ("target", "key", "value", "default"),
+    ("key", "value", "default"),
     [
-        ("engine", "serving.enable_block_reuse", False, "true"),
-        ("engine", "serving.host_cache_gib", 2.0, "0.0"),
-        ("engine", "serving.attention_windows", [512], "null"),
-        ("engine", "serving.speculation", {"decoding_type": "NGram", "max_draft_len": 2}, "null"),
-        ("pytorch", "paged_context_fmha", "disable", '"auto"'),
-        ("pytorch", "fp8_context_fmha", "enable", '"auto"'),
-        ("pytorch", "gather_context_logits", True, "false"),
+        ("enable_block_reuse", False, "true"),
+        ("host_cache_gib", 2.0, "0.0"),
+        ("attention_windows", [512], "null"),
+        ("speculation", {"decoding_type": "NGram", "max_draft_len": 2}, "null"),
     ],
 )
-def test_a_switch_that_only_the_other_target_reads_is_refused(target: Any, key: str, value: Any, default: str) -> None:
+def test_a_switch_that_only_the_other_target_reads_is_refused(key: str, value: Any, default: str) -> None:
     shipped = conf("backend", "trtllm")
     backend = TrtllmConfig.model_validate(shipped)
     assert refuse_unread("engine", backend) is None
     assert refuse_unread("pytorch", backend) is None
-    group, _, name = key.rpartition(".")
-    changed = {**shipped, group: {**shipped[group], name: value}} if group else {**shipped, name: value}
-    other = "pytorch" if target == "engine" else "engine"
-    backend = TrtllmConfig.model_validate(changed)
-    refusal = str(refuse_unread(target, backend))
-    assert refusal.startswith(f"backend.{key}=")
-    assert refusal.endswith(f": only backend.target={other} reads it, this is {target}; leave it at {default}")
-    assert refuse_unread(other, backend) is None  # type: ignore[arg-type]
+    backend = TrtllmConfig.model_validate({**shipped, "serving": {**shipped["serving"], key: value}})
+    refusal = str(refuse_unread("engine", backend))
+    assert refusal.startswith(f"backend.serving.{key}=")
+    assert refusal.endswith(f": only backend.target=pytorch reads it, this is engine; leave it at {default}")
+    assert refuse_unread("pytorch", backend) is None
 
 
 def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
@@ -163,13 +158,18 @@ def test_a_build_that_fails_or_makes_something_else_is_told_with_the_reason(
         build(quantized, tmp_path, {"mode": mode, "release": release}, target=target)
 
 
-def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(quantized: Path, tmp_path: Path) -> None:
+def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(
+    quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = settings.engine_settings
+    kept = {"plugin_config.use_paged_context_fmha": True}
+    monkeypatch.setattr(settings, "engine_settings", lambda *given: asked(*given) | kept)
     with pytest.raises(UserError) as raised:
-        build(quantized, tmp_path, paged_context_fmha="enable")
+        build(quantized, tmp_path)
     assert "use_paged_context_fmha was asked as True and is False" in str(raised.value)
     assert "backend.allow_rewrites=[use_paged_context_fmha]" in str(raised.value)
     (tmp_path / "again").mkdir()
-    bundle = build(quantized, tmp_path / "again", paged_context_fmha="enable", allow_rewrites=["use_paged_context_fmha"])
+    bundle = build(quantized, tmp_path / "again", allow_rewrites=["use_paged_context_fmha"])
     assert (
         '"build_config.plugin_config.use_paged_context_fmha": false'
         in (bundle / "bundle.json").read_text().split("rewritten")[1]

@@ -46,15 +46,6 @@ def _modelopt(weight: torch.Tensor) -> Made:
     return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.05)}, codes.float() * scale
 
 
-def _blocks(weight: torch.Tensor) -> Made:
-    """Quantize in blocks of 48 rows by 32 columns; the last block has fewer rows."""
-    parts = [[columns.abs().amax() for columns in torch.split(rows, 32, 1)] for rows in torch.split(weight, 48, 0)]
-    scale = torch.stack([torch.stack(row) for row in parts]) / 448
-    each = torch.tensor([[float(scale[i // 48, j // 32]) for j in range(weight.shape[1])] for i in range(weight.shape[0])])
-    codes = (weight / each).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale": scale}, codes.float() * each
-
-
 def _four_bits(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return 4-bit codes (0 to 15, zero at 8), a scale per code, and a scale per group of `size` columns."""
     scale = torch.stack([part.abs().amax(1) for part in torch.split(weight, size, 1)], 1) / 7
@@ -90,7 +81,6 @@ def _awq(weight: torch.Tensor) -> Made:
 FORMS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Made]]] = {
     "W8A8 INT8": (_group("int-quantized", 8, "int", "channel", inputs=True), _int8),
     "FP8": (_group("float-quantized", 8, "float", "channel", inputs=True), _fp8),
-    "FP8 by blocks": (_group("float-quantized", 8, "float", "block", inputs=True, block_structure=[48, 32]), _blocks),
     "W4A16": (_group("pack-quantized", 4, "int", "group", inputs=False, group_size=32), _int4),
     "ModelOpt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _modelopt),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, _awq),

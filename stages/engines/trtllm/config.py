@@ -8,8 +8,6 @@ from stages.core.strict import PathText, StrictModel
 from stages.engines.config import InterpreterConfig
 from stages.policies.policy import PAGE_TOKENS
 
-Switch = Literal["auto", "enable", "disable"]
-
 
 class Speculation(StrictModel):
     """Speculative decoding while serving; an evaluation decodes without it."""
@@ -64,13 +62,6 @@ class TrtllmConfig(InterpreterConfig):
     """Maximum tokens per sequence, including prompt and answer."""
     max_num_tokens: Annotated[int, Field(ge=1)]
     """Maximum tokens per step, over all sequences."""
-    paged_context_fmha: Switch
-    """Whether attention of prompts reads the paged cache, which block reuse and chunked prompts need. auto: enabled for
-    the weights and caches for which TensorRT-LLM keeps it enabled."""
-    fp8_context_fmha: Switch
-    """Whether attention of prompts computes in FP8. auto: as for `paged_context_fmha`."""
-    gather_context_logits: bool
-    """Whether the engine returns the logits of whole prompts. An evaluation does not need them."""
     allow_rewrites: Annotated[tuple[str, ...], Field(strict=False)]
     """Settings that TensorRT-LLM may change while building; any other change is an error."""
     serving: Serving

@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from stages.checkpoints.description import CheckpointInfo, refuse_other_attention
 from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
@@ -85,16 +84,8 @@ NO_INTEGERS_SM = range(100, 120)
 """TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
 
-READ_BY: dict[TargetName, dict[str, Any]] = {
-    "engine": {"paged_context_fmha": "auto", "fp8_context_fmha": "auto", "gather_context_logits": False},
-    "pytorch": {
-        "serving.enable_block_reuse": True,
-        "serving.host_cache_gib": 0.0,
-        "serving.attention_windows": None,
-        "serving.speculation": None,
-    },
-}
-"""Keys of `backend` that only one target reads, with their default values (conf/backend/trtllm.yaml)."""
+SERVED = {"enable_block_reuse": True, "host_cache_gib": 0.0, "attention_windows": None, "speculation": None}
+"""Keys of `backend.serving` that only target=pytorch reads, with their default values (conf/backend/trtllm.yaml)."""
 
 JUDGED: dict[TargetName, str] = {
     "engine": "no block reuse: the engine computes prompts in one way, with and without",
@@ -236,17 +227,13 @@ def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, 
 
 
 def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
-    """Return a refusal if a key that only the other target reads is set; otherwise None."""
-    other: TargetName = "pytorch" if name == "engine" else "engine"
-    settings = backend.model_dump(mode="json")
-    for key, unset in READ_BY[other].items():
-        value: Any = settings
-        for part in key.split("."):
-            value = value[part] if isinstance(value, Mapping) else None
-        if value != unset:
+    """Return a refusal if a key that the target does not read is set; otherwise None."""
+    serving = backend.serving.model_dump(mode="json")
+    for key, unset in SERVED.items() if name == "engine" else ():
+        if serving[key] != unset:
             return (
-                f"backend.{key}={json.dumps(value)}: only backend.target={other} reads it, this is {name}; leave it at "
-                f"{json.dumps(unset)}"
+                f"backend.serving.{key}={json.dumps(serving[key])}: only backend.target=pytorch reads it, this is {name}; "
+                f"leave it at {json.dumps(unset)}"
             )
     return None
 

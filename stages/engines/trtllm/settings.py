@@ -20,22 +20,24 @@ Difference = tuple[str, Any, Any]
 
 
 def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> Settings:
-    """Return trtllm-build's settings, keyed as in build_config of the engine's config.json (including plugin_config.*)."""
+    """Return trtllm-build's settings, keyed as in build_config of the engine's config.json (including plugin_config.*).
+
+    Attention of prompts reads the paged cache, and computes in FP8, where TensorRT-LLM keeps that.
+    """
     weights, cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
     fp8_attention = weights in FP8_ATTENTION_WEIGHTS and cache == "FP8"
-    paged = cache is None or fp8_attention
     return {
         **options.model_dump(include=SIZES),
         "max_beam_width": 1,
         "kv_cache_type": "paged",
-        "gather_context_logits": options.gather_context_logits,
+        "gather_context_logits": False,
         "plugin_config.gpt_attention_plugin": "auto",
         "plugin_config.gemm_plugin": "auto",
         "plugin_config.context_fmha": True,
         "plugin_config.remove_input_padding": True,
         "plugin_config.tokens_per_block": PAGE_TOKENS,
-        "plugin_config.use_paged_context_fmha": _switch(options.paged_context_fmha, auto=paged),
-        "plugin_config.use_fp8_context_fmha": _switch(options.fp8_context_fmha, auto=fp8_attention),
+        "plugin_config.use_paged_context_fmha": cache is None or fp8_attention,
+        "plugin_config.use_fp8_context_fmha": fp8_attention,
     }
 
 
@@ -146,7 +148,3 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Settings:
     for key, value in settings.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return flat
-
-
-def _switch(choice: str, *, auto: bool) -> bool:
-    return auto if choice == "auto" else choice == "enable"

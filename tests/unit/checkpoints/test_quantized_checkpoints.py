@@ -25,7 +25,6 @@ from stages.quantize.materialize import copy_without_scales, own_scales, write_p
 TITLES = {
     "W8A8 INT8": ("compressed-tensors int-quantized", "int8_token"),
     "FP8": ("compressed-tensors float-quantized", "other"),
-    "FP8 by blocks": ("compressed-tensors float-quantized", "other"),
     "W4A16": ("compressed-tensors pack-quantized", "exact"),
     "ModelOpt FP8": ("modelopt", "other"),
     "AWQ": ("awq 4 bits", "exact"),
@@ -115,3 +114,12 @@ def test_a_scale_that_does_not_fit_its_codes_is_refused_by_the_layer(tiny_checkp
     save_file(stored, tmp_path / "given" / "model.safetensors")
     with pytest.raises(UserError, match=r"^model\.path=.*cannot decompress model\.layers\.0\.mlp\.up_proj \(.*; download"):
         write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
+
+
+def test_weights_with_scales_by_blocks_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "FP8")
+    config = json.loads((tmp_path / "given" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "block"
+    (tmp_path / "given" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"group_0\.weights\.strategy='block': kvgate reads tensor, channel, group; give"):
+        inspect_checkpoint(tmp_path / "given")
