@@ -13,11 +13,12 @@ SIZE: dict[str, Any] = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4}
 WINDOW = {"sliding_window": 40}
 SCALED = {"factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SCALED
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": LLAMA3, "tie_word_embeddings": True},
-    "mistral": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}} | WINDOW,
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
+    "mistral": {"rope_scaling": LINEAR} | WINDOW,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "rope_scaling": LINEAR} | WINDOW,
     "qwen3": {"head_dim": 96, "rope_scaling": {"rope_type": "yarn"} | SCALED},
     "phi3": {"partial_rotary_factor": 0.5} | WINDOW,
     "olmo2": {},

@@ -133,15 +133,15 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
     return path
 
 
-def shared_checkpoint(factory: pytest.TempPathFactory, dtype: torch.dtype = torch.float32) -> Path:
-    """Return the random Llama's checkpoint, with weights in `dtype`."""
-    return once(factory, f"onnx_checkpoint_{dtype}", lambda path: save_model(llama_config(), path, dtype=dtype))
+def shared_checkpoint(factory: pytest.TempPathFactory) -> Path:
+    """Return the random Llama's checkpoint."""
+    return once(factory, "onnx_checkpoint", lambda path: save_model(llama_config(), path))
 
 
-def shared_decoder(factory: pytest.TempPathFactory, dtype: ComputeDType, weights: torch.dtype = torch.float32) -> Path:
+def shared_decoder(factory: pytest.TempPathFactory, dtype: ComputeDType) -> Path:
     """Return the random Llama's decoder skeleton, which computes in `dtype`."""
-    checkpoint = shared_checkpoint(factory, weights)
-    return once(factory, f"onnx_decoder_{dtype}_{weights}", lambda path: make_decoder(checkpoint, path, dtype))
+    checkpoint = shared_checkpoint(factory)
+    return once(factory, f"onnx_decoder_{dtype}", lambda path: make_decoder(checkpoint, path, dtype))
 
 
 def tiny_decoder(factory: pytest.TempPathFactory, checkpoint: Path) -> Path:

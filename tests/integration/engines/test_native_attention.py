@@ -53,6 +53,7 @@ def test_the_kernel_equals_the_functions_body(policy: KVPolicy) -> None:
         (Heads(5, 1, 96), "int4_asym"),  # five queries, which do not all fit into registers at once; three vectors per half
         (Heads(5, 1, 96), "fp8"),
         (Heads(5, 1, 96), "nvfp4"),
+        (Heads(5, 1, 96), "int4_g32"),  # three groups: the middle one has channels in low and in high nibbles
         (Heads(2, 2, 128), "int4_g128"),
         (Heads(2, 2, 128), "int4_hadamard"),
         (Heads(2, 2, 16), "fp8_token"),  # one vector

@@ -7,24 +7,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_engine_cases import short_model
 from onnx_fixtures import static_scales
 from shipped import SHIPPED
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import benchlib
 from stages.engines.reference import attention, engine, formats, placing
 from stages.engines.reference.attention import AttentionPiece, Block, Fed
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import head
 from stages.evaluate.conformance.explanation import relatives
-from stages.policies.policy import Eviction, KVPolicy
+from stages.policies.policy import Eviction, KVPolicy, LayerOverride, Window
 
 DEVICE = torch.device("meta")
 INT8 = SHIPPED["int8"]
+
+
+def in_second_layer(shipped: str, policy: KVPolicy, **changes: object) -> KVPolicy:
+    """Return a policy whose second layer has the formats of a shipped policy: each policy costs seconds here."""
+    override = LayerOverride(layers=(1,), key=SHIPPED[shipped].key, value=SHIPPED[shipped].value)
+    return policy.model_copy(update={"overrides": (override,), **changes})
+
+
+WINDOW = Window(tokens=64, value=SHIPPED["fp8"].value)
 POLICIES = [
-    *(SHIPPED[name] for name in ("fp16", "fp8k_int4v_aged", "int4_hadamard", "int4_sinks", "llamacpp_q4_0")),
-    INT8.model_copy(update={"name": "int8_evicting", "eviction": Eviction(window_tokens=64)}),
+    in_second_layer("int4_hadamard", SHIPPED["fp8k_int4v_aged"], recent_tokens=20, window=WINDOW),
+    in_second_layer("llamacpp_q4_0", SHIPPED["int4_sinks"]),
+    in_second_layer("fp16", INT8, name="int8_evicting", eviction=Eviction(window_tokens=64)),
     INT8.model_copy(update={"name": "h2o", "eviction": Eviction(window_tokens=64, heavy_tokens=64)}),
 ]
 
@@ -52,7 +62,7 @@ def with_masks(block: Block, device: torch.device | str) -> Block:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The tiny model's shapes on the stand-in device, with 16-bit weights."""
+    """The shapes of the tiny model's first two layers on the stand-in device, with 16-bit weights."""
     plan = attention.plan
 
     def planned(*given: Any) -> list[Block]:
@@ -78,7 +88,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(TorchEngine, "_logits", logits)
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch, "randn", lambda shape, generator, device: torch.empty(shape, device=device))  # noqa: ARG005
-    model = benchlib.load_model()
+    model = short_model()
     with FakeTensorMode(allow_non_fake_inputs=True), OnDevice():
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):

@@ -78,16 +78,16 @@ TURBOQUANT = Format(dtype="int4", granularity="per_token", symmetric=False, scal
 NVFP4S = [SHIPPED["nvfp4"].key.model_copy(update={"rotation": rotation}) for rotation in ("none", "hadamard")]
 
 
-def assert_stores_what_the_reference_stores(form: Format, compute: Compute = "float32") -> None:
+def assert_stores_what_the_reference_stores(form: Format, compute: Compute = "float32", head_dim: int = 64) -> None:
     """Compare bit for bit. For rotations, the order of the sum may move a value across the border between two codes."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, 3, 40, 64)).astype(np.float32) * np.exp2(rng.integers(-9, 4, (2, 3, 40, 1)))
+    x = rng.standard_normal((2, 3, 40, head_dim)).astype(np.float32) * np.exp2(rng.integers(-9, 4, (2, 3, 40, 1)))
     x[0, 0, :3] = [[0.0], [7.25], [-3e-6]]
     x[0, 1, 0, 5] = 5000.0
     x = x.astype(FLOATS[compute])
-    static = scales_of(form, 3, 64)
+    static = scales_of(form, 3, head_dim)
     stored = quantize(x, form, static, compute)
-    shared = None if static is None else reference.static_scales(static, form, 3, 64)
+    shared = None if static is None else reference.static_scales(static, form, 3, head_dim)
     expected = reference.quantize(torch.from_numpy(x.astype(np.float32)), form, shared)
     tensors = [t for t in (expected.codes, expected.scale, expected.zero) if t is not None]
     for array, tensor in zip(stored, tensors, strict=True):
@@ -99,6 +99,12 @@ def assert_stores_what_the_reference_stores(form: Format, compute: Compute = "fl
 @pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=name)
 def test_a_format_stores_what_the_reference_stores(form: Format) -> None:
     assert_stores_what_the_reference_stores(form)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_in_low_and_high_nibbles_is_stored_as_the_reference_stores_it(symmetric: bool) -> None:
+    form = Format(dtype="int4", granularity="per_group", group_size=32, symmetric=symmetric, scale="dynamic")
+    assert_stores_what_the_reference_stores(form, head_dim=96)
 
 
 @pytest.mark.parametrize("form", [*FORMATS[::3], *NVFP4S, TURBOQUANT], ids=name)
