@@ -71,11 +71,7 @@ class CheckpointInfo:
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
-    """Read and check a checkpoint directory.
-
-    Raises:
-        UserError: The message names `model.path`, the problem and the fix.
-    """
+    """Read and check a checkpoint directory."""
     if not path.is_dir():
         raise refusal(path, "no such directory; give a local Hugging Face checkpoint, or a GGUF file")
     config = read_config(path)
@@ -93,11 +89,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's config.json; if the decoder is nested in text_config, the content of text_config.
-
-    Raises:
-        UserError: The message names `model.path`, the problem and the fix.
-    """
+    """Return the content of a checkpoint's config.json; if the decoder is nested in text_config, the content of text_config."""
     content = read_json(path, "config.json")
     # Keys with _implementation may name a kernel on a hub, which is code.
     config = {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
@@ -119,11 +111,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def describe_checkpoint(
     path: Path, config: dict[str, Any], weight_files: tuple[str, ...], other_files: tuple[str, ...]
 ) -> CheckpointInfo:
-    """Check the content of a config.json, and return the description of the checkpoint.
-
-    Raises:
-        UserError: The message names `model.path`, the problem and the fix.
-    """
+    """Check the content of a config.json, and return the description of the checkpoint."""
     architecture = _architecture(path, config)
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
@@ -159,9 +147,6 @@ def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
     Args:
         path: Path of the checkpoint, for errors.
         config: Content of config.json, with the family's defaults for missing keys.
-
-    Raises:
-        UserError: The message names `model.path`, the key and the fix.
     """
     layers, q_heads = (integer(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
     kv_heads = integer(path, config, "num_key_value_heads", default=q_heads)

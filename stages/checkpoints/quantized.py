@@ -112,11 +112,7 @@ class Quantized:
 
 
 def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
-    """Return the storage format that the quantization_config of a config.json declares; None without quantization_config.
-
-    Raises:
-        UserError: kvgate does not support a value. The message names `model.path`, the key and the fix.
-    """
+    """Return the storage format that the quantization_config of a config.json declares; None without quantization_config."""
     declared = config.get("quantization_config")
     if declared is None:
         return None

@@ -92,11 +92,7 @@ def _stored_bytes(shape: Shape, weights: WeightsFormat) -> float:
 
 
 def read_model(path: Path) -> ModelShape:
-    """Read the shapes of a directory with a config.json, or of a GGUF.
-
-    Raises:
-        UserError: if the model is not supported. The message names `model.path`, the key of config.json, and the fix.
-    """
+    """Read the shapes of a directory with a config.json, or of a GGUF."""
     if path.is_file():
         return _describe(path, inspect_gguf(path).config)
     if not path.is_dir():

@@ -26,9 +26,6 @@ def layer_windows(path: Path, config: dict[str, Any], layers: int) -> tuple[int 
         path: Path of the checkpoint, for errors.
         config: Content of config.json, with the family's defaults for missing keys. The model may be of any family.
         layers: Number of layers.
-
-    Raises:
-        UserError: The message names `model.path`, the key and the fix.
     """
     types = _layer_types(path, config, str(config.get("model_type")), layers)
     windows = {layer_type: _window(path, config, layer_type) for layer_type in set(types)}

@@ -107,7 +107,7 @@ FLOAT16_WEIGHTS = "float32, attention weights in float16"
 class Backend(ABC):
     """The interface to build, load and run the engines of one library.
 
-    `backend.py` itself is not part of any key: it only forwards to the modules and to `run_parts`, which are.
+    Keys contain the code of `build_module` and `engine_module`, with all that they can import, and the parts below.
     """
 
     libraries: ClassVar[tuple[str, ...]]

@@ -19,8 +19,8 @@ from trtllm_exports import make_exports
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import Program, probe
 from stages.engines.interpreter.requests import RequestEngine
-from stages.engines.sglang.build import PROGRAM as SGLANG
-from stages.engines.trtllm.library import PROGRAM as TRTLLM
+from stages.engines.sglang.backend import PROGRAM as SGLANG
+from stages.engines.trtllm.backend import PROGRAM as TRTLLM
 from stages.evaluate.decoding.system import measure_system
 from stages.workloads.config import LoadConfig
 

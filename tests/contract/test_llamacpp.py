@@ -15,7 +15,7 @@ from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import CHANNEL
 from stages.engines.llamacpp import worker
-from stages.engines.llamacpp.build import cache_types, rotates
+from stages.engines.llamacpp.backend import cache_types, rotates
 from stages.policies.formats import Format
 from stages.policies.policy import KVPolicy
 

@@ -12,8 +12,7 @@ from shipped import SHIPPED
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
-from stages.engines.sglang.backend import SglangBackend
-from stages.engines.sglang.build import cache_dtype, server_args
+from stages.engines.sglang.backend import SglangBackend, cache_dtype, server_args
 from stages.engines.sglang.engine import EVALUATION
 
 FACTS = json.loads((Path(__file__).parent / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))

@@ -17,8 +17,8 @@ from stages.core.errors import UserError
 from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint, settings
+from stages.engines.trtllm.backend import PROGRAM, refuse_integers
 from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, refuse_integers
 from stages.quantize.validate import ALGORITHMS
 
 FACTS = Path(__file__).resolve().parent / "facts"

@@ -21,8 +21,8 @@ from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
 from stages.engines.interpreter.process import CHANNEL, Interpreter, Worker, probe
 from stages.engines.trtllm import settings
+from stages.engines.trtllm.backend import PROGRAM, TargetName, check_inputs, refuse, refuse_fp8, refuse_unread, require_target
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, TargetName, check_inputs, refuse, refuse_fp8, refuse_unread, require_target
 
 
 @pytest.fixture(scope="module")

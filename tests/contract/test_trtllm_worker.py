@@ -18,7 +18,7 @@ from trtllm_exports import make_exports
 from stages.core.errors import UserError
 from stages.engines.interpreter.process import CHANNEL, Worker, probe
 from stages.engines.interpreter.protocol import Description
-from stages.engines.trtllm.library import PROGRAM
+from stages.engines.trtllm.backend import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = [1, 2, 3, 4]
@@ -115,7 +115,7 @@ def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", mode="hang while building")
     code = (
         "import sys; from stages.engines.interpreter.process import Worker; "
-        "from stages.engines.trtllm.library import PROGRAM; "
+        "from stages.engines.trtllm.backend import PROGRAM; "
         "from stages.engines.interpreter.protocol import EmptyAnswer; "
         "flags = ['--checkpoint_dir', 'a', '--output_dir', 'b']; "
         "Worker(PROGRAM, sys.argv[1]).call('build', 600, key='k', answer=EmptyAnswer, flags=flags)"

@@ -9,7 +9,7 @@ from vllm_facts import CALLED, RULES, SAMPLING, engine_arguments, recorded
 
 from stages.core.errors import UserError
 from stages.engines.vllm.audit import RELEASES
-from stages.engines.vllm.build import PROGRAM, cache_dtype
+from stages.engines.vllm.backend import PROGRAM, cache_dtype
 
 FACTS: dict[str, dict[str, Any]] = recorded()
 

@@ -61,7 +61,7 @@ def engine_arguments() -> set[str]:
     """Return the engine arguments that kvgate sets: for serving, evaluation, memory pressure and speculation."""
     from interpreter_bundles import config_of
 
-    from stages.engines.vllm.build import engine_args
+    from stages.engines.vllm.backend import engine_args
     from stages.engines.vllm.engine import EVALUATED
 
     serving = engine_args(config_of("vllm", "python3", kv_cache_gib=1), "auto", ["0"])

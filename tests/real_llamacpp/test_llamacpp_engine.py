@@ -15,7 +15,7 @@ from shipped import SHIPPED
 
 from stages.core.errors import UserError
 from stages.core.records import no_progress
-from stages.engines.llamacpp.build import build_bundle
+from stages.engines.llamacpp.backend import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
 from stages.policies.formats import Format
 from stages.policies.policy import KVPolicy

@@ -6,7 +6,7 @@ import pytest
 from gate_reports import lines
 from short_evaluations import job_of, judge
 
-from stages.engines.llamacpp import build, engine
+from stages.engines.llamacpp import backend, engine
 from stages.verdict.report import load_report
 
 KV = "llamacpp_q8k_q4v"
@@ -48,7 +48,7 @@ def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python:
 def test_a_rotation_that_the_policy_has_and_the_engine_lacks_fails(
     gguf_work: Path, llamacpp_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "open_context", lambda *given: build.open_context(*(*given[:-1], False)))
+    monkeypatch.setattr(engine, "open_context", lambda *given: backend.open_context(*(*given[:-1], False)))
     job = job_of(gguf_work, f"backend.python={llamacpp_python}", *FEW, *CHAT, "kv.name=rotated")
     directory, _ = judge(job, "does not compute its policy: FAIL")
     failed = [line.reason for line in lines("conformance", load_report(directory)) if line.status == "FAIL"]

@@ -31,7 +31,7 @@ from stages.core.records import no_progress
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.audit import audit
-from stages.engines.vllm.build import PROGRAM
+from stages.engines.vllm.backend import PROGRAM
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
 from stages.evaluate.decoding.pressure import pressure

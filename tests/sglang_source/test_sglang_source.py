@@ -25,7 +25,7 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.core.errors import UserError
 from stages.engines.interpreter.process import Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import Resolved
-from stages.engines.sglang.build import PROGRAM, READ, cache_dtype, server_args
+from stages.engines.sglang.backend import PROGRAM, READ, cache_dtype, server_args
 from stages.engines.sglang.engine import EVALUATION
 
 ON_A_CPU: dict[str, Any] = {

@@ -27,7 +27,7 @@ from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.library import (
+from stages.engines.trtllm.backend import (
     ENGINE_RELEASES,
     ENGINES,
     PROGRAM,

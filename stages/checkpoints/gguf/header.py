@@ -150,11 +150,7 @@ class _Cursor:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of a GGUF file.
-
-    Raises:
-        UserError: The message names `model.path`, the problem and the fix.
-    """
+    """Read and check the header of a GGUF file."""
     try:
         with path.open("rb") as stream:
             if stream.read(len(MAGIC)) != MAGIC:

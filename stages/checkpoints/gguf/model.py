@@ -80,11 +80,7 @@ class GGUFModel:
 
 
 def inspect_gguf(path: Path) -> GGUFModel:
-    """Read and check the header of a GGUF, which is cheap.
-
-    Raises:
-        UserError: The message names `model.path`, the problem and the fix.
-    """
+    """Read and check the header of a GGUF, which is cheap."""
     header = read_header(path)
     architecture = header.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in MODEL_TYPES:

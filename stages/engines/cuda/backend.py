@@ -92,9 +92,9 @@ class TorchBackend(Backend):
         """
         if self.config.device == "cpu":
             return False
-        from stages.engines.cuda.device import resolve_device
+        from stages.engines.reference.device import resolve_device
 
-        return resolve_device(self.config.device).type == "cuda"
+        return resolve_device(self.config.device) == "cuda"
 
 
 open_backend = TorchBackend

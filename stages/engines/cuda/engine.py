@@ -12,11 +12,11 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits, check_positive
 from stages.engines.cuda.cache import KernelCache
-from stages.engines.cuda.device import resolve_device
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
 from stages.engines.interface import Continuation, Engine
 from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.reference.build import open_bundle
+from stages.engines.reference.device import resolve_device
 from stages.engines.reference.model import scales_for, shape_for
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
@@ -30,13 +30,13 @@ def load_engine(
 ) -> "KernelEngine":
     """Load a bundle of backend=torch onto the current GPU. `threads` applies to all of torch in this process."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
-    device = resolve_device("cuda")
+    resolve_device("cuda")
     policy, scales = open_bundle(bundle)
     info = inspect_checkpoint(bundle)
     check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)
     return KernelEngine.from_model(
-        load_causal_lm(bundle, dtype=getattr(torch, compute_dtype)).to(device), policy, scales, prefill_chunk=prefill_chunk
+        load_causal_lm(bundle, dtype=getattr(torch, compute_dtype)).to("cuda"), policy, scales, prefill_chunk=prefill_chunk
     )
 
 

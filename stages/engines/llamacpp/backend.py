@@ -1,20 +1,166 @@
-"""The backend class of backend=llamacpp."""
+"""backend=llamacpp: its interpreter, the cache types of a policy, and its bundle: the GGUF and its server's command."""
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from stages.checkpoints.description import read_config
+from stages.checkpoints.exports import beyond_one_format, describe_format
 from stages.core.errors import UserError
+from stages.core.files import link_or_copy
+from stages.core.records import Progress
+from stages.core.strict import StrictModel
 from stages.engines.backend import Artifacts, Job, Source
+from stages.engines.interpreter import protocol
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.process import probe
-from stages.engines.llamacpp.build import PROGRAM, cache_types
+from stages.engines.interpreter.bundle import ServedBundle, begin_bundle, cannot_hold, end_bundle
+from stages.engines.interpreter.process import Interpreter, Program, Worker, probe
+from stages.engines.interpreter.requests import open_model
+from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.config import LlamaCppConfig
-from stages.policies.policy import KVPolicy
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.table import CODES
+
+READ = "0.3.36"
+"""The release of llama-cpp-python that the worker was checked against."""
+GGUF = "model.gguf"
+"""Name of the model in a bundle."""
+LEAST_ROTATED = 64
+"""llama.cpp rotates only if the head size is a multiple of this number of channels, and rotates values in blocks this long."""
+
+
+class LlamaCppDescription(protocol.Description):
+    """Answer to `describe`."""
+
+    types: list[str]
+    """ggml types that the release supports."""
+
+
+class LlamaCppFacts(StrictModel):
+    """Answer to `facts`."""
+
+    token_bytes: Annotated[int, Field(ge=1)]
+    """Bytes of one token in the cache of all layers."""
+
+
+PROGRAM = Program(
+    "llamacpp",
+    "llama-cpp-python",
+    Path(worker.__file__).with_name("kvgate_llamacpp_worker.py"),
+    "make llamacpp compiles it into .venv-llamacpp: backend.python=.venv-llamacpp/bin/python; or give the python of an "
+    f"environment with pip install llama-cpp-python=={READ}",
+    read=("0.3",),
+    oldest=(0, 3),
+    description=LlamaCppDescription,
+)
+
+
+def cache_types(policy: KVPolicy, head_dim: int) -> dict[Side, str]:
+    """Return llama.cpp's types of keys and values for a policy. Raises UserError if llama.cpp does not support the policy."""
+    reason = beyond_one_format(policy.model_copy(update={"value": policy.key}))
+    forms = {Side.KEY: policy.key, Side.VALUE: policy.value}
+    types = {side: form.code.llamacpp for side, form in forms.items()}
+    for side, form in forms.items():
+        if reason is None and types[side] is None:
+            reason = f"{describe_format(form)} {side}s have no equal there"
+    if reason is not None:
+        named = ", ".join(sorted(f"{code.name}" for code in CODES.values() if code.llamacpp is not None))
+        raise UserError(cannot_hold(policy, "llamacpp", reason, f"kv=llamacpp_q8_0, or keys and values of dtype {named}"))
+    for side, form in forms.items():
+        if form.code.dynamic_group and head_dim % form.code.dynamic_group:
+            raise UserError(
+                f"kv.{side}.dtype={form.dtype}: its blocks of {form.code.dynamic_group} channels do not divide the model's "
+                f"head_dim {head_dim}; choose kv=fp16"
+            )
+    rotates(policy, head_dim)
+    return {side: str(name) for side, name in types.items()}
+
+
+def rotates(policy: KVPolicy, head_dim: int) -> bool:
+    """Return whether quantized keys and values are rotated, as llama.cpp does unless LLAMA_ATTN_ROT_DISABLE is set.
+
+    Raises UserError for a rotation that llama.cpp does not perform. It rotates either all quantized sides or no side: keys in
+    blocks of the largest power of two that divides head_dim, values in blocks of 64.
+    """
+    own = {Side.KEY: head_dim & -head_dim, Side.VALUE: LEAST_ROTATED}
+    sizes = {"hadamard": head_dim, "hadamard_64": LEAST_ROTATED}
+    forms = {side: form for side, form in ((Side.KEY, policy.key), (Side.VALUE, policy.value)) if form.code.dynamic_group}
+    rotated = [side for side, form in forms.items() if form.rotation != "none"]
+    for side in rotated:
+        if head_dim % LEAST_ROTATED or sizes.get(forms[side].rotation) != own[side] or len(rotated) != len(forms):
+            raise UserError(
+                f"kv.{side}.rotation={forms[side].rotation}: llama.cpp rotates both sides or none, with a head_dim that is a "
+                f"multiple of 64, keys in blocks of {own[Side.KEY]} here and values of 64; set "
+                f"{' '.join(f'kv.{other}.rotation=none' for other in forms)}"
+            )
+    return bool(rotated)
+
+
+COMMAND_FILE = "launch.txt"
+
+
+class LlamaCppBundle(ServedBundle):
+    """`bundle.json`. `arguments` are the parameters of a llama.cpp context."""
+
+    types: dict[str, str]
+    """ggml types by side: `key` and `value`."""
+    rotates: bool
+    model_type: str
+    """The model type in transformers, which determines the order of the keys' channels."""
+
+
+def build_bundle(
+    checkpoint: Path, out: Path, config: LlamaCppConfig, *, gguf: Path, policy: KVPolicy, scales: Path, progress: Progress
+) -> None:
+    """Write a bundle to the empty directory `out`. Raises UserError if the release cannot load the GGUF."""
+    interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
+    progress("build", 0, 2)
+    link_or_copy(gguf, out / GGUF)
+    types = cache_types(policy, info.shape.head_dim)
+    keys = ("n_ctx", "n_seq_max", "n_batch")
+    bundle: dict[str, Any] = {
+        "arguments": config.model_dump(include=set(keys)),
+        "types": {str(side): name for side, name in types.items()},
+        "rotates": rotates(policy, info.shape.head_dim),
+    }
+    progress("build", 1, 2)
+    with open_context(interpreter, out / GGUF, config, **bundle):
+        pass
+    (out / COMMAND_FILE).write_text(_command(config, types, rotated=bundle["rotates"]), encoding="utf-8")
+    end_bundle(
+        out, LlamaCppBundle, interpreter, info, max_tokens=config.n_ctx, max_batch=config.n_seq_max,
+        model_type=str(read_config(checkpoint)["model_type"]), **bundle,
+    )  # fmt: skip
+    progress("build", 2, 2)
+
+
+def open_context(
+    interpreter: Interpreter,
+    gguf: Path,
+    config: LlamaCppConfig,
+    arguments: dict[str, Any],
+    types: dict[str, str],
+    rotates: bool,
+) -> Worker:
+    """Return a worker with the model loaded. Raises UserError if llama.cpp refuses the model."""
+    environment = {"LLAMA_ATTN_ROT_DISABLE": str(int(not rotates))}
+    said = f"{interpreter.release} cannot load {gguf}"
+    fields = {"model": str(gguf.absolute()), "context": arguments, "types": types, "threads": config.threads}
+    return open_model(interpreter, environment, config.request_timeout_s, said, **fields)
+
+
+def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -> str:
+    chosen = f"--cache-type-k {types[Side.KEY]} --cache-type-v {types[Side.VALUE]}"
+    limits = f"--ctx-size {config.n_ctx * config.n_seq_max} --parallel {config.n_seq_max} --batch-size {config.n_batch}"
+    variable = "" if rotated else "LLAMA_ATTN_ROT_DISABLE=1 "
+    return f"{variable}llama-server --model {GGUF} {chosen} --flash-attn on {limits}\n"
 
 
 class LlamaCppBackend(InterpreterBackend):
     """A backend whose bundle is the user's GGUF and the arguments of llama-server."""
 
-    build_module = "stages.engines.llamacpp.build"
+    build_module = "stages.engines.llamacpp.backend"
     engine_module = "stages.engines.llamacpp.engine"
     program = PROGRAM
     running_keys = ("request_timeout_s", "threads")

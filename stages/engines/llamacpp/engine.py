@@ -12,7 +12,7 @@ from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Generation
 from stages.engines.interpreter.requests import Bytes, Request, ShowingEngine
-from stages.engines.llamacpp.build import GGUF, PROGRAM, LlamaCppBundle, LlamaCppFacts, open_context
+from stages.engines.llamacpp.backend import GGUF, PROGRAM, LlamaCppBundle, LlamaCppFacts, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.policies.formats import Format
 from stages.policies.policy import PAGE_TOKENS, Side

@@ -1,4 +1,6 @@
-"""Resolves `reference.device` on this machine. Importing the module is cheap."""
+"""Resolves `reference.device`, and `backend.device` of backend=torch, on this machine. Importing the module is cheap."""
+
+from importlib.util import find_spec
 
 from stages.core.errors import MissingRequirement
 
@@ -36,3 +38,38 @@ def gpu_identity() -> dict[str, object]:
 
     major, minor = torch.cuda.get_device_capability()
     return {"device": "cuda", "gpu": torch.cuda.get_device_name(), "compute_capability": f"{major}.{minor}"}
+
+
+OLDEST = 8
+"""Lowest major compute capability that the kernels compile for."""
+
+
+def resolve_device(device: str) -> str:
+    """Return `cpu` or `cuda` for `backend.device`; `auto` means cuda if torch finds a GPU.
+
+    Raises MissingRequirement if the GPU is missing or unusable.
+    """
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not available):
+        return "cpu"
+    if torch.version.cuda is None:
+        raise MissingRequirement(
+            f"backend.device=cuda needs a torch that is built for CUDA, this one is {torch.__version__}: install one "
+            "from https://download.pytorch.org/whl/cu130, or set backend.device=cpu"
+        )
+    if not available:
+        raise MissingRequirement(f"backend.device={device}: torch finds no NVIDIA GPU here; set backend.device=cpu")
+    if find_spec("triton") is None:
+        raise MissingRequirement(
+            f"backend.device={device} needs triton, which is not installed here: pip install 'kvgate[kernels]', or set "
+            "backend.device=cpu"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if major < OLDEST:
+        raise MissingRequirement(
+            f"backend.device={device} needs a GPU of compute capability {OLDEST}.0 or newer, {torch.cuda.get_device_name()} "
+            f"has {major}.{minor}; set backend.device=cpu"
+        )
+    return "cuda"

@@ -11,18 +11,31 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from stages.checkpoints.gguf.model import pairs_neighbours
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
-from stages.engines.reference.attention import ATTENTION, Block, BlockView, Fed, Finite, Joined, Sources, Span, View, plan
-from stages.engines.reference.blocks import as_llamacpp
+from stages.engines.reference.attention import (
+    ATTENTION,
+    Block,
+    BlockView,
+    Fed,
+    Finite,
+    Joined,
+    Sources,
+    Span,
+    Taken,
+    View,
+    plan,
+)
 from stages.engines.reference.build import open_bundle
 from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages
-from stages.engines.reference.formats import CPU
+from stages.engines.reference.formats import CPU, rotated
 from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.reference.placing import place, within_memory
 from stages.engines.reference.replay import OnePassView, Replay, disturbed
+from stages.policies.ggml.arithmetic_torch import asked
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
@@ -250,3 +263,28 @@ class TorchEngine(ChunkedEngine):
         with within_memory(self.device):
             logits: Logits = head(self.model, hidden).cpu().numpy()
         return logits
+
+
+def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Taken | None:
+    """Return llama.cpp's transformation of queries and keys; None if no layer's keys have a llama.cpp block type."""
+    forms = [layer[Side.KEY].form for layer in storages]
+    if not any(form.code.dynamic_group for form in forms):
+        return None
+
+    def taken(layer: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        form = forms[layer]
+        if not form.code.dynamic_group:
+            return query, key
+        places = order(str(config.model_type), key.shape[-1], key.device)
+        return rotated(asked(rotated(query[..., places], form)), form), key[..., places]
+
+    return taken
+
+
+def order(model_type: str, head_dim: int, device: torch.device) -> Tensor:
+    """Return, for each channel of llama.cpp's heads, the index of transformers' channel.
+
+    For some models, llama.cpp's rotary embedding pairs neighbouring channels, and transformers' pairs the two halves.
+    """
+    places = torch.arange(head_dim, device=device)
+    return places.view(2, -1).T.flatten() if pairs_neighbours(model_type) else places

@@ -1,17 +1,79 @@
-"""The backend class of backend=sglang."""
+"""backend=sglang: its interpreter, the policies that its cache stores, and its bundle: the checkpoint and a serving command."""
 
-from stages.core.errors import MissingRequirement
+from pathlib import Path
+from typing import Any
+
+from stages.checkpoints.exports import beyond_one_format, describe_format
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.records import Progress
 from stages.engines.backend import Job
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.process import probe
-from stages.engines.sglang.build import PROGRAM, cache_dtype
+from stages.engines.interpreter.bundle import (
+    CHECKPOINT,
+    ServedBundle,
+    begin_bundle,
+    cannot_hold,
+    copy_checkpoint,
+    end_bundle,
+    resolve,
+)
+from stages.engines.interpreter.process import Program, probe
+from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
+from stages.policies.policy import KVPolicy
+
+READ = "0.5.23"
+"""The release that the worker was checked against."""
+PROGRAM = Program(
+    "sglang",
+    "SGLang",
+    Path(worker.__file__).with_name("kvgate_sglang_worker.py"),
+    f"on a machine with CUDA 13 and an NVIDIA GPU give the python of an environment with pip install sglang=={READ}, or "
+    f"python3 where kvgate runs in the container lmsysorg/sglang:v{READ}",
+    {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "SGLANG_USE_MODELSCOPE": "0"},
+    read=(READ,),
+)
+COMMAND_FILE = "launch.txt"
+
+
+def build_bundle(
+    checkpoint: Path, out: Path, config: SglangConfig, *, policy: KVPolicy, scales: Path, progress: Progress
+) -> None:
+    """Write a bundle of a quantized checkpoint to the empty directory `out`. All `scales`, if there are any, are 1.0."""
+    interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
+    copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
+    arguments = server_args(config, cache_dtype(policy, config))
+    resolve(interpreter, out / CHECKPOINT, "server_args", arguments, config.request_timeout_s)
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]
+    command = f"python -m sglang.launch_server --model-path {CHECKPOINT} {' '.join(flags)}\n"
+    (out / COMMAND_FILE).write_text(command, encoding="utf-8")
+    limits = {"max_tokens": config.context_length, "max_batch": config.max_running_requests}
+    end_bundle(out, ServedBundle, interpreter, info, arguments=arguments, **limits)
+
+
+def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
+    """Return the type of SGLang's cache that stores a policy. Raises UserError if no type does."""
+    key, reason = policy.key, beyond_one_format(policy)
+    if reason is None and key.exact:
+        if key.dtype == "fp16" or key.code.storage.torch == config.dtype:
+            return "auto"
+        reason = f"an unquantized cache must use backend.dtype={config.dtype}"
+    if reason is None and key.code.sglang is not None and key.scale == "uncalibrated" and key.rotation == "none":
+        return key.code.sglang
+    reason = reason or f"{describe_format(key)} has no equal there, or takes scales, which are not handed over"
+    raise UserError(cannot_hold(policy, "sglang", reason, "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"))
+
+
+def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:
+    """Return the arguments of serving. The configuration uses the names of SGLang's ServerArgs."""
+    given = config.model_dump(exclude={"name", "python", "request_timeout_s"}, exclude_none=True)
+    return {**given, "kv_cache_dtype": cache, "load_format": "safetensors", "trust_remote_code": False, "random_seed": 0}
 
 
 class SglangBackend(InterpreterBackend):
     """A backend whose bundle is the checkpoint and the arguments of SGLang's server."""
 
-    build_module = "stages.engines.sglang.build"
+    build_module = "stages.engines.sglang.backend"
     engine_module = "stages.engines.sglang.engine"
     program = PROGRAM
     config: SglangConfig

@@ -8,7 +8,7 @@ from stages.engines.interpreter.bundle import copy_checkpoint
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.interpreter.requests import TIMEOUT_KEY, RequestEngine
-from stages.engines.sglang.build import PROGRAM
+from stages.engines.sglang.backend import PROGRAM
 
 KEY_NORM = "self_attn.k_norm.weight"
 KEY_PROJECTION = ("self_attn.k_proj.weight", "self_attn.k_proj.bias")

@@ -1,11 +1,267 @@
-"""The backend class of backend=trtllm."""
+"""backend=trtllm: its interpreter and GPUs, and the limits of its two targets. Unsupported configurations are refused early."""
 
+import json
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from stages.checkpoints.description import CheckpointInfo, refuse_other_attention
+from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Artifacts, Job, Source
+from stages.engines.bundle import sm_number
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.process import probe
+from stages.engines.interpreter.bundle import cannot_hold
+from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, probe
+from stages.engines.interpreter.protocol import Pinned
+from stages.engines.trtllm import settings, worker
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import JUDGED, PROGRAM, check_inputs, rank_capabilities
+from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
+
+PROGRAM = Program(
+    "trtllm",
+    "TensorRT-LLM",
+    Path(worker.__file__).with_name("kvgate_worker.py"),
+    # PyPI itself has only a stub package.
+    "run kvgate in the container nvcr.io/nvidia/tensorrt-llm/release:1.2.1 with backend.python=python3, or give the python of "
+    "an environment of Python 3.10 or 3.12 with pip install tensorrt-llm==1.2.1 --extra-index-url https://pypi.nvidia.com as "
+    "backend.python=PATH",
+    {
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRTLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    },
+    read=("1.2", "1.3", "1.4"),
+    oldest=(1, 2),
+    package="tensorrt_llm",
+    # A worker starts its own MPI world. If it inherited a job launcher's variables, MPI would join the job or fail to start.
+    hidden=("OMPI_", "PMI_", "PMIX_", "SLURM_", "I_MPI_", "HYDRA_"),
+)  # fmt: skip
+"""TensorRT-LLM's worker. It was checked against the sources of the listed releases (tests/contract/facts)."""
+
+TargetName = Literal["engine", "pytorch"]
+
+
+def rank_environment(ranks: int) -> dict[str, str]:
+    """Return a worker's environment variables for a model on `ranks` GPUs.
+
+    A single rank runs inside the worker: logits return fastest, and the must-fail control of target=pytorch can reach its
+    layers. Several ranks run in separate processes.
+    """
+    return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"} if ranks == 1 else {}
+
+
+def rank_capabilities(target: TargetName, interpreter: Interpreter, ranks: int) -> list[str]:
+    """Return the compute capability that a bundle is built for, as a list of one item; empty for target=pytorch.
+
+    Raises UserError if the GPUs of the `ranks` ranks differ.
+    """
+    capabilities = [device.compute_cap for device in interpreter.devices[:ranks]] if target == "engine" else []
+    if len(set(capabilities)) > 1:
+        raise UserError(
+            f"backend.tensor_parallel_size={ranks}: GPUs 0 to {len(capabilities) - 1} are SM {', '.join(capabilities)}, "
+            "an engine is built for one kind; choose equal GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    return capabilities[:1]
+
+
+def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
+    """Raise MissingRequirement if the interpreter sees fewer than `count` GPUs. `purpose`: for example "running an engine"."""
+    if len(interpreter.devices) < count:
+        raise MissingRequirement(
+            f"backend.tensor_parallel_size={count}: {purpose} with TensorRT-LLM {interpreter.release} needs {count} NVIDIA "
+            f"GPU(s), {interpreter.python} sees {len(interpreter.devices)}; run it where nvidia-smi lists them (a container "
+            "needs --gpus all)"
+        )
+
+
+FP8_SM = 89
+"""First SM version on which TensorRT-LLM supports FP8 caches and FP8 weights (8.9)."""
+ENGINE_RELEASES = re.compile(r"1\.2(\..*)?|1\.3\.0rc(\d|1\d|20)(\D.*)?")
+ENGINES = "1.2 (1.2.1 is the last that builds engines, but for candidates of 1.3 up to 1.3.0rc20)"
+NO_INTEGERS_SM = range(100, 120)
+"""TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
+INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
+
+SERVED = {"enable_block_reuse": True, "host_cache_gib": 0.0, "attention_windows": None, "speculation": None}
+"""Keys of `backend.serving` that only target=pytorch reads, with their default values (conf/backend/trtllm.yaml)."""
+
+JUDGED: dict[TargetName, str] = {
+    "engine": "no block reuse: the engine computes prompts in one way, with and without",
+    "pytorch": "block reuse as served, with a cache_salt for each request; no speculation",
+}
+"""How an evaluation differs from serving, as text for the report."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One way to deploy with TensorRT-LLM."""
+
+    export: str
+    """Name of the ModelOpt export that the target is built from."""
+    caches: tuple[str, ...]
+    """Supported algorithms of a quantized cache; each has one scale per layer."""
+    weights: tuple[WeightsFormat, ...]
+    sharded_weights: tuple[WeightsFormat, ...]
+    """Weights formats that can be split over several GPUs."""
+    choices: str
+    """Supported policies, as text for a message."""
+
+
+TARGETS: dict[TargetName, Target] = {
+    "engine": Target(
+        export="tensorrt_llm",
+        caches=TENSORRT_LLM_KV,
+        weights=("none", "fp8", "int8_sq", "int4_awq"),
+        sharded_weights=("none", "fp8"),
+        choices="kv=fp16, fp8 or int8_tensor",
+    ),
+    "pytorch": Target(
+        export="unified_hf",
+        caches=UNIFIED_HF_KV,
+        weights=("none", "fp8", "int4_awq"),
+        sharded_weights=("none", "fp8", "int4_awq"),
+        choices="kv=fp16 or fp8",
+    ),
+}
+
+
+def check_inputs(config: TrtllmConfig, job: Job) -> None:
+    """Refuse a configuration that TensorRT-LLM cannot build or run, before any artifact is made.
+
+    Raises:
+        UserError: The target does not support a key's value; the message names the key.
+        MissingRequirement: The interpreter or a GPU is missing.
+    """
+    refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
+    ranks = config.tensor_parallel_size
+    refusal = refuse(config.target, job.policy, job.weights, job.checkpoint, ranks) or refuse_unread(config.target, config)
+    if refusal is not None:
+        raise UserError(refusal)
+    interpreter = probe(PROGRAM, config.python)
+    require_target(config.target, interpreter)
+    if config.target == "engine":
+        require_gpus(interpreter, 1, "building an engine")
+        rank_capabilities("engine", interpreter, ranks)  # refuses GPUs that differ
+        refuse_integers(job.policy, job.weights, interpreter, ranks)
+    refuse_fp8(job.policy, job.weights, interpreter, ranks)
+    if job.judges:
+        check_judging(config.target, config, job.policy, interpreter)
+    if config.serving.speculation is not None:
+        read_llm_args(interpreter, config, job.checkpoint.path, settings.llm_args(config, job.policy))
+
+
+def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
+    """Refuse a configuration that can be built but not evaluated. Raises UserError and MissingRequirement as check_inputs."""
+    require_gpus(interpreter, config.tensor_parallel_size, "running an engine")
+    if not policy.quantized:
+        raise UserError(
+            f"kv={policy.name}: its cache has no scale, so backend=trtllm has no must-fail control to prove that an evaluation "
+            f"reads it; judge kv=fp8, whose baseline it is, or build it with stage=build"
+        )
+    if name == "pytorch" and config.tensor_parallel_size > 1:
+        raise UserError(
+            f"backend.tensor_parallel_size={config.tensor_parallel_size}: target=pytorch is evaluated in one process, where "
+            "the must-fail control reaches its layers: evaluate with 1, build with stage=build"
+        )
+
+
+def require_target(target: TargetName, installed: Interpreter) -> None:
+    """Raise MissingRequirement if the release does not support the target."""
+    if target == "engine" and ENGINE_RELEASES.fullmatch(installed.release) is None:
+        raise MissingRequirement(
+            f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target=engine needs {ENGINES}; "
+            f"set backend.target=pytorch, or {PROGRAM.hint}"
+        )
+
+
+def read_llm_args(interpreter: Interpreter, config: TrtllmConfig, model: Path, *arguments: settings.Settings) -> list[Pinned]:
+    """Return each set of LLM arguments as the release reads it. Raises UserError if the release refuses a set."""
+    ask = partial(Worker.call, op="validate", timeout_s=config.build_timeout_s, key="backend.build_timeout_s", answer=Pinned)
+    with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
+        try:
+            return [ask(worker, model=str(model.absolute()), llm_args=given) for given in arguments]
+        except WorkerError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}; choose others, or "
+                "another release as backend.python"
+            ) from error
+
+
+def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+    """Return why the target does not support this combination, with key, value and fix; None if it does."""
+    target = TARGETS[name]
+    reason = export_refusal(policy, target.caches)
+    if reason is not None:
+        engine = TARGETS["engine"]
+        older = "" if export_refusal(policy, engine.caches) else f", backend.target=engine with TensorRT-LLM {ENGINES}"
+        return cannot_hold(policy, f"trtllm, target {name},", reason, f"{target.choices}{older}")
+    if weights not in target.weights:
+        return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
+    if info.quantized is not None:
+        reason = "weights that are quantized already" if name == "engine" else info.quantized.other_than_modelopt
+        if reason is not None:
+            return f"model.path={info.path}: backend.target={name}: {reason}; use backend=vllm"
+    reason = tensorrt_llm_refusal(info) if name == "engine" else None
+    if reason is not None:
+        return f"model.path={info.path}: {reason}; use backend.target=pytorch"
+    return _refuse_split(target, weights, info, ranks) if ranks > 1 else None
+
+
+def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+    if weights not in target.sharded_weights:
+        return (
+            f"backend.tensor_parallel_size={ranks}: weights={weights} are not split over GPUs here; use 1, or weights="
+            f"{' or '.join(target.sharded_weights)}"
+        )
+    inner = info.mlp_columns
+    if type(inner) is not int:
+        return f"model.path={info.path}: config.json: intermediate_size={inner}: give the number that {ranks} GPUs split"
+    parts = {"KV heads": info.shape.kv_heads, "tokens in the vocabulary": info.vocab_size, "columns of the MLP": inner}
+    for what, count in parts.items():
+        if count % ranks:
+            return f"backend.tensor_parallel_size={ranks}: does not divide the model's {count} {what}; use a divisor"
+    return None
+
+
+def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
+    """Return a refusal if a key that the target does not read is set; otherwise None."""
+    serving = backend.serving.model_dump(mode="json")
+    for key, unset in SERVED.items() if name == "engine" else ():
+        if serving[key] != unset:
+            return (
+                f"backend.serving.{key}={json.dumps(serving[key])}: only backend.target=pytorch reads it, this is {name}; "
+                f"leave it at {json.dumps(unset)}"
+            )
+    return None
+
+
+def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
+    """Raise UserError for an integer cache or integer weights on a GPU for which TensorRT-LLM does not build them."""
+    for gpu in interpreter.devices[:ranks]:
+        if sm_number(gpu.compute_cap) not in NO_INTEGERS_SM:
+            continue
+        if policy.key.dtype == "int8":
+            raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}; choose kv=fp8")
+        if weights in INTEGER_WEIGHTS:
+            raise UserError(f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}; choose weights=fp8")
+
+
+def refuse_fp8(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
+    """Raise UserError for an FP8 cache or FP8 weights on a GPU without FP8."""
+    for gpu in interpreter.devices[:ranks]:
+        if sm_number(gpu.compute_cap) >= FP8_SM:
+            continue
+        if policy.key.dtype == "fp8_e4m3":
+            raise UserError(
+                f"kv={policy.name}: TensorRT-LLM has FP8 caches from SM 8.9 on, this is {gpu}; choose kv=int8_tensor with "
+                "backend.target=engine"
+            )
+        if weights == "fp8":
+            raise UserError(f"weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on, this is {gpu}; choose weights=none")
 
 
 class TrtllmBackend(InterpreterBackend):

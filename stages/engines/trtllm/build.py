@@ -18,8 +18,8 @@ from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
 from stages.engines.interpreter.protocol import EmptyAnswer
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
+from stages.engines.trtllm.backend import PROGRAM, TARGETS, rank_capabilities, rank_environment, read_llm_args
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, TARGETS, rank_capabilities, rank_environment, read_llm_args
 from stages.policies.policy import KVPolicy
 
 STEPS = 3

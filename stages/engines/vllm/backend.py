@@ -1,27 +1,271 @@
-"""The backend class of backend=vllm."""
+"""backend=vllm: its interpreter, the cache type of a policy, and its bundle: a checkpoint with scales and engine arguments.
 
+Unsupported configurations are refused before any work.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
+from omegaconf import OmegaConf
+from pydantic import Field
+
+from stages.checkpoints.exports import beyond_one_format, describe_format
+from stages.checkpoints.quantized import Quantized
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.records import Progress
+from stages.core.strict import StrictModel
 from stages.engines.backend import Audit, Job
+from stages.engines.config import InterpreterConfig
+from stages.engines.interpreter import protocol
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.process import probe
-from stages.engines.vllm.build import (
-    PROGRAM,
-    cache_dtype,
-    check_boundaries,
-    check_judging,
-    check_own_scales,
-    check_split,
-    on_cpu,
-    refuse_dtype,
-)
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, cannot_hold, end_bundle, resolve
+from stages.engines.interpreter.process import Interpreter, Program, probe
+from stages.engines.vllm import worker
+from stages.engines.vllm.audit import PAIRED, SEPARATE
+from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
+from stages.policies.policy import KVPolicy
+from stages.verdict.delivery import scale_findings
+
+
+class VllmDescription(protocol.Description):
+    """Answer to `describe`."""
+
+    platform: str
+    """vLLM's platform: cpu, cuda, or its name for another device."""
+    cache_dtypes: Annotated[list[str], Field(min_length=1)]
+    """Cache types that the release supports."""
+    refused: dict[str, str]
+    """Cache types that this machine does not support -> reason."""
+
+
+class LayerScales(StrictModel):
+    """The scales that one attention layer reads."""
+
+    layer: str
+    key: list[float]
+    value: list[float]
+
+
+class VllmFacts(StrictModel):
+    """Answer to `facts`: scales, blocks and kernel of a loaded engine."""
+
+    scales: list[LayerScales]
+    block_tokens: Annotated[int, Field(ge=1)]
+    block_bytes: Annotated[int, Field(ge=1)]
+    """Bytes of one block over all layers."""
+    kernel: str
+    """The attention kernel: the CPU's instruction set, or the name of the attention backend."""
+
+
+class Drafted(StrictModel):
+    """Answer to `draft`: tokens and forward passes per request, and vLLM's own counters."""
+
+    tokens: list[list[int]]
+    passes: list[int]
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+PROGRAM = Program(
+    "vllm",
+    "vLLM",
+    Path(worker.__file__).with_name("kvgate_vllm_worker.py"),
+    "make vllm installs vLLM's CPU build into .venv-vllm: backend.python=.venv-vllm/bin/python; on a GPU machine run kvgate in "
+    "the container vllm/vllm-openai:v0.32.0 with backend.python=python3, or give the python of an environment with "
+    "pip install vllm==0.32.0",
+    {
+        # Models are local directories, and only the release's own code runs: no hub access, no installed plugins.
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_PLUGINS": "",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # Run the engine inside the worker, with the model runner that supports logits processors.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    },
+    read=("0.26", "0.32", "0.33"),
+    oldest=(0, 26),
+    description=VllmDescription,
+)
+"""Releases before 0.26 lack names that the worker uses."""
+
+
+def on_cpu(interpreter: Interpreter) -> bool:
+    return bool(interpreter.description.platform == "cpu")
+
+
+CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2; of GPUs also nvfp4, vllm_int8, vllm_fp8 and vllm_int4"
+OTHERWISE = {
+    "fp8_e4m3 per_token": "fp8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_fp8",
+    "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_int8",
+    "int4 per_token": "int4_per_token_head rotates, and keeps its zero point in the scale's low bits; see kv=vllm_int4",
+}
+"""Formats that vLLM stores in a similar but different way -> the difference."""
+
+
+def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
+    """Return the type of vLLM's cache that stores a policy; skipped layers stay at 16 bits.
+
+    Raises:
+        UserError: No type stores the policy.
+    """
+    skips = skipped_layers(policy)
+    everywhere = policy.model_copy(update={"overrides": ()}) if skips is not None else policy
+    form = describe_format(policy.key)
+    plain = policy.key.arithmetic != "kvgate" or (policy.key.symmetric and policy.key.rotation == "none")
+    held = "auto" if policy.key.exact else policy.key.code.vllm.get(policy.key.granularity) if plain else None
+    beside = policy.value.code.vllm_beside.get(form) if policy.key.scale != "calibrated" else None
+    if beside is not None:
+        everywhere, held = everywhere.model_copy(update={"key": policy.value}), beside
+    reason = beyond_one_format(everywhere)
+    if reason is None and skips and policy.key.exact:
+        reason = "layers that are skipped are of the type of all others then"
+    if reason is None and policy.key.dtype == "fp8_e5m2" and policy.key.scale != "uncalibrated":
+        reason = "it reads E5M2 at scale 1.0 alone"
+    if reason is None and not held:
+        reason = f"{form} has no equal there" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
+    if reason is None and policy.key.dtype == "bf16" and config.dtype != "bfloat16":
+        reason = f"without a quantized cache it is of backend.dtype={config.dtype}"
+    if reason is not None or held is None:
+        raise UserError(cannot_hold(policy, "vllm", str(reason), CHOICES))
+    return held
+
+
+def skipped_layers(policy: KVPolicy) -> list[str] | None:
+    """Return the layers whose keys and values stay at 16 bits, as `kv_cache_dtype_skip_layers` names them.
+
+    Return None if a layer is overridden in any other way, which vLLM does not support.
+    """
+    if not all(one.key and one.key.exact and one.value == one.key for one in policy.overrides):
+        return None
+    return sorted(str(layer) for one in policy.overrides for layer in one.layers)
+
+
+def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
+    """Refuse a policy that quantizes layers which vLLM keeps at 16 bits: the first and last two, for some cache types."""
+    most = min(2, layers // 2)
+    own = {*range(most), *range(layers - most, layers)}
+    if policy.value.code.vllm_beside and not own <= set(map(int, skipped_layers(policy) or ())):
+        raise UserError(
+            f"kv={policy.name}: vLLM leaves layers {', '.join(map(str, sorted(own)))} at 16 bits under {dtype}: set "
+            f"'kv.overrides=[{{layers: {sorted(own)}, key: {{dtype: fp16}}, value: {{dtype: fp16}}}}]'"
+        )
+
+
+def check_own_scales(policy: KVPolicy, quantized: Quantized, found: Audit) -> None:
+    """Refuse a policy that vLLM does not support with such quantized weights, and scales that vLLM would not use."""
+    scaled = policy.key.has_static_scales and policy.key.dtype != "fp8_e5m2"
+    if scaled and quantized.method not in (*SEPARATE, *PAIRED):
+        raise UserError(f"kv={policy.name}: vLLM reads no scales of a cache with {quantized.title}; choose kv=fp8_e5m2")
+    if policy.key.dtype == "fp8_e5m2" and quantized.method in PAIRED:
+        raise UserError(f"kv={policy.name}: vLLM takes no E5M2 with {quantized.title}; choose kv=fp8")
+    findings = [*scale_findings(found.layers), *found.problems] if any(layer.carried for layer in found.layers) else []
+    if scaled and findings:
+        raise UserError(
+            f"model.path: vLLM would not use the cache's scales of this checkpoint: {findings[0]}; correct or remove "
+            "them; stage=audit lists all"
+        )
+
+
+def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
+    """Refuse a number of workers that cannot split the heads. Workers may share a KV head if there are fewer KV heads."""
+    for heads, title, repeats in ((q_heads, "query", False), (kv_heads, "KV", True)):
+        if heads % ranks and not (repeats and ranks % heads == 0):
+            raise UserError(
+                f"backend.tensor_parallel_size={ranks}: does not divide the model's {heads} {title} heads; use a divisor"
+            )
+
+
+def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None:
+    """Refuse a cache type or block size that the installed release or this machine does not support."""
+    described = interpreter.description
+    if dtype not in described.cache_dtypes:
+        listed = ", ".join(described.cache_dtypes)
+        raise UserError(f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it knows {listed}")
+    reason = described.refused.get(dtype)
+    if reason is not None:
+        raise UserError(
+            f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
+        )
+    if on_cpu(interpreter) and config.block_size % 32:
+        raise UserError(f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64")
+
+
+def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
+    """Refuse a configuration that this machine can build but not evaluate."""
+    if interpreter.description.platform not in ("cpu", "cuda"):
+        raise MissingRequirement(
+            f"backend.python={config.python}: vLLM runs on {interpreter.description.platform} there, which was not tried: give "
+            "a Python whose vLLM runs on a CPU or on CUDA"
+        )
+    ranks, gpus = config.tensor_parallel_size, len(interpreter.devices)
+    if gpus < ranks and not on_cpu(interpreter):
+        raise MissingRequirement(
+            f"backend.tensor_parallel_size={ranks}: an evaluation runs on as many GPUs, this machine shows {gpus}; build here "
+            "with stage=build, or evaluate on a larger machine"
+        )
+
+
+STEPS = 2
+NOT_VLLMS = ("threads", "kv_cache_gib")
+"""Keys of the configuration that are not engine arguments, or have another name there."""
+ENGINE_ARGS_FILE = "engine_args.yaml"
+"""File for `vllm serve BUNDLE/checkpoint --config BUNDLE/engine_args.yaml`."""
+
+
+class VllmBundle(ServedBundle):
+    """`bundle.json`."""
+
+    platform: str
+    """vLLM's platform: cpu or cuda."""
+    resolved: dict[str, Any]
+    """The checked arguments, as vLLM resolves them for this model."""
+    kv_scales_in_checkpoint: bool
+
+
+def build_bundle(
+    checkpoint: Path, out: Path, config: VllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress
+) -> None:
+    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` is a kv_scales.json."""
+    interpreter, info, measured = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
+    progress("build", 0, STEPS)
+    write_checkpoint(info, out / CHECKPOINT, policy, measured)
+    arguments = engine_args(config, cache_dtype(policy, config), skipped_layers(policy) or [])
+    progress("build", 1, STEPS)
+    resolved = resolve(interpreter, out / CHECKPOINT, "engine_args", arguments, config.request_timeout_s)
+    flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})
+    command = f"# vLLM {interpreter.release}: vllm serve {CHECKPOINT} --config {ENGINE_ARGS_FILE}"
+    (out / ENGINE_ARGS_FILE).write_text(f"{command}\n{flags}", encoding="utf-8")
+    end_bundle(
+        out, VllmBundle, interpreter, info,
+        max_tokens=config.max_model_len, max_batch=config.max_num_seqs, arguments=arguments, resolved=resolved,
+        platform=interpreter.description.platform, kv_scales_in_checkpoint=delivers_scales(policy),
+    )  # fmt: skip
+    progress("build", STEPS, STEPS)
+
+
+def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the engine arguments for serving, under the names of vLLM's EngineArgs."""
+    given = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
+    step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    fixed = {"kv_cache_dtype": cache_dtype, "trust_remote_code": False, "load_format": "safetensors", "seed": 0}
+    arguments: dict[str, Any] = {**given, "max_num_batched_tokens": step_tokens, **fixed}
+    if skipped:
+        arguments["kv_cache_dtype_skip_layers"] = list(skipped)
+    if config.kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+    return arguments
 
 
 class VllmBackend(InterpreterBackend):
     """A backend whose bundle is the checkpoint with its scales and the engine arguments of `vllm serve`."""
 
-    build_module = "stages.engines.vllm.build"
+    build_module = "stages.engines.vllm.backend"
     engine_module = "stages.engines.vllm.engine"
     program = PROGRAM
     running_keys = ("request_timeout_s", "threads")

@@ -16,7 +16,7 @@ from stages.engines.capabilities import ForcedRequest
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import Bytes, ShowingEngine, whole
-from stages.engines.vllm.build import PROGRAM, Drafted, LayerScales, VllmBundle, VllmFacts, on_cpu
+from stages.engines.vllm.backend import PROGRAM, Drafted, LayerScales, VllmBundle, VllmFacts, on_cpu
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import Format

@@ -17,7 +17,7 @@ from stages.checkpoints.weights import check_weights
 from stages.core.digest import file_digest
 from stages.core.errors import UserError
 from stages.engines.reference.model import round_inputs
-from stages.engines.trtllm.library import refuse
+from stages.engines.trtllm.backend import refuse
 from stages.policies.policy import Side
 from stages.quantize.export import as_given
 from stages.quantize.materialize import copy_without_scales, own_scales, write_plain

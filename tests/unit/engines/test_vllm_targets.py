@@ -13,7 +13,7 @@ from shipped import SHIPPED, conf
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter import bundle
 from stages.engines.interpreter.process import Interpreter, WorkerError, probe
-from stages.engines.vllm.build import (
+from stages.engines.vllm.backend import (
     PROGRAM,
     VllmDescription,
     cache_dtype,
