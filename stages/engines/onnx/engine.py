@@ -60,6 +60,8 @@ class GraphSession:
         values = [*self._session.get_inputs(), *self._session.get_outputs()]
         self._types = {value.name: _element_type(value.type) for value in values}
         self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._shrinking = ort.RunOptions()
+        self._shrinking.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         self.shrinks = False
         """Whether a run frees the memory of its intermediate results, which the next run must then allocate again."""
 
@@ -85,10 +87,7 @@ class GraphSession:
 
     def run(self) -> None:
         """Run the graph on the bound arrays."""
-        options = ort.RunOptions()
-        if self.shrinks:
-            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        self._session.run_with_iobinding(self._binding, options)
+        self._session.run_with_iobinding(self._binding, self._shrinking if self.shrinks else None)
 
 
 def _element_type(described: str) -> int:

@@ -57,13 +57,19 @@ class Replay:
     logits: Logits
     """Logits (rows, V) over the engine's cache."""
     disturbed: Logits
-    """Logits (rows, V) over the same cache, with disturbed activations."""
+    """Logits (rows, V) over the same cache, with disturbed activations; `logits` itself if they were not computed."""
     errors: list[dict[Side, Errors]]
     """Errors by layer, for the copies that the engine showed."""
 
     def tail(self, rows: int) -> "Replay":
         """Return a replay with only the last `rows` rows of logits."""
-        return replace(self, logits=self.logits[-rows:], disturbed=self.disturbed[-rows:])
+        logits = self.logits[-rows:]
+        return replace(self, logits=logits, disturbed=self.disturbed[-rows:] if self.measured else logits)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the disturbed rows were computed."""
+        return self.disturbed is not self.logits
 
 
 class OnePassView(BlockView):

@@ -101,6 +101,7 @@ class Comparer:
             tuple[float, ...](),
             tuple[float, ...](),
         )
+        kl_disturbed = kl_of_logits(replay.logits, replay.disturbed) if replay.measured else np.zeros_like(kl)
         if self.reference.measures and any(replay.errors):
             by_layer = _means(replay.errors, "engine")
             # Rounding may disturb more than the 16-bit engine's error shows: if it swaps a block's two largest numbers, the
@@ -123,7 +124,7 @@ class Comparer:
             prompt_tokens=len(sequence.prompt),
             decoded_tokens=sequence.decoded,
             engine=distance(kl, "engine", by_layer),
-            rounding=distance(kl_of_logits(replay.logits, replay.disturbed), "disturbed", rounding),
+            rounding=distance(kl_disturbed, "disturbed", rounding),
             problem=problem,
             scale_step=max(E4M3_SCALE_STEP if form.code.scale_storage is E4M3 else SCALE_STEP for _, form in policy.formats),
         )

@@ -57,42 +57,58 @@ class Deviations:
         """KL by row, by sequence name; only if logits are judged by medians."""
         self.roundings: dict[object, Distance] = {}
         """Distances caused by a rounding, by `ForcedSequence.key`."""
+        self.worst = 0.0, 0.0
+        """Largest mean and maximum KL caused by a rounding in any sequence."""
         self.suspects: list[tuple[ForcedSequence, ComparedSequence]] = []
         """Sequences above their limit. The final limit may be higher."""
 
     def compare(self, sequences: Sequence[ForcedSequence]) -> None:
-        """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay."""
+        """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay.
+
+        A measured rounding doubles a replay. It is measured on the first sequences of the run, and later on sequences that the
+        known roundings do not clear: any other sequence would be cleared by its own rounding, too.
+        """
         by_codes = defaultdict[object, list[ForcedSequence]](list)
         for sequence in sequences:
             by_codes[sequence.key, sequence.digest].append(sequence)
         alike = {group[0]: group for group in by_codes.values()}
         fresh = list({sequence.key: sequence for sequence in alike if sequence.key not in self.roundings}.values())
-        again = [sequence for sequence in alike if sequence not in fresh]
-        for group, disturbed in [*((part, True) for part in passes(fresh)), *((part, False) for part in passes(again))]:
+        first = fresh if self.by_median or not self.roundings else []
+        self._replay(first, alike, disturbed=True)
+        unclear = self._replay([sequence for sequence in alike if sequence not in first], alike, disturbed=False)
+        self._replay(unclear, alike, disturbed=True)
+
+    def _replay(
+        self, chosen: Sequence[ForcedSequence], alike: Mapping[ForcedSequence, Sequence[ForcedSequence]], *, disturbed: bool
+    ) -> list[ForcedSequence]:
+        """Replay sequences and compare all sequences `alike`; return the sequences whose rounding must be measured."""
+        unclear = []
+        for group in passes(chosen):
             for first, (replay, problem) in zip(group, self.comparer.replay(group, disturbed=disturbed), strict=True):
-                for sequence in alike[first]:
-                    self._add(sequence, self.comparer.compare(sequence, replay, problem))
+                compared = [self.comparer.compare(sequence, replay, problem) for sequence in alike[first]]
+                if disturbed:
+                    own = self.roundings.setdefault(first.key, compared[0].record.rounding)
+                    self.worst = max(self.worst[0], own.kl_mean or 0.0), max(self.worst[1], own.kl_max or 0.0)
+                rounding = self.roundings.get(first.key)
+                if rounding is not None:
+                    compared = [replace(one, record=one.record.model_copy(update={"rounding": rounding})) for one in compared]
+                suspects = [self._times_allowed(one) > 1 for one in compared]
+                if rounding is None and any(suspects):
+                    unclear.append(first)
+                    continue
+                for sequence, one, suspect in zip(alike[first], compared, suspects, strict=True):
+                    self.kl_means.append(or_infinite(one.record.engine.kl_mean))
+                    if self.by_median:
+                        self.kl[sequence.name].append(one.kl)
+                    if suspect:
+                        self.suspects.append((sequence, one))
                     sequence.logits, sequence.layers = [], []
+        return unclear
 
-    def _add(self, sequence: ForcedSequence, compared: ComparedSequence) -> None:
-        rounding = self.roundings.setdefault(sequence.key, compared.record.rounding)
-        compared = replace(compared, record=compared.record.model_copy(update={"rounding": rounding}))
-        self.kl_means.append(or_infinite(compared.record.engine.kl_mean))
-        if self.by_median:
-            self.kl[sequence.name].append(compared.kl)
-        if self._times_allowed(compared) > 1:
-            self.suspects.append((sequence, compared))
-
-    def _times_allowed(
-        self, compared: ComparedSequence, usual_kl: float = 0.0, rounding_mean: float = 0.0, rounding_max: float = 0.0
-    ) -> float:
+    def _times_allowed(self, compared: ComparedSequence, usual_kl: float = 0.0) -> float:
         """Return the worst figure of a sequence as a multiple of its allowed maximum.
 
-        Args:
-            compared: The sequence.
-            usual_kl: Mean KL of the run's median sequence. It replaces a rounding if the engine does not show its cache.
-            rounding_mean: Lower limit of a rounding's mean KL.
-            rounding_max: Lower limit of a rounding's largest KL.
+        `usual_kl`: mean KL of the run's median sequence. It replaces a rounding if the engine does not show its cache.
         """
         record, own, limit = compared.record, compared.record.rounding, self.comparer.limit
         if self.by_median and record.engine.kl_max is not None:  # only the logits of medians are judged, see `messages`
@@ -100,19 +116,15 @@ class Deviations:
             return record.model_copy(update={"engine": without_kl}).times_allowed(limit)
         if not (record.problem or self.by_median or any(compared.errors)):
             return or_infinite(record.engine.kl_mean) / max(UNUSUAL_KL, UNUSUAL * usual_kl)
-        least = {
-            "kl_mean": max(or_infinite(own.kl_mean), rounding_mean),
-            "kl_max": max(or_infinite(own.kl_max), rounding_max),
-        }
+        # A few sequences are sensitive to rounding: attention depends on a single number, or hidden exact tokens are rounded.
+        mean, largest = (WORST_SHARE * worst for worst in self.worst)
+        least = {"kl_mean": max(or_infinite(own.kl_mean), mean), "kl_max": max(or_infinite(own.kl_max), largest)}
         return record.model_copy(update={"rounding": own.model_copy(update=least)}).times_allowed(limit)
 
     def messages(self) -> Iterator[str]:
         """Yield messages about deviating sequences, worst first and only the worst sequence per name."""
-        # A few sequences are sensitive to rounding: attention depends on a single number, or hidden exact tokens are rounded.
-        known = [(one.kl_mean or 0.0, one.kl_max or 0.0) for one in self.roundings.values()] or [(0.0, 0.0)]
-        mean, largest = WORST_SHARE * np.max(known, axis=0)
-        usual = float(np.median(self.kl_means or [0.0])), float(mean), float(largest)
-        times = [(self._times_allowed(compared, *usual), sequence, compared) for sequence, compared in self.suspects]
+        usual = float(np.median(self.kl_means or [0.0]))
+        times = [(self._times_allowed(compared, usual), sequence, compared) for sequence, compared in self.suspects]
         ranked = sorted((suspect for suspect in times if suspect[0] > 1), key=lambda suspect: -suspect[0])
         for name, count in Counter(sequence.name for _, sequence, _ in ranked).items():
             worst, sequence, compared = next(suspect for suspect in ranked if suspect[1].name == name)
@@ -125,7 +137,8 @@ class Deviations:
             usual_row = float(np.median(np.concatenate([rows for parts in self.kl.values() for rows in parts])))
             yield from far_medians(self.kl, max(UNUSUAL_KL, UNUSUAL * usual_row))
         elif self.kl:
-            yield from far_medians(self.kl, self.comparer.limit**2 * float(np.median(known, axis=0)[0]))
+            usual_rounding = float(np.median([one.kl_mean or 0.0 for one in self.roundings.values()]))
+            yield from far_medians(self.kl, self.comparer.limit**2 * usual_rounding)
 
 
 def passes(sequences: Sequence[S]) -> list[list[S]]:

@@ -17,7 +17,7 @@ from stages.engines.reference.attention import Fed
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.deviations import Deviations, passes
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.decoding.free import behind, contradiction
+from stages.evaluate.decoding.free import contradiction
 from stages.evaluate.decoding.system import allocation
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.coverage import Allocation
@@ -53,8 +53,8 @@ class StressTest:
     live: list[ForcedSequence] = field(default_factory=list)
     ended: list[ForcedSequence] = field(default_factory=list)
     """Released sequences that are not compared yet."""
-    answers: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
-    """(role, prompt, answer) from `generate` that are not checked yet."""
+    answers: list[tuple[ForcedSequence, list[int]]] = field(default_factory=list)
+    """Sequences and the answers of `generate` to their prompts that are not checked yet."""
 
     def __post_init__(self) -> None:
         self.engine, self.deviations = self.comparer.engine, Deviations(self.comparer)
@@ -155,7 +155,7 @@ class StressTest:
                 wrong.append("the stop token, and more,")
             self.failures += [f"generate: {what} to a prompt of {len(sequence.prompt)} tokens" for what in wrong]
             if answer or stopped:
-                self.answers.append((sequence.name, sequence.prompt, [*answer, *stopped]))
+                self.answers.append((sequence, [*answer, *stopped]))
         return [list(answer) for answer in answers]
 
     def release(self, *sequences: ForcedSequence) -> None:
@@ -232,9 +232,10 @@ class StressTest:
         """End a scenario: release sequences left by a refusal, then compare while the engine is idle."""
         self.release(*[sequence for sequence in self.live if sequence.handle >= 0 and sequence is not self.resting])
         started = time.monotonic()
+        unforced = self._check_forced_answers()
         self.compare()
         self.idle = max(self.idle, time.monotonic() - started)
-        self._check_answers()
+        self._check_answers(unforced)
 
     def compare(self, least: int = 0) -> None:
         """Compare ended sequences with the reference engine, if they have at least `least` tokens in total."""
@@ -243,37 +244,47 @@ class StressTest:
             self.ended = []
             self.deviations.compare(ended)
 
-    def _check_answers(self) -> None:
-        """Check up to rounding that all tokens of `generate` are the most likely, over the reference engine's own codes.
-
-        A single flipped code may change an answer. Answers that look wrong are therefore forced on the engine, too.
-        """
+    def _check_forced_answers(self) -> list[tuple[ForcedSequence, list[int]]]:
+        """Check the answers of `generate` that the engine was also forced to decode; return the other answers."""
         answers, self.answers = self.answers, []
-        reference = self.comparer.reference
-        if reference.compute_dtype is None:
-            return
-        feds = [Fed(prompt + answer[:-1], [(len(prompt), False), (len(answer) - 1, True)]) for _, prompt, answer in answers]
-        replays = [replay for group in passes(feds) for replay in reference.replay(group)]
-        rounding = max((float(np.abs(replay.disturbed - replay.logits).max()) for replay in replays), default=0.0)
-        for (role, prompt, answer), replay in zip(answers, replays, strict=True):
-            if (behind(replay.logits, answer) <= 4 * rounding + 1e-3).all():
-                continue
-            found = contradiction(self.engine, self._forced(role, prompt, answer), answer)
-            if found is not None:
-                what = "the first token" if found[0] == 0 else f"token {found[0]}"
-                self.failures.append(
-                    f"generate: {what} of the answer to a prompt of {len(prompt)} tokens ({role}) lies {found[1]:.2g} (logits) "
-                    "behind what the prompt and the answer before it make most likely"
-                )
+        if self.comparer.reference.compute_dtype is None:
+            return []
+        unforced = []
+        for sequence, answer in answers:
+            rows, begin = sequence.logits[: len(answer)], len(sequence.prompt)
+            if len(rows) == len(answer) and sequence.tokens[begin : begin + len(answer) - 1] == answer[:-1]:
+                self._report_contradiction(sequence, contradiction(self.engine, np.stack(rows), answer))
+            else:
+                unforced.append((sequence, answer))
+        return unforced
+
+    def _check_answers(self, answers: Sequence[tuple[ForcedSequence, list[int]]]) -> None:
+        """Check up to rounding that all tokens of answers are the most likely, over the reference engine's own codes.
+
+        A single flipped code may change an answer. Answers that look wrong are therefore forced on the engine, and compared.
+        """
+        feds = [
+            Fed([*sequence.prompt, *answer[:-1]], [(len(sequence.prompt), False), (len(answer) - 1, True)])
+            for sequence, answer in answers
+        ]
+        replays = [replay for group in passes(feds) for replay in self.comparer.reference.replay(group, disturbed=False)]
+        for (sequence, answer), replay in zip(answers, replays, strict=True):
+            if contradiction(self.engine, replay.logits, answer) is not None:
+                forced = ForcedSequence(f"{sequence.name}, forced", sequence.prompt, answer[:-1])
+                if isinstance(self.engine, SupportsRequests) and forced.ahead:
+                    self.serve([forced])
+                else:
+                    self.prefill(forced)
+                    self.decode(forced, steps=len(forced.ahead))
+                    self.release(forced)
+                self._report_contradiction(sequence, contradiction(self.engine, np.stack(forced.logits), answer))
         self.compare()
 
-    def _forced(self, role: str, prompt: list[int], answer: list[int]) -> Logits:
-        """Return the engine's logits of a forced answer. The sequence is compared with the reference engine, too."""
-        sequence = ForcedSequence(f"{role}, forced", prompt, answer[:-1])
-        if isinstance(self.engine, SupportsRequests) and sequence.ahead:
-            self.serve([sequence])
-        else:
-            self.prefill(sequence)
-            self.decode(sequence, steps=len(sequence.ahead))
-            self.release(sequence)
-        return np.stack(sequence.logits)
+    def _report_contradiction(self, sequence: ForcedSequence, found: tuple[int, float] | None) -> None:
+        """Report an answer that contradicts the engine's logits. `found`: the result of `contradiction`."""
+        if found is not None:
+            what = "the first token" if found[0] == 0 else f"token {found[0]}"
+            self.failures.append(
+                f"generate: {what} of the answer to a prompt of {len(sequence.prompt)} tokens ({sequence.name}) lies "
+                f"{found[1]:.2g} (logits) behind what the prompt and the answer before it make most likely"
+            )
