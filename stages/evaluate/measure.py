@@ -141,12 +141,10 @@ class _Scored:
     item: EncodedSample
     result: SampleResult
     folder: ResultFolder
-    index: int
-    """Index of the sample in the folder."""
 
     def heads(self) -> SampleHeads:
         """Return the engine's own heads."""
-        return self.folder.heads(self.index)
+        return self.folder.heads(self.result.sample)
 
 
 @dataclass(frozen=True)
@@ -171,14 +169,14 @@ class _Runner:
     ) -> list[_Scored]:
         """Run the samples that the folder does not hold yet."""
 
-        def save(i: int, result: SampleResult) -> None:
+        def save(result: SampleResult) -> None:
             if self.baseline is None and not np.isfinite(result.statistics.baseline_nll).all():
-                raise UserError(f"{NOT_FINITE} on sample {items[i].sample.id}")
-            folder.save(i, result)
+                raise UserError(f"{NOT_FINITE} on sample {items[result.sample].sample.id}")
+            folder.save(result)
 
         run = SampleRun(items, self.baseline, progress, greedy, folder.load(), save, self.interruption, self.repeated)
         results = run_samples(self.engine, run, self.batch_size, observe=observe)
-        return [_Scored(item, result, folder, i) for i, (item, result) in enumerate(zip(items, results, strict=True))]
+        return [_Scored(item, result, folder) for item, result in zip(items, results, strict=True)]
 
     def score_own_answers(
         self, scored: Sequence[_Scored], answers: Sequence[Answer | None], greedy: Greedy, progress: Progress

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from stages.engines.capabilities import SupportsExtend, SupportsFork
 from stages.engines.interface import Engine
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
 
@@ -40,17 +41,6 @@ class DecodeStep:
     """Number of sequences in the engine's decode step."""
     request: int | None = None
     """Index of the request among the requests in flight, if the engine serves whole requests."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A sample whose sequences have all ended."""
-
-    sample: int
-    answer: tuple[int, ...] | None
-    """Greedy answer including its stop token; None if no answer was requested."""
-    trace: Exercised
-    """Engine features that the sample exercised."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +128,7 @@ class Batch:
     def end(self) -> None:
         """Release what the batch holds after the last step."""
 
-    def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | Finished]:
+    def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | SampleResult]:
         self.begin(indices)
         while self.queue or self.live or self.forks:
             if self.stopping():
@@ -186,7 +176,7 @@ class Batch:
         """Return the first sequence of a sample."""
         return _SampleSequence(sample, handle, self.encoded[sample].prompt[-1])
 
-    def _advance(self, tokens: Sequence[int]) -> Iterator[Finished]:
+    def _advance(self, tokens: Sequence[int]) -> Iterator[SampleResult]:
         """Set the next input of all sequences, release ended sequences, and yield finished samples."""
         unfinished: list[_SampleSequence] = []
         ended: list[_SampleSequence] = []
@@ -215,13 +205,13 @@ class Batch:
         sequence.input_token = token
         return not self.greedy.add(sequence.answer, token, self.encoded[sequence.sample])
 
-    def _finish(self, sample: int) -> Finished:
+    def _finish(self, sample: int) -> SampleResult:
         del self.running[sample]
         item, answer = self.encoded[sample], None
         if self.greedy is not None and item.judged:
             own = self.answers.pop(sample, None)
             answer = item.reference if own is None else tuple(own)
-        return Finished(sample, answer, self.traces.pop(sample))
+        return SampleResult(sample, answer, self.traces.pop(sample))
 
 
 class FreeBatch(Batch):

@@ -16,7 +16,6 @@ from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import (
     Batch,
     DecodeStep,
-    Finished,
     FreeBatch,
     Greedy,
     Logits,
@@ -24,6 +23,7 @@ from stages.evaluate.decoding.batches import (
     in_order,
     most_likely,
 )
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
 
@@ -41,7 +41,7 @@ def decode(
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
     stopping: Callable[[], bool] = lambda: False,
-) -> Iterator[DecodeStep | Finished]:
+) -> Iterator[DecodeStep | SampleResult]:
     """Return an iterator over the logits that predict each reference token, and each sample when it has finished.
 
     Args:
@@ -83,7 +83,7 @@ def _whole_samples(
     batch_size: int,
     after_prefill: Callable[[], None] | None,
     stopping: Callable[[], bool],
-) -> Iterator[DecodeStep | Finished]:
+) -> Iterator[DecodeStep | SampleResult]:
     """Compute all positions of a sample in one pass.
 
     An engine that serves whole requests computes up to `batch_size` samples together, other engines compute single samples. The
@@ -115,21 +115,25 @@ def _whole_samples(
 
 def _scored(
     i: int, item: EncodedSample, logits_BV: Logits, trace: Exercised, request: int | None = None
-) -> Iterator[DecodeStep | Finished]:
-    """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS rows, then `Finished`."""
+) -> Iterator[DecodeStep | SampleResult]:
+    """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS rows, then `SampleResult`."""
     count = len(item.reference)
     for first in range(0, count, STEP_ROWS):
         rows = range(first, min(first + STEP_ROWS, count))
         part = logits_BV[first : rows.stop]
         yield DecodeStep([i] * len(rows), list(rows), most_likely(part), part, request=request)
-    yield Finished(i, None, trace)
+    yield SampleResult(i, None, trace)
 
 
 def _then_answers(
-    events: Iterator[DecodeStep | Finished], engine: Engine, encoded: Sequence[EncodedSample], batch_size: int, greedy: Greedy
-) -> Iterator[DecodeStep | Finished]:
+    events: Iterator[DecodeStep | SampleResult],
+    engine: Engine,
+    encoded: Sequence[EncodedSample],
+    batch_size: int,
+    greedy: Greedy,
+) -> Iterator[DecodeStep | SampleResult]:
     """Yield the forced-decode events, then generate the answers that differ from the reference."""
-    deviating: dict[int, Finished | None] = {}
+    deviating: dict[int, SampleResult | None] = {}
     for event in events:
         if isinstance(event, DecodeStep):
             for i, position, token in zip(event.samples, event.positions, event.greedy, strict=True):
@@ -144,5 +148,5 @@ def _then_answers(
             yield replace(event, answer=encoded[event.sample].reference)
     forced = {i: event for i, event in deviating.items() if event is not None}
     for event in FreeBatch(engine, encoded, batch_size, greedy).run(list(forced)):
-        if isinstance(event, Finished):
+        if isinstance(event, SampleResult):
             yield replace(event, trace=Exercised.merged([forced[event.sample].trace, event.trace]))

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +23,16 @@ FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True)
 class SampleResult:
-    statistics: StepStatistics
-    """Statistics of the sample's reference tokens."""
+    """The result of a sample whose sequences have all ended."""
+
+    sample: int
+    """Index of the sample."""
     answer: tuple[int, ...] | None
-    """Greedy answer including its stop token; None if the sample is not judged."""
+    """Greedy answer including its stop token; None if the sample is not judged or no answer was requested."""
     trace: Exercised
     """Engine features that the sample exercised."""
+    statistics: StepStatistics = field(default_factory=lambda: StepStatistics.empty(0))
+    """Statistics of the sample's reference tokens; empty until the steps are scored."""
     heads: SampleHeads | None = None
     """The engine's own distributions; None once they are saved."""
 
@@ -52,8 +56,8 @@ class ResultFolder:
         """Return the sibling folder for samples that are scored again; it is deleted together with this folder."""
         return ResultFolder(self.directory.with_name(f"{self.directory.name}-{digest}"))
 
-    def save(self, sample: int, result: SampleResult) -> None:
-        """Save the result of the sample with index `sample`."""
+    def save(self, result: SampleResult) -> None:
+        """Save the result of a sample."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
             **{f"statistics/{name}": array for name, array in vars(result.statistics).items()},
             "trace": np.array(astuple(result.trace), np.int64),
@@ -63,8 +67,8 @@ class ResultFolder:
         if result.heads is not None:
             arrays |= {f"heads/{name}": getattr(result.heads, name) for name in HEAD_ARRAYS}
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-        path = self.directory / f"{sample}-{hashlib.sha256(content).hexdigest()}.safetensors"
-        unfinished = self.directory / f"{sample}.part"
+        path = self.directory / f"{result.sample}-{hashlib.sha256(content).hexdigest()}.safetensors"
+        unfinished = self.directory / f"{result.sample}.part"
         unfinished.write_bytes(content)
         unfinished.replace(path)
 
@@ -77,7 +81,7 @@ class ResultFolder:
             if name is None or hashlib.sha256(content).hexdigest() != name[2]:
                 path.unlink()
                 continue
-            results[int(name[1])] = _result(load(content))
+            results[int(name[1])] = _result(int(name[1]), load(content))
         return results
 
     def heads(self, sample: int) -> SampleHeads:
@@ -101,8 +105,9 @@ def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
     shutil.rmtree(root)
 
 
-def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
+def _result(sample: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
     return SampleResult(
+        sample=sample,
         statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
         answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
         trace=Exercised(*arrays["trace"].tolist()),

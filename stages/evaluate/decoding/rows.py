@@ -14,7 +14,7 @@ import numpy as np
 
 from stages.core.records import Progress
 from stages.engines.interface import Engine
-from stages.evaluate.decoding.batches import DecodeStep, Finished, Greedy
+from stages.evaluate.decoding.batches import DecodeStep, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head
@@ -25,8 +25,8 @@ from stages.verdict.record import finite
 from stages.verdict.report import Acceptance, SampleRow
 from stages.workloads.config import WorkloadsConfig
 
-Done = Callable[[int, SampleResult], None]
-"""Called with a sample's index and its result, which includes the engine's own heads if they are recorded."""
+Done = Callable[[SampleResult], None]
+"""Called with a sample's result, which includes the engine's own heads if they are recorded."""
 Observer = Callable[[DecodeStep], None]
 
 
@@ -104,51 +104,42 @@ def interruption() -> Iterator[Interruption]:
         raise KeyboardInterrupt
 
 
-@dataclass
-class _InFlight:
-    """State of a sample that is running."""
-
-    statistics: StepStatistics
-    heads: SampleHeads | None
-    """The baseline's heads; None while the baseline itself is measured."""
-    own: dict[int, Head] | None
-    """The engine's own heads by position; None if they are not recorded."""
-
-
 class Scorer:
     """Converts the steps of a forced decode to per-sample statistics."""
 
     def __init__(self, encoded: Sequence[EncodedSample], baseline: Heads | None, repeated: Collection[str] = ()) -> None:
         self.encoded, self.baseline, self.repeated = encoded, baseline, repeated
-        self.in_flight: dict[int, _InFlight] = {}
+        self.in_flight: dict[int, StepStatistics] = {}
+        self.heads: dict[int, SampleHeads] = {}
+        """The baseline's heads by sample in flight; empty while the baseline itself is measured."""
+        self.own: dict[int, list[Head]] = {}
+        """The engine's own heads of samples in flight for which they are recorded."""
 
     def score(self, step: DecodeStep) -> None:
         """Compare the rows of a step with the baseline's heads; a baseline is compared with its own heads."""
         distributions = Distributions(step.logits_BV)
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
-            sample = self._sample(i)
+            if i not in self.in_flight:
+                self._begin(i)
             token = self.encoded[i].reference[position]
-            own = None
-            if sample.own is not None:
-                own = sample.own[position] = head_of(distributions, row, token)
-            head = own if sample.heads is None else sample.heads.head(position)
-            assert head is not None
-            sample.statistics.put_token(position, compare_head(head, distributions, row, token, step.greedy[row]))
+            if i in self.own:
+                self.own[i].append(head_of(distributions, row, token))
+            head = self.heads[i].head(position) if i in self.heads else self.own[i][position]
+            self.in_flight[i].put_token(position, compare_head(head, distributions, row, token, step.greedy[row]))
 
-    def finish(self, event: Finished) -> SampleResult:
-        """Return the result of a finished sample."""
-        sample = self.in_flight.pop(event.sample)
-        own = None if sample.own is None else SampleHeads.of([sample.own[position] for position in range(len(sample.own))])
-        return SampleResult(sample.statistics, event.answer, event.trace, own)
+    def finish(self, result: SampleResult) -> SampleResult:
+        """Return the result of a finished sample with its scores."""
+        self.heads.pop(result.sample, None)
+        own = SampleHeads.of(self.own.pop(result.sample)) if result.sample in self.own else None
+        return replace(result, statistics=self.in_flight.pop(result.sample), heads=own)
 
-    def _sample(self, i: int) -> _InFlight:
-        if i in self.in_flight:
-            return self.in_flight[i]
+    def _begin(self, i: int) -> None:
         name = self.encoded[i].sample.id
-        heads = self.baseline(name) if self.baseline is not None else None
-        own: dict[int, Head] | None = {} if heads is None or name in self.repeated else None
-        self.in_flight[i] = _InFlight(StepStatistics.empty(len(self.encoded[i].reference)), heads, own)
-        return self.in_flight[i]
+        self.in_flight[i] = StepStatistics.empty(len(self.encoded[i].reference))
+        if self.baseline is not None:
+            self.heads[i] = self.baseline(name)
+        if self.baseline is None or name in self.repeated:
+            self.own[i] = []
 
 
 @dataclass
@@ -164,7 +155,7 @@ class SampleRun:
     """End conditions of answers; None if no answers are wanted."""
     results: dict[int, SampleResult] = field(default_factory=dict)
     """Results of finished samples by index; may include results of an interrupted measurement."""
-    done: Done = lambda *_: None
+    done: Done = lambda _: None
     """Called when a sample has finished."""
     interruption: Interruption = field(default_factory=Interruption)
     """Whether to finish the samples in flight and stop."""
@@ -182,10 +173,10 @@ class SampleRun:
         counts = [len(item.reference) for item in self.encoded]
         return sum(counts[i] for i in self.results), sum(counts)
 
-    def finish(self, i: int, result: SampleResult) -> None:
+    def finish(self, result: SampleResult) -> None:
         """Keep the result of a sample without its heads, because heads are large."""
-        self.done(i, result)
-        self.results[i] = replace(result, heads=None)
+        self.done(result)
+        self.results[result.sample] = replace(result, heads=None)
 
     def whole(self) -> list[SampleResult]:
         """Return all results. Raises KeyboardInterrupt if samples are missing because the user requested an end."""
@@ -244,7 +235,7 @@ def run_samples(
                 observe(event)
             decoded += len(event.samples)
         else:
-            run.finish(event.sample, scorer.finish(event))
+            run.finish(scorer.finish(event))
         if decoded < total:
             run.progress("forced decode [tokens]", decoded, total)
         else:

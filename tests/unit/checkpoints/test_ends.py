@@ -15,9 +15,10 @@ from stages.checkpoints.gguf.convert import convert_gguf
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.core.records import Sample
 from stages.engines.bundle import copy_tokenizer
-from stages.evaluate.decoding.batches import Finished, Greedy
+from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 
 PAD, END, USER = 5, 1, 3
@@ -83,7 +84,7 @@ def ends_differently(engine: FakeEngine) -> FakeEngine:
 def test_an_answer_ends_at_any_stop_token_and_keeps_it(kind: type[FakeEngine]) -> None:
     items = encode(SAMPLES, CharTokenizer(), 9)
     engine = ends_differently(kind(fake_engine(SAMPLES).answers))
-    answers = {event.sample: event.answer for event in decode(engine, items, 2, GREEDY) if isinstance(event, Finished)}
+    answers = {event.sample: event.answer for event in decode(engine, items, 2, GREEDY) if isinstance(event, SampleResult)}
     assert [answers[i] for i in range(3)] == [(*item.reference[:-1], TOOL_CALL) for item in items]
     found = free_answers(engine, items, 2, GREEDY, decoded=[answers[0], None, None])
     assert (found.samples, found.contradictions) == (3, [])

@@ -13,9 +13,10 @@ from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.capabilities import SupportsForced
 from stages.evaluate.decoding import noise
-from stages.evaluate.decoding.batches import DecodeStep, Finished, Greedy, Logits
+from stages.evaluate.decoding.batches import DecodeStep, Greedy, Logits
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.noise import control_samples, repeated_samples
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample, encode, workloads_digest
 
 SAMPLES = [
@@ -49,9 +50,9 @@ def assert_same(one: Rows, other: Rows) -> None:
         np.testing.assert_array_equal(row, other[key])
 
 
-def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) -> dict[int, Finished]:
+def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) -> dict[int, SampleResult]:
     events = decode(engine, items, batch_size, Greedy((EOS,), 4))
-    return {event.sample: event for event in events if isinstance(event, Finished)}
+    return {event.sample: event for event in events if isinstance(event, SampleResult)}
 
 
 def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice_are_corrupted(
@@ -153,11 +154,11 @@ def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
     engine, alone = RequestFake(fake_engine(SAMPLES).answers), OnePassFake(fake_engine(SAMPLES).answers)
     events = list(decode(engine, encoded(), 3))
     assert engine.together == [3, 1]
-    finished = [event for event in events if isinstance(event, Finished)]
+    finished = [event for event in events if isinstance(event, SampleResult)]
     assert [event.trace.batch for event in finished] == [3, 3, 3, 1]
     (shortest,) = [event for event in finished if event.sample == 2]
     assert shortest.trace.longest_context == len("zz") + len(encoded()[2].reference) - 1
-    whole = [event for event in decode(alone, encoded(), 3) if isinstance(event, Finished)]
+    whole = [event for event in decode(alone, encoded(), 3) if isinstance(event, SampleResult)]
     assert {event.trace.batch for event in whole} == {0}, "no decode step was taken"
     by_sample = sorted((event for event in events if isinstance(event, DecodeStep)), key=lambda step: step.samples[0])
     for one, other in zip(by_sample, steps_of(alone, encoded(), 3), strict=True):
@@ -168,7 +169,7 @@ def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
 def test_when_stopping_an_engine_of_whole_samples_computes_no_other(engine: type[OnePassFake]) -> None:
     finished: list[int] = []
     for event in decode(engine(fake_engine(SAMPLES).answers), encoded(), 1, stopping=lambda: bool(finished)):
-        if isinstance(event, Finished):
+        if isinstance(event, SampleResult):
             finished.append(event.sample)
     assert len(finished) == 1
 

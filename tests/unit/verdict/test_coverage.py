@@ -10,9 +10,10 @@ from fake_engine import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_en
 from gate_reports import GATES, every_class, lines, report
 
 from stages.core.records import Sample
-from stages.evaluate.decoding.batches import Finished, Greedy, Logits
+from stages.evaluate.decoding.batches import Greedy, Logits
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import encode
 from stages.verdict.coverage import Allocation, EngineTests, Exercised, FreeAnswers, Limits, ProcessMemory, StressResult
 from stages.verdict.gates import decide
@@ -27,7 +28,7 @@ SAMPLES = [
 def exercised() -> Exercised:
     items = encode(SAMPLES, CharTokenizer(), 9)
     events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, Greedy((EOS,), 4))
-    return Exercised.merged([event.trace for event in events if isinstance(event, Finished)])
+    return Exercised.merged([event.trace for event in events if isinstance(event, SampleResult)])
 
 
 def test_steps_are_counted_where_they_are_taken() -> None:
