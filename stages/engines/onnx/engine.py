@@ -25,7 +25,7 @@ from stages.engines.onnx.weights import widen_rows
 from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
 from stages.engines.paged.waiting import PrefixCache
 from stages.policies.onnx_body import NUMPY_FLOATS
-from stages.policies.policy import KVPolicy
+from stages.policies.policy import PAGE_TOKENS, KVPolicy
 from stages.policies.scales import KVScales
 
 LOGGER_ERROR = 3
@@ -208,7 +208,7 @@ class OnnxEngine(PagedEngine):
         }
         logits = session.output("logits", (batch, self.vocab_size), self._float)
         sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
-        session.shrinks = mode == "prefill"
+        session.shrinks = tokens > PAGE_TOKENS  # a shorter prompt needs no more memory than a batch
         session.run()
         if sums.any():
             self._refuse(sums, handles)
