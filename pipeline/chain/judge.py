@@ -102,10 +102,10 @@ class Chain(BuildChain):
         inputs = {**self._asked(policy, baseline), "measured": measured}
 
         def fill(out: Path, progress: Progress) -> None:
-            from stages.evaluate.once import once
+            from stages.evaluate.measured_once import measure_once
 
             opened, self._opened = self._open(policy), None  # the must-fail control leaves its fault in the engine
-            once(
+            measure_once(
                 opened.engine,
                 self._encoded.round(1),
                 self._tokenizer,
@@ -196,14 +196,14 @@ class Chain(BuildChain):
         require_able(self._encoded.round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
 
     def _joined(self, made: Mapping[str, Artifact]) -> "JoinedEvaluation":
-        from stages.evaluate.decoding.stored import Once, read_round
+        from stages.evaluate.decoding.stored import MeasuredOnce, read_round
         from stages.evaluate.joining import join
 
         engine, baseline = made["engine"], made["baseline"]
         ran = takewhile(lambda number: round_input(number) in made, count(1))
         names = [(answers_input(number), round_input(number)) for number in ran]
         rounds = [(read_round(made[answers].path), read_round(made[own].path)) for answers, own in names]
-        once = Once.read(made["baseline_once"].path), Once.read(made["once"].path)
+        once = MeasuredOnce.read(made["baseline_once"].path), MeasuredOnce.read(made["once"].path)
         config = self.config.workloads
         return join(self._encoded, rounds, once, config, engine=engine.digest, baseline=baseline.digest)
 

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from stages.evaluate.decoding.rows import make_rows
-from stages.evaluate.decoding.stored import Once, Round
+from stages.evaluate.decoding.stored import MeasuredOnce, Round
 from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import Array
 from stages.evaluate.inputs.rounds import planned_shares
@@ -41,7 +41,7 @@ class JoinedEvaluation:
 def join(
     encoded: Encoded,
     rounds: Sequence[tuple[Round, Round]],
-    once: tuple[Once, Once],
+    once: tuple[MeasuredOnce, MeasuredOnce],
     config: WorkloadsConfig,
     *,
     engine: str,

@@ -25,7 +25,7 @@ from stages.core.digest import code_digest, compiled_digest, json_digest
 
 CODE = (
     "stages.evaluate.measure",
-    "stages.evaluate.once",
+    "stages.evaluate.measured_once",
     "stages.evaluate.joining",
     "stages.engines.onnx.engine",
     "stages.engines.reference.engine",

@@ -10,11 +10,11 @@ from shipped import conf
 from stages.core.records import Progress, Sample, no_progress
 from stages.engines.interface import Engine
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.decoding.stored import Once, read_round
+from stages.evaluate.decoding.stored import MeasuredOnce, read_round
 from stages.evaluate.inputs.tokens import Encoded, encode, encode_rounds
 from stages.evaluate.joining import JoinedEvaluation, join
 from stages.evaluate.measure import measure
-from stages.evaluate.once import once
+from stages.evaluate.measured_once import measure_once
 from stages.verdict.report import EvaluationReport
 from stages.workloads.config import WorkloadsConfig
 
@@ -60,14 +60,14 @@ def measure_candidate(
     options: dict[str, Any] = {"config": config, "progress": progress, "baseline": baseline}
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
     measure(engine, encoded, tokenizer, out, reference=reference, **options)
-    once(engine, encoded, tokenizer, out, reference=reference, **options).write(out)
+    measure_once(engine, encoded, tokenizer, out, reference=reference, **options).write(out)
 
 
 def joined(encoded: Encoded, rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> JoinedEvaluation:
     """Join (baseline, candidate) rounds. The first round's directories also hold the once-only measurements."""
     baseline, candidate = rounds[0]
     measured = [(read_round(base), read_round(own)) for base, own in rounds]
-    alone = Once.read(baseline), Once.read(candidate)
+    alone = MeasuredOnce.read(baseline), MeasuredOnce.read(candidate)
     return join(encoded, measured, alone, config, engine="engine", baseline="base")
 
 

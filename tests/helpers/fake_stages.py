@@ -152,11 +152,11 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         BundleTokenizer=lambda _: None,
     )
     fake("evaluate.measure", measure=_measure)
-    fake("evaluate.once", once=_once)
+    fake("evaluate.measured_once", measure_once=_once)
     fake("evaluate.conformance.engine", ReferenceEngine=lambda *_: None)
     fake(
         "evaluate.decoding.stored",
-        Once=nothing,
+        MeasuredOnce=nothing,
         require_able=lambda *_: None,
         read_round=lambda path: json.loads((path / "round.json").read_text())["policy"],
     )

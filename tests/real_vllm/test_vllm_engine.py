@@ -34,7 +34,7 @@ from stages.engines.vllm.audit import audit
 from stages.engines.vllm.backend import PROGRAM
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
-from stages.evaluate.decoding.pressure import pressure
+from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.speculation import lookup_passes
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.evaluate.measure import audit_scales
@@ -248,7 +248,7 @@ def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_ro
 ) -> None:
     tokenizer = BundleTokenizer(tiny_checkpoint)
     samples = generate("retrieval", 24, 0)
-    found = pressure(fp8, encode(samples, tokenizer, 64), 24, no_progress)
+    found = fill_pool_with_samples(fp8, encode(samples, tokenizer, 64), 24, no_progress)
     assert found is not None
     line = pressure_line(found)
     assert line.status == "PASS", line.reason

@@ -13,7 +13,7 @@ from stages.engines.capabilities import SupportsExtend, SupportsFork, SupportsPr
 from stages.evaluate.conformance.crowd import crowd, wear
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
-from stages.evaluate.decoding.pressure import press
+from stages.evaluate.decoding.full_pool import fill_pool
 from stages.policies.policy import PAGE_TOKENS
 
 STEPS = 4
@@ -330,7 +330,7 @@ def full_pool(test: StressTest) -> None:
         begin = page if number % 2 else test.draw(PAGE_TOKENS)
         tokens = [*begin, *test.draw(length - PAGE_TOKENS + PRESSED_STEPS)]
         named.append((f"request {number} of {length} and {PRESSED_STEPS} tokens", (tokens, length)))
-    found = press(test.engine, named)
+    found = fill_pool(test.engine, named)
     test.counts["requests"] += found.requests
     test.counts["preempted"] += found.preempted
     test.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]

@@ -53,7 +53,7 @@ class Measured(BaseModel):
     """Tokens of the baseline's own right answers that replace references, by sample id. Empty for candidates."""
 
 
-class Once(BaseModel):
+class MeasuredOnce(BaseModel):
     """Measurements made only once per engine, on samples of the first round and on other inputs."""
 
     system: SystemMetrics
@@ -70,7 +70,7 @@ class Once(BaseModel):
         (out / ONCE).write_text(self.model_dump_json(indent=1), encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> "Once":
+    def read(cls, directory: Path) -> "MeasuredOnce":
         """Read ONCE from a directory."""
         return cls.model_validate_json((directory / ONCE).read_text(encoding="utf-8"))
 

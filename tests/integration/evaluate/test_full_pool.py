@@ -17,7 +17,7 @@ from stages.engines.paged import waiting
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.sequences import PageAllocator
 from stages.engines.paged.waiting import PrefixCache
-from stages.evaluate.decoding.pressure import pressure
+from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
 from stages.verdict.coverage import PoolDeviation, Pressure
@@ -38,7 +38,7 @@ def samples() -> list[EncodedSample]:
 
 
 def pressed(engine: OnnxEngine) -> Pressure:
-    found = pressure(engine, samples(), REQUESTS, no_progress)
+    found = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
     assert found is not None
     assert engine.pool.in_use == (0, 0)
     return found
@@ -111,7 +111,7 @@ def test_a_planted_fault_of_a_full_pool_is_refused_and_the_requests_that_it_met_
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp8"])
     plant(monkeypatch)
-    found = pressure(engine, samples(), REQUESTS, no_progress)
+    found = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
     assert found is not None
     assert 0 < len(found.deviations) < found.requests
     assert all(map(says, found.deviations))

@@ -12,7 +12,7 @@ from pipeline.chain.dry import foretell
 from pipeline.chain.planning import show_capacity
 from pipeline.config.compose import plan
 from stages.evaluate.inputs.samples import read_jsonl
-from stages.evaluate.once import bounded
+from stages.evaluate.measured_once import bounded
 from stages.verdict.gates.evaluation import too_few
 from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import StressTestConfig

@@ -9,7 +9,7 @@ from gate_reports import pressure_line
 
 from stages.core.records import Pressed, Sample, no_progress
 from stages.engines.capabilities import ForcedRequest
-from stages.evaluate.decoding.pressure import LEAST_KL, pressure, requests
+from stages.evaluate.decoding.full_pool import LEAST_KL, fill_pool_with_samples, requests
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import PoolDeviation, Pressure
 
@@ -50,7 +50,7 @@ class PressedEngine(FakeEngine):
 def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
     engine = PressedEngine({})
     engine.noise_of_rounds, engine.wrong_request = noise, 17
-    found = pressure(engine, ITEMS, 200, no_progress)
+    found = fill_pool_with_samples(engine, ITEMS, 200, no_progress)
     assert found is not None
     assert {one.round for one in found.deviations} == {1, 2}
     assert len(found.deviations) == 2  # the 18th request of each order
@@ -62,7 +62,7 @@ def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
 def test_noise_of_the_engine_itself_is_no_deviation() -> None:
     engine = PressedEngine({})
     engine.noise_of_rounds = 0.05
-    found = pressure(engine, ITEMS, 40, no_progress)
+    found = fill_pool_with_samples(engine, ITEMS, 40, no_progress)
     assert found is not None
     assert not found.deviations
     assert found.limit_kl is not None
@@ -77,7 +77,7 @@ def test_logits_that_are_not_finite_deviate() -> None:
     engine._pressed = lambda rows, request, number, pages: (  # type: ignore[method-assign]
         broken if pages is not None and number == 3 else sound(rows, request, number, pages)
     )
-    found = pressure(engine, ITEMS, 40, no_progress)
+    found = fill_pool_with_samples(engine, ITEMS, 40, no_progress)
     assert found is not None
     assert [one.kl for one in found.deviations] == [None, None]
     assert "not finite" in pressure_line(found).reason
@@ -116,5 +116,5 @@ def test_the_gate_fails_what_deviates_and_passes_only_a_pool_that_was_full(found
 
 def test_an_engine_that_cannot_be_pressed_is_said_to_and_none_is_pressed_unless_asked() -> None:
     engine = FakeEngine({})
-    assert pressure(engine, ITEMS, 24, no_progress) == Pressure(asked=24)
-    assert pressure(engine, ITEMS, 0, no_progress) is None
+    assert fill_pool_with_samples(engine, ITEMS, 24, no_progress) == Pressure(asked=24)
+    assert fill_pool_with_samples(engine, ITEMS, 0, no_progress) is None

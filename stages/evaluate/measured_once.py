@@ -11,11 +11,11 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.control import must_fail_control
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
+from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.noise import noise_floor, repeated_samples
-from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.rows import SampleRun, greedy_of, labelled, run_samples
 from stages.evaluate.decoding.speculation import speculated_by
-from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
+from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
@@ -24,7 +24,7 @@ from stages.verdict.coverage import EngineTests, Exercised
 from stages.workloads.config import LEAST_STRESS_TOKENS, StressTestConfig, WorkloadsConfig
 
 
-def once(
+def measure_once(
     engine: Engine,
     encoded: Sequence[EncodedSample],
     tokenizer: BundleTokenizer,
@@ -35,7 +35,7 @@ def once(
     reference: ReferenceEngine | None = None,
     baseline: Path | None = None,
     planned: Sequence[EncodedSample] = (),
-) -> Once:
+) -> MeasuredOnce:
     """Measure an engine on some samples of the first round and on random tokens.
 
     Args:
@@ -79,10 +79,10 @@ def once(
     )
     system, noise = measure_system(engine, config.load, named), noise_floor(second)
     if baseline is None:
-        return Once(tests=tests, noise=noise, system=system)
+        return MeasuredOnce(tests=tests, noise=noise, system=system)
     asked = engine.pressed_requests if config.pressure is None else config.pressure
-    return Once(
-        tests=tests.model_copy(update={"pressure": pressure(engine, encoded, asked, named)}),
+    return MeasuredOnce(
+        tests=tests.model_copy(update={"pressure": fill_pool_with_samples(engine, encoded, asked, named)}),
         noise=noise,
         system=system,
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),

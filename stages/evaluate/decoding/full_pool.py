@@ -35,7 +35,7 @@ Named = tuple[str, Request]
 """A request and its name, which has the ids of the samples that it begins and ends with."""
 
 
-def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> Pressure | None:
+def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> Pressure | None:
     """Send requests made of samples to an engine with a small pool; return None if `count` is 0.
 
     Args:
@@ -48,10 +48,10 @@ def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progr
         return None
     if not isinstance(engine, SupportsPressure):
         return Pressure(asked=count)
-    return press(engine, list(requests(encoded, count, engine.max_tokens)), progress)
+    return fill_pool(engine, list(requests(encoded, count, engine.max_tokens)), progress)
 
 
-def press(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> Pressure:
+def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> Pressure:
     """Compare requests in a pool that holds a third of their pages with the same requests in a pool with room for all."""
     assert isinstance(engine, SupportsPressure)
     count = len(named)
