@@ -94,7 +94,7 @@ def measure(
     comparison = None
     if reference is not None:  # the baseline determines the allowed distance of a candidate from its reference engine
         usual = None if known is None else known.record.conformance
-        comparer = Comparer(engine, reference.with_rounding_of(usual), *reference.limits(usual))
+        comparer = Comparer(engine, reference.allowing(usual))
         chosen = spread(items, config.conformance_samples)
         comparison = Comparison(comparer, SampleRun(items, heads, label), chosen, batch_size=config.batch_size)
 

@@ -58,8 +58,6 @@ def measure_once(
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor, own = labelled(named, "noise floor: "), StoredHeads(measured / LOGPROBS).sample
     usual = None if baseline is None else first_round.record.conformance
-    if reference is not None:
-        reference = reference.with_rounding_of(usual)
     # Choose another batch composition: a quarter of the sequences (pairs if the batch was small or of size one). If the
     # first run computed samples in one pass, decode them token by token in full batches. An engine that serves whole requests
     # keeps serving whole requests, because it would make every single step a request.

@@ -23,7 +23,6 @@ from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.spec import E4M3
 from stages.verdict.conformance import (
-    ALLOWED,
     E4M3_SCALE_STEP,
     LEAST_KL,
     MEAN_STEP,
@@ -59,10 +58,6 @@ class Comparer:
 
     engine: Engine
     reference: ReferenceEngine
-    limit: float = ALLOWED
-    """Maximum distance of a sequence in roundings."""
-    layers: tuple[float, ...] = ()
-    """The 16-bit engine's mean errors of stored vectors by layer, if a rounding is measured."""
 
     def __post_init__(self) -> None:
         self.reference.run_as(self.engine)
@@ -106,7 +101,7 @@ class Comparer:
             by_layer = _means(replay.errors, "engine")
             # Rounding may disturb more than the 16-bit engine's error shows: if it swaps a block's two largest numbers, the
             # sign of a q4_0 scale changes, and with it all codes of the block.
-            rounding = tuple(map(max, self.layers, _means(replay.errors, "disturbed")))
+            rounding = tuple(map(max, self.reference.layers, _means(replay.errors, "disturbed")))
 
         def distance(kl_R: Array, part: str, stored_by_layer: tuple[float, ...]) -> Distance:
             errors = [getattr(copy, part).flatten() for layer in replay.errors for copy in layer.values()]
@@ -195,7 +190,7 @@ class Comparer:
         """Return the rows with wrong logits, or the worst row if only the sequence as a whole deviates."""
         unit = (compared.record.rounding.kl_max or 0.0) + LEAST_KL
         noticed: list[int] = np.flatnonzero(compared.kl > NOTICED**2 * unit).tolist()
-        return noticed or ([int(compared.kl.argmax())] if compared.record.roundings > self.limit else [])
+        return noticed or ([int(compared.kl.argmax())] if compared.record.roundings > self.reference.limit else [])
 
 
 def _means(errors: Sequence[dict[Side, Errors]], part: str) -> tuple[float, ...]:

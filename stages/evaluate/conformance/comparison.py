@@ -81,7 +81,7 @@ class Comparison:
             policy=self.comparer.engine.policy.name,
             requests=self.requests,
             deviation=self.deviation,
-            limit=self.comparer.limit,
+            limit=self.comparer.reference.limit,
         )
         if self._worst is None:
             return result
@@ -102,7 +102,7 @@ class Comparison:
         ((replay, problem),) = self.comparer.replay([sequence])
         compared = self.comparer.compare(sequence, replay, problem)
         self.records[i] = compared.record
-        times = compared.record.times_allowed(self.comparer.limit)
+        times = compared.record.times_allowed(self.comparer.reference.limit)
         if times > self.worst:
             self.worst, self._worst = times, sequence
             self.deviation = self.comparer.first_deviation(sequence, compared)

@@ -110,7 +110,7 @@ class Deviations:
 
         `usual_kl`: mean KL of the run's median sequence. It replaces a rounding if the engine does not show its cache.
         """
-        record, own, limit = compared.record, compared.record.rounding, self.comparer.limit
+        record, own, limit = compared.record, compared.record.rounding, self.comparer.reference.limit
         if self.by_median and record.engine.kl_max is not None:  # only the logits of medians are judged, see `messages`
             without_kl = record.engine.model_copy(update={"kl_mean": 0.0, "kl_max": 0.0})
             return record.model_copy(update={"engine": without_kl}).times_allowed(limit)
@@ -138,7 +138,7 @@ class Deviations:
             yield from far_medians(self.kl, max(UNUSUAL_KL, UNUSUAL * usual_row))
         elif self.kl:
             usual_rounding = float(np.median([one.kl_mean or 0.0 for one in self.roundings.values()]))
-            yield from far_medians(self.kl, self.comparer.limit**2 * usual_rounding)
+            yield from far_medians(self.kl, self.comparer.reference.limit**2 * usual_rounding)
 
 
 def passes(sequences: Sequence[S]) -> list[list[S]]:

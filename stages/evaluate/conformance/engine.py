@@ -15,7 +15,7 @@ from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.replay import Replay
 from stages.policies.policy import Side
-from stages.verdict.conformance import MEASURED_ALLOWED, EngineConformance, allowed
+from stages.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
 
 ROUNDING = {
     "float32": 2.0**-22, FLOAT32_GRAPH: 2.0**-20, FLOAT16_WEIGHTS: 2.0**-17, "float16": 2.0**-9, "bfloat16": 2.0**-6,
@@ -41,17 +41,31 @@ class ReferenceEngine:
     16-bit numbers in their own order: four units in the last place per layer would be large enough to hide cache faults."""
     measured: float | None = None
     """The measured rounding; None if it is assumed."""
+    limit: float = ALLOWED
+    """Maximum distance of a sequence from the reference engine, in roundings."""
+    layers: tuple[float, ...] = ()
+    """The 16-bit engine's mean errors of stored vectors by layer, if a rounding is measured."""
 
     @property
     def rounding(self) -> float:
         return ROUNDING[self.compute_dtype or "float32"] if self.measured is None else self.measured
 
-    def with_rounding_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":
-        """Return the reference engine with the rounding measured on the baseline, if `measures` is set."""
-        if not self.measures or baseline is None or not baseline.requests:
-            return self
-        worst = max(request.roundings for request in baseline.requests)
-        return replace(self, measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)))
+    def allowing(self, baseline: EngineConformance | None) -> "ReferenceEngine":
+        """Return the reference engine with limits that allow a candidate the distances of its baseline.
+
+        `baseline`: None for the limits of the baseline itself.
+        """
+        requests = [] if baseline is None else baseline.requests
+        if not self.measures:
+            return replace(self, limit=allowed(requests))
+        worst = max((request.roundings for request in requests), default=1.0)
+        stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
+        return replace(
+            self,
+            measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)),
+            limit=MEASURED_ALLOWED,
+            layers=tuple(map(max, zip(*stored, strict=True))),
+        )
 
     def run_as(self, engine: Engine) -> None:
         """Use the engine's prefill chunks and its `reads_itself` from now on."""
@@ -68,12 +82,3 @@ class ReferenceEngine:
     ) -> list[Replay]:
         """Replay sequences as `TorchEngine.replay` does. `disturbed` adds rows with disturbed activations."""
         return self.engine.replay(sequences, caches, rounding=self.rounding if disturbed else 0.0)
-
-    def limits(self, baseline: EngineConformance | None) -> tuple[float, tuple[float, ...]]:
-        """Return the maximum distance in roundings, and the baseline's errors of stored vectors by layer.
-
-        A candidate may show the same distances as its baseline. Pass None to get the limits of the baseline itself.
-        """
-        requests = [] if baseline is None else baseline.requests
-        stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
-        return MEASURED_ALLOWED if self.measures else allowed(requests), tuple(map(max, zip(*stored, strict=True)))

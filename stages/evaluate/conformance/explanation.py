@@ -61,14 +61,14 @@ def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | Non
     reference = comparer.reference.engine
     quantized = any(sequence.layers) and not comparer.problem(sequence)
     own = _compared(comparer, sequence, reference)
-    limit = max(1.0, own.times_allowed(comparer.limit) / CLOSER)
+    limit = max(1.0, own.times_allowed(comparer.reference.limit) / CLOSER)
     found = []
     for what, relative in relatives(reference):
         if quantized and relative.policy.formats != reference.policy.formats:
             continue
         # A relative may be more sensitive to rounding than the reference engine, so the reference engine's rounding counts.
         record = _compared(comparer, sequence, relative).model_copy(update={"rounding": own.rounding})
-        times = record.times_allowed(comparer.limit)
+        times = record.times_allowed(comparer.reference.limit)
         if math.isfinite(times) and times <= limit:
             found.append((times, Explanation(what=what, kl=or_infinite(record.engine.kl_mean))))
     return min(found, key=lambda part: part[0])[1] if found else None

@@ -55,7 +55,7 @@ def run_stress_test(
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
     held = process_memory(engine, max_tokens)
     seed = secrets.randbits(32) if config.seed is None else config.seed
-    comparer = Comparer(engine, reference, *reference.limits(baseline))
+    comparer = Comparer(engine, reference.allowing(baseline))
     test = StressTest(comparer, config, max_tokens, largest, claimed, seed)
     for ended in _run_scenarios(test):
         progress("stress test [scenarios]", ended, len(SCENARIOS))

@@ -76,11 +76,11 @@ def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
     baseline = EngineConformance(policy="fp16", requests=compared)
     reference = ReferenceEngine(None, "bfloat16", measures=True)  # type: ignore[arg-type]
     assert reference.rounding == ROUNDING["bfloat16"]
-    assert reference.with_rounding_of(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
+    assert reference.allowing(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
     nothing = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
-    assert reference.with_rounding_of(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
+    assert reference.allowing(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
     assumed = ReferenceEngine(None, "bfloat16")  # type: ignore[arg-type]
-    assert assumed.with_rounding_of(baseline) is assumed
+    assert assumed.allowing(baseline).rounding == assumed.rounding
 
 
 def test_a_layer_that_stores_farther_off_than_twice_the_16_bit_engines_deviates() -> None:
