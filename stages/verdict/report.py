@@ -91,8 +91,6 @@ class SampleRow(Record):
     """Probability of the right answer under the candidate."""
     right_answer: Literal["reference", "baseline"] = "reference"
     """Wording of the right answer that was scored: the reference's, or the baseline's own."""
-    own_tokens: list[Annotated[int, Field(ge=0)]] = Field(default=[])
-    """Tokens of the baseline's own wording, if that was scored."""
 
 
 class Fidelity(Record):

@@ -323,7 +323,6 @@ def make_rows(
             baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
             candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
             right_answer="baseline" if item.replaced else "reference",
-            own_tokens=list(item.reference) if item.replaced else [],
         )
         rows.append(row)
     return rows
