@@ -94,9 +94,10 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
         copy = download_engine(location, found, scratch)
         if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
             raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
-        evidence = read_evidence(copy)
-        if evidence.identity.other_rules is not None:
-            raise GateRefusal(f"{champion_name}: {evidence.identity.other_rules}")
+        try:
+            evidence = read_evidence(copy)
+        except UserError as error:  # an older kvgate judged it
+            raise GateRefusal(f"{champion_name}: {error}") from error
         if not (copy / "engine").is_dir():
             raise MissingRequirement(
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "

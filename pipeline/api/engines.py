@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from pipeline.api.calls import compose, raises_refusals
-from pipeline.evidence.identity import BUNDLE_FILE, IDENTITY_FILE, read_bundle
-from pipeline.evidence.reading import read_evidence
+from pipeline.evidence.identity import BUNDLE_FILE, IDENTITY_FILE, read_bundle, read_lineage
+from pipeline.evidence.reading import bundle_of
 from pipeline.loading import open_backend, required_libraries
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
@@ -170,7 +170,7 @@ def _engine_directory(directory: Path) -> Path:
         if (directory / BUNDLE_FILE).is_file():
             return directory
         raise UserError(f"bundle={directory}: holds neither {BUNDLE_FILE} nor {IDENTITY_FILE}; give an engine's directory")
-    engine = read_evidence(directory).engine
+    engine = bundle_of(directory, "engine", read_lineage(directory / IDENTITY_FILE))
     if engine is None:
         raise MissingRequirement(f"bundle={directory}: holds the evidence without the engine; copy it to engine/ there")
     return engine

@@ -100,7 +100,7 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
     except UserError as error:
         return Exhibit(candidate, problem=str(error))
     identity, own = evidence.identity, set[str]()
-    problem = identity.other_rules or evidence.problem
+    problem = evidence.problem
     samples = list[Sample]()
     try:
         workloads = requested_workloads(evidence)

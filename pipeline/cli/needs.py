@@ -29,7 +29,7 @@ from rich.filesize import decimal
 
 from pipeline.cli.grids import Column, Grid, Row
 from pipeline.config.config import Config
-from pipeline.evidence.identity import IDENTITY_FILE, Identity, read_identity
+from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel, locate
@@ -124,7 +124,7 @@ class Sweep:
 class Held:
     """An identity, and the places of its artifacts: a signed and an unsigned artifact may hold the same identity."""
 
-    identity: Identity
+    identity: Lineage
     places: tuple[str, ...]
 
 
@@ -162,7 +162,7 @@ def find(config: Config) -> Found:
         if piece.kind == "identity":
             with noting():
                 digest = file_digest(piece.path / IDENTITY_FILE)
-                known = evidence.get(digest) or Held(read_identity(piece.path / IDENTITY_FILE), ())
+                known = evidence.get(digest) or Held(read_lineage(piece.path / IDENTITY_FILE), ())
                 evidence[digest] = Held(known.identity, (*known.places, piece.place))
     for path in (config.work / summary.FOLDER).glob("[!.]*.json"):
         with noting():

@@ -6,12 +6,11 @@ key of the next one. The field `binds` repeats the most important digests and ve
 replays the whole chain.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
@@ -22,7 +21,7 @@ from pipeline.registry.signing import SigningConfig
 from pipeline.store.store import MOST_BYTES
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest
-from stages.core.errors import UserError
+from stages.core.errors import UserError, short
 from stages.core.strict import StrictModel, Unreadable, first_problem, parse_json, read_file
 from stages.policies.policy import POLICY_FILE
 from stages.policies.scales import SCALES_FILE
@@ -30,6 +29,8 @@ from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from stages.verdict.thresholds import RULES, Thresholds, Verdict
 from stages.workloads.config import WorkloadsConfig
 from stages.workloads.own import own_content
+
+R = TypeVar("R", bound=StrictModel)
 
 IDENTITY_FILE = "identity.json"
 BUNDLE_FILE = "bundle.json"
@@ -114,23 +115,12 @@ class Link(StrictModel):
         return {self.digest, *self.files.values(), *(files_digest(self.files, folder) for folder in folders)}
 
 
-class Identity(StrictModel):
-    schema_version: Literal[1]
-    kvgate: str
-    model: str
-    policy: str
-    backend: str
+class Lineage(StrictModel, extra="ignore"):
+    """The chain of artifacts of an identity, which can be read whatever rules of the gates decided its verdict."""
+
     chain: list[Link]
     roles: dict[Role, str]
     """Role -> key of the artifact in this role."""
-    workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
-    """Path of the copy of the user's samples or texts, relative to this file; null if all samples are generated."""
-    gates: Thresholds
-    verdict: Verdict
-    signer: str | None = None
-    """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""
-    binds: dict[str, str]
-    """Readable name -> digest, version or verdict; see `bindings`."""
 
     @model_validator(mode="after")
     def _roles_are_of_the_chain(self) -> Self:
@@ -144,10 +134,25 @@ class Identity(StrictModel):
         return next(link for link in self.chain if link.key == self.roles[role])
 
     @property
-    def other_rules(self) -> str | None:
-        """Message that other rules of the gates decided the verdict; None for the rules of this kvgate."""
-        rules = self.verdict.rules
-        return by_other_rules(self.verdict.status, rules, self.kvgate) if rules != RULES else None
+    def reads(self) -> list[Link]:
+        """The artifacts that a replay, promotion, rollback or route reads. Earlier artifacts of the chain are not needed."""
+        return [self.link("engine"), self.link("baseline"), self.link("evaluation")]
+
+
+class Identity(Lineage, extra="forbid"):
+    schema_version: Literal[1]
+    kvgate: str
+    model: str
+    policy: str
+    backend: str
+    workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
+    """Path of the copy of the user's samples or texts, relative to this file; null if all samples are generated."""
+    gates: Thresholds
+    verdict: Verdict
+    signer: str | None = None
+    """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""
+    binds: dict[str, str]
+    """Readable name -> digest, version or verdict; see `bindings`."""
 
     @property
     def digests(self) -> dict[str, str]:
@@ -159,40 +164,44 @@ class Identity(StrictModel):
             "report_digest": files_digest({name: evaluation[name] for name in (REPORT_FILE, SAMPLES_FILE)}),
         }
 
-    @property
-    def reads(self) -> list[Link]:
-        """The artifacts that a replay, promotion, rollback or route reads. Earlier artifacts of the chain are not needed."""
-        return [self.link("engine"), self.link("baseline"), self.link("evaluation")]
+
+class _Verdict(StrictModel, extra="ignore"):
+    status: str
+    rules: int = 1
 
 
-def by_other_rules(status: object, rules: int, kvgate: object) -> str:
-    """Return a message that other rules of the gates decided a verdict, with a remedy."""
-    return (
-        f"{status} by rules {rules} of the gates, this kvgate has rules {RULES}, by which the same samples may get another "
-        f"verdict: judge it again with stage=evaluate, or verify it with the kvgate that wrote it ({kvgate})"
-    )
+class _Decided(StrictModel, extra="ignore"):
+    """The rules of the gates that decided the verdict of an identity, and the release that wrote it."""
+
+    kvgate: str
+    verdict: _Verdict
 
 
 def read_identity(path: Path) -> Identity:
-    """Read an identity.json. Raises UserError if it is missing or invalid."""
+    """Read an identity.json. Raises UserError if it is missing or invalid, or if other rules of the gates decided."""
+    written = _read(path, _Decided)
+    verdict = written.verdict
+    if verdict.rules != RULES:
+        raise UserError(
+            f"{path}: {short(verdict.status)} by rules {verdict.rules} of the gates, this kvgate has rules {RULES}, by which "
+            "the same samples may get another verdict: judge it again with stage=evaluate, or verify it with the kvgate that "
+            f"wrote it ({short(written.kvgate)})"
+        )
+    return _read(path, Identity)
+
+
+def read_lineage(path: Path) -> Lineage:
+    """Read the chain of an identity.json. Raises UserError if it is missing or invalid."""
+    return _read(path, Lineage)
+
+
+def _read(path: Path, record: type[R]) -> R:
     try:
-        content = read_file(path, MOST_BYTES)
-        return Identity.model_validate_json(content)
+        return record.model_validate_json(read_file(path, MOST_BYTES))
     except Unreadable as error:
         raise UserError(f"{path}: {error}") from None
     except ValidationError as error:
-        problem = f"{first_problem(error)}; give the identity.json that stage=evaluate wrote"
-        raise UserError(f"{path}: {_other_rules(content) or problem}") from None
-
-
-def _other_rules(content: bytes) -> str | None:
-    """Return the message for an unreadable identity that is by other rules, with other thresholds; None if it is not."""
-    try:
-        written = json.loads(content)
-        status, rules, kvgate = written["verdict"]["status"], int(written["verdict"].get("rules", 1)), written["kvgate"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return by_other_rules(status, rules, kvgate) if rules != RULES else None
+        raise UserError(f"{path}: {first_problem(error)}; give the identity.json that stage=evaluate wrote") from None
 
 
 def make_identity(

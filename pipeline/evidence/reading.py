@@ -17,6 +17,7 @@ from pipeline.evidence.identity import (
     BUNDLE_FILE,
     IDENTITY_FILE,
     Identity,
+    Lineage,
     Link,
     Role,
     answers_input,
@@ -51,7 +52,7 @@ class Evidence:
     directory: Path
     identity: Identity
     report: EvaluationReport | None
-    """None if the report or its samples are missing or unreadable, or if other rules decided: then it has other fields."""
+    """None if the report or its samples are missing or unreadable."""
     rows: list[SampleRow]
     problem: str | None
     """Reason why the report or its samples are unreadable; None if they are readable or missing."""
@@ -87,7 +88,7 @@ def find_evidence(directory: Path) -> list[Path]:
             unreadable.append(str(error))
     about = [path for path in about if (path / SIGNATURE_FILE).is_file()] or about
     if not about and unreadable:
-        raise UserError(f"bundle={directory}: no identity in its store is about it, and one is broken: {unreadable[0]}")
+        raise UserError(f"bundle={directory}: no identity in its store is about it, and one cannot be read: {unreadable[0]}")
     if not about:
         raise MissingRequirement(
             f"bundle={directory}: {IDENTITY_FILE} is missing, here and in {store / 'identity'}: this engine was never judged; "
@@ -105,7 +106,7 @@ def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | 
     report, rows, problem = None, list[SampleRow](), None
     paths = directory / REPORT_FILE, directory / SAMPLES_FILE
     whole = all(path.is_file() and kind_of(path) == "file" for path in paths)  # a link may lead anywhere
-    if whole and identity.other_rules is None:
+    if whole:
         try:
             report, rows = load_report(directory), load_rows(directory)
         except ValueError as error:  # not UTF-8, not JSON, or not a report
@@ -116,12 +117,12 @@ def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | 
         report=report,
         rows=rows,
         problem=problem,
-        engine=engine or _bundle(directory, "engine", identity),
-        baseline=baseline or _bundle(directory, "baseline", identity),
+        engine=engine or bundle_of(directory, "engine", identity),
+        baseline=baseline or bundle_of(directory, "baseline", identity),
     )
 
 
-def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
+def bundle_of(directory: Path, role: Role, identity: Lineage) -> Path | None:
     """Return the bundle in a role, from the evidence's directory or the store around it; None if there is no such bundle."""
     places = (directory / role, directory.resolve().parent.parent / identity.link(role).place)
     return next((place for place in places if place.is_dir()), None)
@@ -140,8 +141,7 @@ def registered_evidence(store: Path, version: Version) -> Evidence:
     except UserError as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     if evidence.report is None:
-        problem = evidence.identity.other_rules or "its report is missing, or cannot be read"
-        raise GateRefusal(f"{version}: {problem}")
+        raise GateRefusal(f"{version}: its report is missing, or cannot be read")
     return evidence
 
 

@@ -55,16 +55,11 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:
-    """Check the parts that need neither the engine nor its libraries: seal, chain, the report's files and its citations.
-
-    A verdict by other rules is reported as missing, because the current rules may give another verdict on the same rows.
-    """
+    """Check the parts that need neither the engine nor its libraries: seal, chain, the report's files and its citations."""
     identity, report = evidence.identity, evidence.report
     report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
     findings = [*_seal(evidence.directory), *lineage(identity)]
     findings += _files("report", evidence.directory, report_files, only=True)
-    if identity.other_rules is not None:
-        findings.append(Finding(VERDICT_CHECK, "missing", identity.other_rules))
     if evidence.problem is not None:
         findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
     if report is not None:

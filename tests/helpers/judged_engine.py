@@ -12,7 +12,7 @@ from stores import make_artifact
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_identity, write_identity
+from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, write_identity
 from pipeline.evidence.reading import registered_engine
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
@@ -108,8 +108,8 @@ def judged_engine(
 
 def cited_tags(evidence: Path) -> dict[str, str]:
     """Return the tags of a registry version of a judged engine."""
-    identity = read_identity(evidence / IDENTITY_FILE)
-    return {"kv": identity.policy, "identity_digest": file_digest(evidence / IDENTITY_FILE)}
+    policy = json.loads((evidence / IDENTITY_FILE).read_text())["policy"]
+    return {"kv": policy, "identity_digest": file_digest(evidence / IDENTITY_FILE)}
 
 
 def candidate_of(evidence: Path) -> Candidate:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from evidence_copies import edit
 from interruptions import FORK, attempt
 from judged_engine import candidate_of, config_of, judged_engine
 from rich.filesize import decimal
@@ -239,6 +240,17 @@ def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_hold
         pytest.raises(MissingRequirement, match=r"some of which are being removed: another process held"),
     ):
         command(ground.work, "stage=recommend")
+
+
+def test_an_engine_that_serves_stays_although_older_rules_judged_it(ground: Ground, tmp_path: Path) -> None:
+    work, location = copy_of(ground, tmp_path)
+    (identity,) = [path for path in work.glob("artifacts/identity/*/identity.json") if read_identity(path).policy == "fp8"]
+    (engine, *_) = read_identity(identity).reads
+    edit(identity, lambda written: (written["gates"].update(alpha=0.05), written["verdict"].update(rules=14)))
+    MlflowStore(location).set_tags("3", {"identity_digest": file_digest(identity)})
+    command(work, "stage=prune", "prune.keep_sweeps=1", "prune.apply=true", f"tracking.uri={location.uri}")
+    assert (work / "artifacts" / engine.place).is_dir()
+    assert identity.exists()
 
 
 def test_what_serves_is_not_guessed(ground: Ground, tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """Wrong arguments of the Python API raise one exception each, before anything is loaded."""
 
 import json
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from evidence_copies import edit
 from fake_engine import CharTokenizer
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from judged_engine import cited_tags, config_of, judged_engine
+from judged_engine import cited_tags, config_of, exported, judged_engine
 from omegaconf import OmegaConf
 from refusals import refused
 
@@ -146,8 +147,8 @@ def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_a
     file.write_text(json.dumps(identity))
     monkeypatch.setattr(mlflow_store, "aliased", lambda *_: Version("1", cited_tags(evidence)))
     monkeypatch.setattr(mlflow_store, "download_engine", lambda *_: evidence)
-    monkeypatch.setattr(reading, "_bundle", lambda *_: None)  # the registry holds only the evidence
-    with pytest.raises(GateRefusal, match=f"version 1, the champion of tiny: PASS by rules {RULES - 1}.*judge it again"):
+    monkeypatch.setattr(reading, "bundle_of", lambda *_: None)  # the registry holds only the evidence
+    with pytest.raises(GateRefusal, match=f"version 1, the champion of tiny: .*: PASS by rules {RULES - 1}.*judge it again"):
         champion("tiny", workdir=tmp_path / "work")
 
 
@@ -174,16 +175,14 @@ def test_samples_of_a_champion_that_was_judged_on_generated_ones_are_refused(dow
         champion("tiny", workdir=tmp_path / "elsewhere", samples="mine.jsonl")
 
 
-def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record_beside_its_evidence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record_beside_its_evidence(tmp_path: Path) -> None:
     """MLflow stores `bundle.json` next to `identity.json`, and the command that stage=verify prints loads this directory."""
-    for name in ("bundle.json", "identity.json"):
-        (tmp_path / name).write_text("{}")
-    monkeypatch.setattr(engines, "read_evidence", lambda directory: SimpleNamespace(engine=directory / "engine"))
-    assert engines._engine_directory(tmp_path) == tmp_path / "engine"
-    (tmp_path / "identity.json").unlink()
-    assert engines._engine_directory(tmp_path) == tmp_path
+    copy = exported(judged_engine(tmp_path / "store"), tmp_path / "copy", "engine")
+    shutil.copyfile(copy / "engine" / "bundle.json", copy / "bundle.json")
+    edit(copy / "identity.json", lambda identity: identity["verdict"].update(rules=RULES - 1))
+    assert engines._engine_directory(copy) == copy / "engine"
+    (copy / "identity.json").unlink()
+    assert engines._engine_directory(copy) == copy
 
 
 def test_a_list_of_prompts_is_one_batch() -> None:

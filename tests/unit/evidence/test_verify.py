@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
 from judged_engine import candidate_of, exported, judged_engine
 
-from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity, read_lineage
 from pipeline.evidence.reading import find_evidence
 from stages.core.digest import file_digest, files_digest, json_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
@@ -140,41 +139,26 @@ def test_a_verdict_that_the_rows_do_not_give_is_named(tmp_path: Path) -> None:
     assert wrong(copy) == {"verdict, decided again": "differs"}
 
 
-def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path) -> None:
-    """Remove the rules' version, which identities written before the introduction of rounds lack."""
-
-    def age(identity: Any) -> None:
-        del identity["verdict"]["rules"], identity["verdict"]["round"]
-
-    edit(copy / IDENTITY_FILE, age)
-    (finding,) = (finding for finding in replayed(copy) if finding.status != "same")
-    assert (finding.name, finding.status) == ("verdict, decided again", "missing")
-    assert finding.detail.startswith(f"PASS by rules 1 of the gates, this kvgate has rules {RULES}, by which the same samples")
-    assert "judge it again with stage=evaluate" in finding.detail
-    assert code(copy) == 4
-
-
-def test_a_report_that_other_rules_wrote_is_not_read_and_its_rules_are_named(evidence: Path, tmp_path: Path) -> None:
-    """Alter a report as other rules would write it: a field is missing, and an obsolete one is present."""
+@pytest.mark.parametrize(
+    ("change", "rules"),
+    [
+        (lambda identity: identity["verdict"].update(rules=RULES - 1), RULES - 1),
+        (lambda identity: (identity["gates"].update(min_baseline_accuracy=0.2), identity["verdict"].update(rules=5)), 5),
+        (lambda identity: [identity["verdict"].pop(name) for name in ("rules", "round")], 1),  # before rules had a version
+    ],
+)
+def test_a_verdict_by_older_rules_is_refused_for_its_rules_whatever_fields_it_has(
+    evidence: Path, tmp_path: Path, change: Callable[[Any], object], rules: int
+) -> None:
     copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
-    edit(copy / "report.json", lambda report: (report.pop("tests"), report.update(cells={})))
-    written = {"report.json": file_digest(copy / "report.json")}
-    resealed(copy, "evaluation", lambda link: link["files"].update(written))
-    edit(copy / IDENTITY_FILE, lambda identity: identity["verdict"].update(rules=RULES - 1))
-    said = f"PASS by rules {RULES - 1} of the gates, this kvgate has rules {RULES}, .*judge it again with stage=evaluate"
-    (finding,) = (finding for finding in replayed(copy) if finding.status != "same")
-    assert (finding.name, finding.status) == ("verdict, decided again", "missing")
-    assert re.match(said, finding.detail)
-    assert code(copy) == 4
-    with pytest.raises(GateRefusal, match=rf"^version 1 \(int8\): {said}"):
-        candidate_of(copy)
-
-
-def test_an_identity_with_thresholds_of_older_rules_is_refused_for_its_rules(copy: Path) -> None:
-    edit(copy / IDENTITY_FILE, lambda i: (i["gates"].update(min_baseline_accuracy=0.2), i["verdict"].update(rules=5)))
-    with pytest.raises(UserError, match=f"PASS by rules 5 of the gates, this kvgate has rules {RULES}.*stage=evaluate"):
+    edit(copy / IDENTITY_FILE, change)
+    said = f"PASS by rules {rules} of the gates, this kvgate has rules {RULES}, .*judge it again with stage=evaluate"
+    with pytest.raises(UserError, match=said):
         replayed(copy)
     assert code(copy) == 2
+    with pytest.raises(GateRefusal, match=rf"^version 1 \(int8\): its evidence cannot be read: .*{said}"):
+        candidate_of(copy)
+    assert read_lineage(copy / IDENTITY_FILE).roles == read_identity(evidence / IDENTITY_FILE).roles
 
 
 @pytest.mark.parametrize("linked", ["workloads", "workloads/mine.jsonl"])

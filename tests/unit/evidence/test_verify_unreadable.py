@@ -68,7 +68,7 @@ def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one
     assert find_evidence(engine) == [evidence]
     assert code(engine) == 0
     shutil.rmtree(evidence)
-    with pytest.raises(UserError, match=rf"is about it, and one is broken: {broken / IDENTITY_FILE}: the file: Invalid JSON"):
+    with pytest.raises(UserError, match=rf"about it, and one cannot be read: {broken / IDENTITY_FILE}: the file: Invalid JSON"):
         find_evidence(engine)
 
 
