@@ -16,7 +16,6 @@ Unfinished work of an interrupted evaluation or search stays for thirty days, th
 """
 
 import os
-import re
 import stat
 import time
 from collections import Counter
@@ -104,20 +103,6 @@ MEASURED = ("baseline", "round", "baseline_once", "once")
 NO_IDENTITY = "its identity"
 REGISTERED_LAST = "candidate"
 """Alias that does not serve: it points at a version of the last sweep."""
-BEGAN = re.compile(r"(\d{8}-\d{6})-")
-"""Start of a sweep's id: the time when it began, by its machine's clock."""
-
-
-@dataclass(frozen=True)
-class Sweep:
-    name: str
-    began: float
-    summary: Summary
-
-    @property
-    def single(self) -> bool:
-        """Whether it is a single evaluation."""
-        return max(len(self.summary.names), len(self.summary.candidates)) < 2
 
 
 @dataclass(frozen=True)
@@ -137,7 +122,7 @@ class Found:
     evidence: Mapping[str, Held]
     """Identities by the sha256 of identity.json."""
     models: Sequence[RegisteredModel]
-    sweeps: Sequence[Sweep]
+    sweeps: Sequence[Summary]
     """Sweeps, the latest first."""
     problems: Sequence[Exception]
     """UserError or MissingRequirement for everything that could not be read."""
@@ -146,7 +131,7 @@ class Found:
 def find(config: Config) -> Found:
     """Read a work directory and the tracking store. Nothing is written or made."""
     root, problems = config.work / "artifacts", list[Exception]()
-    pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Sweep](), list[RegisteredModel]()
+    pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Summary](), list[RegisteredModel]()
     last = ""
 
     @contextmanager
@@ -166,7 +151,7 @@ def find(config: Config) -> Found:
                 evidence[digest] = Held(known.identity, (*known.places, piece.place))
     for path in (config.work / summary.FOLDER).glob("[!.]*.json"):
         with noting():
-            sweeps.append(Sweep(path.stem, _began(path), summary.load(config.work, path.stem)))
+            sweeps.append(summary.load(config.work, path.stem))
     with noting():
         if config.tracking.enabled and (location := locate(config.tracking, config.work, config.model.label)).exists:
             from pipeline.registry.mlflow_client import read_registered  # importing MLflow takes 2 s
@@ -174,25 +159,17 @@ def find(config: Config) -> Found:
             models = read_registered(location, evidence)
     with noting():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
-    sweeps.sort(key=lambda sweep: (sweep.name == last, sweep.began), reverse=True)
+    sweeps.sort(key=lambda sweep: (sweep.sweep == last, sweep.began, sweep.sweep), reverse=True)
     return Found(root, pieces, evidence, models, sweeps, problems)
 
 
-def _began(path: Path) -> float:
-    stamp = BEGAN.match(path.stem)
-    try:
-        return time.mktime(time.strptime(stamp[1], "%Y%m%d-%H%M%S")) if stamp is not None else path.stat().st_mtime
-    except (ValueError, OverflowError):
-        return path.stat().st_mtime
-
-
-def last_sweeps(sweeps: Iterable[Sweep], number: int) -> list[Sweep]:
+def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
     """Return the last sweeps up to the `number`-th with candidates, and the last single evaluations likewise."""
     counts, chosen = Counter[bool](), []
     for sweep in sweeps:
         if counts[sweep.single] < number:
             chosen.append(sweep)
-            counts[sweep.single] += bool(sweep.summary.candidates)
+            counts[sweep.single] += bool(sweep.candidates)
     return chosen
 
 
@@ -227,12 +204,13 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
                         reasons.setdefault(f"build/{path.name}", f"{alias} of {model.name}")
     recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)
     for sweep in recent:
-        for candidate in sweep.summary.candidates:
-            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.name}", built=True, measured=sweep in newest)
-    first = min((sweep for sweep in recent if sweep.summary.unfinished), key=lambda sweep: sweep.began, default=None)
+        for candidate in sweep.candidates:
+            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.sweep}", built=True, measured=sweep in newest)
+    unfinished = (sweep for sweep in recent if sweep.unfinished)
+    first = min(unfinished, key=lambda sweep: sweep.began, default=None)
     for piece in found.pieces:
         if piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S:
             reasons.setdefault(piece.place, "the interrupted command, which resumes from it")
         elif piece.is_artifact and first is not None and piece.made >= first.began:
-            reasons.setdefault(piece.place, f"sweep {first.name}, which did not finish")
+            reasons.setdefault(piece.place, f"sweep {first.sweep}, which did not finish")
     return reasons, missing

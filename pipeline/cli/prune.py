@@ -89,7 +89,7 @@ def make_plan(config: Config) -> PrunePlan:
 def _check_known(config: Config, found: Found) -> None:
     """Refuse a tracking store that does not know the engines which were registered from this work directory."""
     known = {version.identity_digest for model in found.models for version in model.versions.values()}
-    candidates = [one for sweep in found.sweeps for one in sweep.summary.candidates if one.version]
+    candidates = [one for sweep in found.sweeps for one in sweep.candidates if one.version]
     for model in sorted({one.model for one in candidates}):
         if known.isdisjoint(one.identity.digest for one in candidates if one.model == model):
             raise UserError(

@@ -8,11 +8,12 @@ from rich.markup import escape
 
 from pipeline.cli import console, next_steps
 from pipeline.cli.grids import Column, Grid, Row
-from pipeline.cli.needs import Found, Sweep, distinct_bytes, find, last_sweeps, needs_of, sizes
+from pipeline.cli.needs import Found, distinct_bytes, find, last_sweeps, needs_of, sizes
 from pipeline.cli.next_steps import NextStep
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
 from pipeline.registry.promotion import PASS, PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
+from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
 
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
@@ -45,7 +46,7 @@ def show_status(config: Config) -> None:
 
 
 def _show_model(model: RegisteredModel, found: Found) -> None:
-    judged = {one.identity.digest: one for sweep in found.sweeps for one in sweep.summary.candidates}
+    judged = {one.identity.digest: one for sweep in found.sweeps for one in sweep.candidates}
     rows, pointed_at = [], model.pointed_at
     for alias, version in sorted(pointed_at.items(), key=lambda item: (ORDER.get(item[0], 2), item[0])):
         digest = version.identity_digest
@@ -67,14 +68,14 @@ def _show_model(model: RegisteredModel, found: Found) -> None:
         console.say("  no previous champion: stage=rollback has nothing to return to")
 
 
-def _show_sweep(sweep: Sweep, found: Found) -> None:
-    rows, unfinished = [], sweep.summary.unfinished
-    for one in sweep.summary.candidates:
+def _show_sweep(sweep: Summary, found: Found) -> None:
+    rows, unfinished = [], sweep.unfinished
+    for one in sweep.candidates:
         gone = None if one.identity.digest in found.evidence else "its evidence is gone"
         because = "; ".join(filter(None, (gone, *one.reasons[:1], one.covered if one.verdict == PASS else None)))
         rows.append(Row(one.name, [one.verdict, one.version or "-", one.model, one.backend], because))
     missing = f", which did not finish: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
-    title = f"sweep {sweep.name}{missing or ('' if rows else ': no candidate')}"
+    title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"
     if rows:
         columns = _words("verdict", "version", "model", "backend")
         console.show("sweep", Grid(title, "candidate", columns, rows, "because", COLOURS))
@@ -91,7 +92,7 @@ def _show_artifacts(found: Found) -> None:
 def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | None:
     champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
     here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
-    candidates = [[one for one in sweep.summary.candidates if one.model == config.model.label] for sweep in found.sweeps]
+    candidates = [[one for one in sweep.candidates if one.model == config.model.label] for sweep in found.sweeps]
     last = next(filter(None, candidates), [])
     passed = any(one.verdict == PASS and one.version for one in last)
     return next_steps.after_status(

@@ -180,10 +180,9 @@ class MlflowStore:
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
         self._log(run_id, metrics=chosen(candidate), tags=tags, model_id=model_id)
-        with tempfile.TemporaryDirectory() as scratch:
-            for name, table in tables.items():
-                (Path(scratch) / name).write_text(table_text(table), encoding="utf-8")
-            self.attach(run_id, [candidate.report.path, *Path(scratch).iterdir()])
+        for name, table in tables.items():
+            self.client.log_text(run_id, table_text(table), name)
+        self.attach(run_id, [candidate.report.path])
         baseline = of_baseline(candidate)
         if baseline:
             self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, baseline)

@@ -36,6 +36,8 @@ class Summary(StrictModel):
 
     schema_version: Literal[1] = 1
     sweep: str = ""
+    began: float = 0.0
+    """Time when the sweep began, in seconds since 1970; 0 in old summaries."""
     command: str | None = None
     """Complete command line that judged the candidates; null if kvgate was called from Python."""
     names: tuple[str, ...] = ()
@@ -46,6 +48,11 @@ class Summary(StrictModel):
     champion: str | None = None
     """Name of the candidate that serves, after a promotion or a rollback."""
     exit_code: int = 0
+
+    @property
+    def single(self) -> bool:
+        """Whether it is a single evaluation."""
+        return max(len(self.names), len(self.candidates)) < 2
 
     @property
     def unfinished(self) -> str | None:
@@ -125,7 +132,7 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, 
 
     Set `latest` only for a sweep that judges: it then replaces the candidates in `summary.json`.
     """
-    return note(workdir, sweep, latest, names=tuple(names), command=command and redact_text(command))
+    return note(workdir, sweep, latest, names=tuple(names), began=time.time(), command=command and redact_text(command))
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:

@@ -15,7 +15,7 @@ engine in the same memory, over the same baseline (so with the same model, weigh
 An engine that a rollback left is not chosen for the class again until a routing file names it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -184,23 +184,23 @@ def prove(engines: Engines, engine: RegisteredEngine, workload: str) -> None:
             raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
 
 
-def check_classes(named: Mapping[str, Iterable[RegisteredEngine]]) -> None:
-    """Refuse a class that kvgate does not know and no engine of the routing file was judged on. Raises UserError."""
-    judged = {workload for engines in named.values() for engine in engines for workload in engine.workloads}
-    for workload in named:
-        if workload not in {DEFAULT, *get_args(Workload), *judged}:
-            choices = ", ".join(sorted(judged or get_args(Workload)))
-            raise UserError(f"routing.file: routes.{workload}: no such class; these engines were judged on {choices}")
-
-
 def route(engines: Engines, routing: RoutingConfig, say: Callable[[str], None]) -> None:
-    """Set the routes of the routing file. Classes that the file does not name keep their routes."""
+    """Set the routes of the routing file. Classes that the file does not name keep their routes.
+
+    Raises:
+        UserError: kvgate knows no such class, and no engine of the file was judged on it; or another line of the file is wrong.
+        GateRefusal: an engine is not proven for its class.
+    """
     named: dict[str, dict[str, RegisteredEngine]] = {}  # class -> key of the routing file -> engine
     for workload, entry in read_routing_file(routing).by_class.items():
         place = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
         keys = {f"{place}.policy": entry.policy, f"{place}.fallback": entry.fallback}
         named[workload] = {key: find_engine(engines, name, key) for key, name in keys.items() if name is not None}
-    check_classes({workload: listed.values() for workload, listed in named.items()})
+    judged = {workload for listed in named.values() for engine in listed.values() for workload in engine.workloads}
+    for workload in named:
+        if workload not in {DEFAULT, *get_args(Workload), *judged}:
+            choices = ", ".join(sorted(judged or get_args(Workload)))
+            raise UserError(f"routing.file: routes.{workload}: no such class; these engines were judged on {choices}")
     moves, lines = [], []
     for workload, listed in named.items():
         for key, engine in listed.items():

@@ -277,9 +277,9 @@ def test_what_serves_is_not_guessed(ground: Ground, tmp_path: Path) -> None:
 
 
 def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
-    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(time.time() - 3600))}-1-f"
+    name = "20260108-000000-1-h"
     assert any(piece.kind == "tune" for piece in ground.plan().gone)
-    summary.begin(ground.work, name, ["fp8", "int8"])
+    summary.note(ground.work, name, names=("fp8", "int8"), began=time.time() - 3600)
     try:
         assert ground.plan().gone == (), "everything was made within this hour"
         assert any(piece.kind == "tune" for piece in ground.plan("prune.keep_sweeps=0").gone)

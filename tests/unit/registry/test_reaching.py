@@ -2,6 +2,7 @@
 
 import socket
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from refusals import refused
 
 from pipeline.registry import reaching
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
 from stages.core.errors import MissingRequirement, UserError
 
 SECRET = "hunter2/hunter2"
@@ -118,6 +119,21 @@ def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
     assert "(tracking.timeout_s=1)" in said
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Location, sqlite3.Connection]]:
+    """A store with a version, and a copy of its database."""
+    work = tmp_path_factory.mktemp("sound")
+    location = locate(Tracking(), work, "tiny", {})
+    store = MlflowStore(location)
+    store.client.create_model_version("kvgate-tiny", "source", run_id="a", tags={"kv": "fp8"})
+    assert [version.tags for version in store.read().versions.values()] == [{"kv": "fp8"}]
+    copy = sqlite3.connect(":memory:")
+    with sqlite3.connect(work / "mlflow.db") as database:
+        database.backup(copy)
+    yield location, copy
+    copy.close()
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -131,12 +147,11 @@ def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
         "UPDATE experiments SET lifecycle_stage = 5",
     ],
 )
-def test_odd_values_of_a_store_are_a_line_or_harmless(statement: str, tmp_path: Path) -> None:
-    location = locate(Tracking(), tmp_path, "tiny", {})
-    store = MlflowStore(location)
-    store.client.create_model_version("kvgate-tiny", "source", run_id="a", tags={"kv": "fp8"})
-    assert [version.tags for version in store.read().versions.values()] == [{"kv": "fp8"}]
-    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+def test_odd_values_of_a_store_are_a_line_or_harmless(statement: str, sound: tuple[Location, sqlite3.Connection]) -> None:
+    location, copy = sound
+    assert location.file is not None
+    with sqlite3.connect(location.file) as database:
+        copy.backup(database)  # creating its tables takes a second
         database.execute("PRAGMA ignore_check_constraints = ON")
         database.execute(statement)
     try:
