@@ -12,6 +12,7 @@ from faults.library import BY_NAME as FAULTS
 from gate_reports import lines, report
 
 from stages.engines.onnx.engine import OnnxEngine
+from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
@@ -168,8 +169,11 @@ def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformit
     assert result.kl > 1e-4
 
 
-def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity, tmp_path: Path) -> None:
+def test_an_evaluation_of_two_engines_that_share_a_fault_fails(
+    bench: Conformity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Let baseline and candidate share a fault: their logits are equal, so no distance between them shows it."""
+    monkeypatch.setattr(stress_test, "SCENARIOS", ())  # the samples show the fault
     config = conformance_config(conformance_samples=1, noise_samples=0, control_samples=1, stress_test=BRIEF)
     samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from onnx_fixtures import (
 from stages.core.records import no_progress
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
+from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.scenarios import SCENARIOS
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.system import process_memory
 from stages.policies.policy import PAGE_TOKENS, KVShape
@@ -35,6 +37,27 @@ SMALL = StressTestConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_ba
 WIDE = SMALL.model_copy(update={"max_batch": 20})
 DAY = SMALL.model_copy(update={"max_tokens": 704, "max_batch": 8})
 FAR = StressTestConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40, seed=0)
+
+
+Limit = Callable[..., None]
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
+    """A function that limits the stress test to the named scenarios."""
+
+    def limited(*names: str) -> None:
+        chosen = tuple(one for one in SCENARIOS if one.name in names)
+        assert len(chosen) == len(names)
+        monkeypatch.setattr(stress_test, "SCENARIOS", chosen)
+
+    return limited
+
+
+@pytest.fixture
+def briefly(limit: Limit) -> Limit:
+    """Like `limit` in `make test`. `make test-long` runs every scenario."""
+    return limit if STRIDE > 1 else lambda *_: None
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +91,26 @@ def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decod
     assert engine.pool.in_use == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("evicted_under_a_fork", "of an origin that evicted"), ("evicted_never_freed", "pages stayed in the cache")],
-)
+@pytest.mark.every
 def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caught(
-    name: str, said: str, model: Any, decoder: Path, tmp_path: Path
+    model: Any, decoder: Path, tmp_path: Path, briefly: Limit
 ) -> None:
-    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["streaming"])
-    reference = ReferenceEngine(make_reference(model, BY_NAME["streaming"], engine.shape), "float32")
+    briefly("evicted_fork")
+    bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["streaming"])
     long = SMALL.model_copy(update={"max_tokens": 320})
-    assert run_stress_test(engine, reference, long, 4, 150, no_progress).failures == []
-    FAULTS[name].plant(engine)
-    found = run_stress_test(engine, reference, long, 4, 150, no_progress)
-    assert any(said in failure for failure in found.failures), found.failures
+    faults = {"evicted_under_a_fork": "of an origin that evicted", "evicted_never_freed": "pages stayed in the cache"}
+    for name, said in {"": "", **faults}.items():
+        engine = load_engine(bundle, threads=1)
+        if name:
+            FAULTS[name].plant(engine)
+        reference = ReferenceEngine(make_reference(model, BY_NAME["streaming"], engine.shape), "float32")
+        failures = run_stress_test(engine, reference, long, 4, 150, no_progress).failures
+        assert any(said in failure for failure in failures) is bool(name), failures
 
 
-def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any) -> None:
+@pytest.mark.every
+def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any, briefly: Limit) -> None:
+    briefly("batch", "offsets")
     engine, reference = (
         make_reference(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2)
     )
@@ -130,31 +156,42 @@ def a_breath_of_another(engine: Any) -> None:
 
 
 WHERE_SAMPLES_DO_NOT_LEAD = [
-    ("prompt_logits_one_off", WIDE, "of a batch of 20"),
-    ("prompt_rows_reversed", WIDE, "of a batch of 20"),
-    ("generate_long_prompts", FAR, "generate: 0 tokens instead of"),
-    ("generate_other_callers", WIDE, "generate: the first token of the answer"),
-    ("logits_of_last_prompt", WIDE, "(a prompt that joins)"),
-    ("rows_above_16_beyond_192", FAR, "(page offset 63, row 16 of a batch of 18), layer 0"),
-    ("second_turn_one_early", WIDE, "turns: turns of "),
-    ("equal_prompts_never_part", WIDE, "equal: equal prompts of 60 tokens that part: first stored wrong at position 60"),
-    ("after_330_decoded", FAR, "batch: 9 tokens and far: first stored wrong at position 339"),
-    ("a_breath_of_another", FAR, "isolation: "),
+    ("prompt_logits_one_off", WIDE, "batch", "of a batch of 20"),
+    ("prompt_rows_reversed", WIDE, "batch", "of a batch of 20"),
+    ("generate_long_prompts", FAR, "", "generate: 0 tokens instead of"),
+    ("generate_other_callers", WIDE, "batch", "generate: the first token of the answer"),
+    ("logits_of_last_prompt", WIDE, "batch", "(a prompt that joins)"),
+    ("rows_above_16_beyond_192", FAR, "", "(page offset 63, row 16 of a batch of 18), layer 0"),
+    ("second_turn_one_early", WIDE, "turns", "turns: turns of "),
+    (
+        "equal_prompts_never_part",
+        WIDE,
+        "equal",
+        "equal: equal prompts of 60 tokens that part: first stored wrong at position 60",
+    ),
+    ("after_330_decoded", FAR, "", "batch: 9 tokens and far: first stored wrong at position 339"),
+    ("a_breath_of_another", FAR, "", "isolation: "),
 ]
-"""Faults of the library and `a_breath_of_another`, with the expected message. Faults with FAR take long."""
+"""Faults of the library and `a_breath_of_another`, the scenario that must find the fault, and the expected message.
+
+Faults with FAR take long.
+"""
 
 
 @pytest.mark.every
 @pytest.mark.parametrize(
-    ("name", "config", "expected"), [one for one in WHERE_SAMPLES_DO_NOT_LEAD if STRIDE == 1 or one[1] is WIDE]
+    ("name", "config", "scenario", "expected"), [one for one in WHERE_SAMPLES_DO_NOT_LEAD if STRIDE == 1 or one[1] is WIDE]
 )
 def test_a_fault_where_samples_do_not_lead_is_named(
-    name: str, config: StressTestConfig, expected: str, int8: Path, reference: ReferenceEngine
+    name: str, config: StressTestConfig, scenario: str, expected: str, int8: Path, reference: ReferenceEngine, briefly: Limit
 ) -> None:
+    briefly(scenario)
     engine = load_engine(int8, threads=1)
     (a_breath_of_another if name == "a_breath_of_another" else FAULTS[name].plant)(engine)
     failures = run_stress_test(engine, reference, config, 16, 700 if config is FAR else 150, no_progress).failures
     assert any(expected in failure for failure in failures), failures
+    if name == "prompt_logits_one_off":
+        assert not any(failure.startswith("isolation") for failure in failures), "no request influences another"
 
 
 def stop_tokens_ignored(engine: Any) -> None:
@@ -245,27 +282,32 @@ def full_pool_wipes_a_page(engine: Any) -> None:
 
 
 IN_LATER_SCENARIOS = [
-    (idle_loses_a_page, "rest: a sequence that rests"),
-    (leaks, "wear: the process grows by 25"),
-    (a_step_is_off, "wear: "),
-    (full_pool_wipes_a_page, "full pool: request"),
-    (stop_tokens_ignored, "generate: the stop token, and more, to a prompt of"),
-    (rows_by_handle, "schedule: row"),
-    (long_turns_cut, "talk: a long conversation"),
-    (many_forks_share, "shared: row"),
-    (FAULTS["third_fork_loses_a_token"].plant, "fork: fork of a fork of a fork"),
+    (idle_loses_a_page, "equal", "rest: a sequence that rests"),
+    (leaks, "wear", "wear: the process grows by 25"),
+    (a_step_is_off, "wear", "wear: "),
+    (full_pool_wipes_a_page, "full_pool", "full pool: request"),
+    (stop_tokens_ignored, "answers", "generate: the stop token, and more, to a prompt of"),
+    (rows_by_handle, "schedule", "schedule: row"),
+    (long_turns_cut, "talk", "talk: a long conversation"),
+    (many_forks_share, "shared", "shared: row"),
+    (FAULTS["third_fork_loses_a_token"].plant, "fork", "fork: fork of a fork of a fork"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "expected"), IN_LATER_SCENARIOS, ids=[expected for _, expected in IN_LATER_SCENARIOS])
-def test_a_fault_of_a_serving_day_is_named(plant: Any, expected: str, int8: Path, reference: ReferenceEngine) -> None:
+@pytest.mark.every
+@pytest.mark.parametrize(("plant", "scenario", "expected"), IN_LATER_SCENARIOS, ids=[one[2] for one in IN_LATER_SCENARIOS])
+def test_a_fault_of_a_serving_day_is_named(
+    plant: Any, scenario: str, expected: str, int8: Path, reference: ReferenceEngine, briefly: Limit
+) -> None:
+    briefly(scenario)
     engine = load_engine(int8, threads=1)
     plant(engine)
     failures = run_stress_test(engine, reference, DAY, 4, 150, no_progress).failures
     assert any(failure.startswith(expected) for failure in failures), failures
 
 
-def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: ReferenceEngine) -> None:
+def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: ReferenceEngine, limit: Limit) -> None:
+    limit("equal")
     brief = StressTestConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
     engine = load_engine(int8, threads=1)
     drawn = [run_stress_test(engine, reference, brief, 2, 100, no_progress).seed for _ in range(2)]
@@ -273,15 +315,8 @@ def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: Re
     assert run_stress_test(engine, reference, brief.model_copy(update={"seed": 7}), 2, 100, no_progress).seed == 7
 
 
-def test_only_what_is_influenced_is_called_isolation(int8: Path, reference: ReferenceEngine) -> None:
-    engine = load_engine(int8, threads=1)
-    FAULTS["prompt_logits_one_off"].plant(engine)
-    failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
-    assert failures
-    assert not any(failure.startswith("isolation") for failure in failures)
-
-
-def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, reference: ReferenceEngine) -> None:
+def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, reference: ReferenceEngine, limit: Limit) -> None:
+    limit("full_pool", "crowd", "wear")
     engine: Any = load_engine(int8, threads=1)
     decode, rng = engine._decode, np.random.default_rng(0)
 
@@ -293,9 +328,9 @@ def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, reference:
     assert run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures == []
 
 
-def test_an_engine_that_keeps_prefixes_is_judged_with_them(reference: ReferenceEngine, decoder: Path, tmp_path: Path) -> None:
-    bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"])
-    engine: Any = load_engine(bundle, threads=1, prefill_chunk=PAGE_TOKENS, prefix_tokens=4 * PAGE_TOKENS)
+def test_an_engine_that_keeps_prefixes_is_judged_with_them(int8: Path, reference: ReferenceEngine, limit: Limit) -> None:
+    limit("batch", "prefix")
+    engine: Any = load_engine(int8, threads=1, prefill_chunk=PAGE_TOKENS, prefix_tokens=4 * PAGE_TOKENS)
     sound = run_stress_test(engine, reference, SMALL, 4, 150, no_progress)
     assert (sound.failures, sound.prefixes) == ([], 2)
     assert engine.pool.in_use == (0, 0)
@@ -334,7 +369,10 @@ def test_a_float16_copy_that_the_engine_does_not_report_shows_in_its_process(int
     assert sure_memory(engine).excess_mib
 
 
-def test_the_stress_test_goes_no_further_than_the_engine_was_built_for(int8: Path, reference: ReferenceEngine) -> None:
+def test_the_stress_test_goes_no_further_than_the_engine_was_built_for(
+    int8: Path, reference: ReferenceEngine, limit: Limit
+) -> None:
+    limit("batch", "schedule", "lengths", "crowd")
     engine: Any = load_engine(int8, threads=1)
     engine.max_tokens, engine.max_batch, engine.max_sequences = 128, 3, 3
     found: StressResult = run_stress_test(engine, reference, SMALL, 16, 700, no_progress)
