@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 from conformance_cases import conformance_config
+from evaluations import evaluate, measure_baseline
+from gate_reports import gates
 from onnx_fixtures import BY_NAME, make_engine, tiny_decoder
-from short_evaluations import job_of, judge
 
 from stages.core.records import no_progress
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.rows import SampleRun, run_samples
-from stages.evaluate.inputs.lengths import long_samples
+from stages.evaluate.inputs.lengths import fit_lengths, long_samples
+from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
 from stages.verdict.coverage import Exercised
-from stages.verdict.report import load_report
+from stages.verdict.gates import decide
+from stages.verdict.report import load_rows
 from stages.workloads.config import LONG_QUESTIONS
 from stages.workloads.documentation import pages
 
@@ -45,20 +48,25 @@ def test_the_seven_questions_of_a_document_prefill_it_once(
     assert engine.pool.in_use == (0, 0)
 
 
-def test_a_verdict_on_the_users_texts_claims_the_longest_length_and_reports_every_length(tmp_path: Path) -> None:
+def test_a_verdict_on_the_users_texts_claims_the_longest_length_and_reports_every_length(
+    tiny_checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text(" ".join(word for page in pages("train") for paragraph in page for word in paragraph.split()))
-    given = ["workloads.lengths=[1216,1664]", "workloads.length_documents=1", "gates.min_samples=1"]
-    given += ["workloads=documents", f"workloads.documents={texts}"]
-    cheap = ["workloads.conformance_samples=0", "gates.min_baseline_probability=1e-30", "tracking=none"]
-    place, candidate = judge(job_of(tmp_path, "kv=int8", *given, *cheap), "INCONCLUSIVE")
-    report = load_report(place)
+    cheap: dict[str, Any] = {"conformance_samples": 0, "noise_samples": 1, "control_samples": 1, "max_scored_tokens": 16}
+    config = conformance_config(samples={}, lengths=[1216, 1664], length_documents=1, documents=str(texts), **cheap)
+    tokenizer, decoder = BundleTokenizer(tiny_checkpoint), tiny_decoder(tmp_path_factory, tiny_checkpoint)
+    samples, stored = fit_lengths(load_samples(config), tokenizer, config), tmp_path / "baseline"
+    fp16, int8 = (make_engine(decoder, tmp_path / name, BY_NAME[name]) for name in ("fp16", "int8"))
+    measure_baseline(lambda: fp16, samples, stored, tokenizer=tokenizer, config=config)
+    report = evaluate(lambda: int8, samples, stored, tmp_path, tokenizer=tokenizer, config=config)
     assert report.limits is not None
     assert report.limits.tokens is not None
     assert 0.9 * 1664 < report.limits.tokens <= report.limits.room <= 1664  # type: ignore[operator]
-    assert f"up to {report.limits.tokens:,} tokens" in candidate["covered"]
+    verdict = decide(report, load_rows(tmp_path), gates(min_samples=1, min_baseline_probability=1e-30))
+    assert verdict.status == "INCONCLUSIVE"
+    assert f"up to {report.limits.tokens:,} tokens" in str(verdict.covered)
     lengths = ["long_1216", "long_1664"]
     assert [part.workload for part in report.slices if part.workload and part.whole] == lengths
-    recovered = {check["where"] for check in candidate["checks"] if check["gate"] == "min_recovery"}
-    assert recovered == {"all", *lengths}
+    assert {check.where for check in verdict.checks if check.gate == "min_recovery"} == {"all", *lengths}
     assert [part.context for part in report.slices if part.workload is None and part.context] == [(912, 1248), (1248, None)]
