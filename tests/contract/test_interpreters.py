@@ -4,9 +4,10 @@ The fakes accept only the recorded arguments.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,8 @@ class Library:
     broken: str
     """Reason why a broken installation cannot be imported."""
     kv: str = "fp8"
+    computing: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `make` for an interpreter that computes logits."""
 
 
 LIBRARIES = {
@@ -60,7 +63,7 @@ LIBRARIES = {
     ),
     "sglang": Library(
         SGLANG, make_sglang_interpreter, partial(make_bundle, "sglang"), "0.5.23", "context_length",
-        ("pip install sglang==0.5.23",), "libcudart", kv="fp8_uncalibrated",
+        ("pip install sglang==0.5.23",), "libcudart", kv="fp8_uncalibrated", computing={"logits": True},
     ),
 }  # fmt: skip
 
@@ -72,7 +75,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture(scope="module")
 def python(library: Library, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return library.make(tmp_path_factory.mktemp("interpreter") / "bin", release=library.release)
+    return library.make(tmp_path_factory.mktemp("interpreter") / "bin", release=library.release, **library.computing)
 
 
 @pytest.fixture(scope="module")

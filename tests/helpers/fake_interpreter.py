@@ -45,13 +45,15 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:
+def make_sglang_interpreter(
+    folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True, logits: bool = False
+) -> str:
     """Create an interpreter with the fake SGLang, and with a GPU if `gpu` is set; return its path.
 
-    torch is a stub if the test needs no logits.
+    torch is a stub unless the test needs `logits`: the real one takes seconds to import.
     """
     folder.mkdir(parents=True)
-    if mode not in ("sound", "skips a step") or release != "0.5.23" or not gpu:
+    if not logits:
         stub = "from types import SimpleNamespace\n\ncuda, Tensor = SimpleNamespace(), None\n"
         (folder / "torch.py").write_text(stub, encoding="utf-8")
     return _python(
