@@ -15,7 +15,14 @@ from pipeline.chain.runner import run
 from stages.core.errors import GateRefusal
 from stages.verdict.report import load_report
 
-FEW = (THREE, "tracking=none", "gates.min_baseline_probability=0", "workloads.rounds=[1.0]", "calibration.max_length=64")
+FEW = (
+    THREE,
+    "tracking=none",
+    "gates.min_baseline_probability=0",
+    "workloads.rounds=[1.0]",
+    "workloads.conformance_samples=0",  # the toy does not compute the model
+    "calibration.max_length=64",
+)
 
 
 def test_an_engine_in_an_interpreter_of_its_own_is_judged_once_its_scale_changes_are_allowed(
