@@ -11,7 +11,7 @@ Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block,
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -94,8 +94,8 @@ class Fed:
             for position in (range(end - count, end) if decoded else (end - 1,))
         ]
 
-    def spans(self, chunk: int, *, itself: bool) -> list[Span]:
-        """Return the rows of a pass over the whole sequence."""
+    def spans(self, chunk: int, *, itself: bool, begin: int = 0) -> list[Span]:
+        """Return the rows of a pass over the sequence from position `begin`, where a chunk or a decoded token must begin."""
         spans, first = [], 0
         for count, decoded in self.pieces:
             end = first + count
@@ -104,7 +104,7 @@ class Fed:
             if decoded:
                 spans.append(Span(first, end, None, itself))
             first = end
-        return spans
+        return [replace(span, begin=max(begin, span.begin)) for span in spans if span.end > begin]
 
 
 @dataclass(frozen=True)

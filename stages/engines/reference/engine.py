@@ -178,7 +178,12 @@ class TorchEngine(ChunkedEngine):
 
     @torch.inference_mode()
     def replay(
-        self, sequences: Sequence[Fed], caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (), *, rounding: float = 0.0
+        self,
+        sequences: Sequence[Fed],
+        caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (),
+        *,
+        rounding: float = 0.0,
+        origins: Sequence[tuple[int, int]] = (),
     ) -> list[Replay]:
         """Compute whole sequences together, each in one pass, over the caches that another engine stored for them.
 
@@ -188,33 +193,40 @@ class TorchEngine(ChunkedEngine):
                 `caches` is empty, this engine's own codes are read.
             rounding: Noise on every layer's output in the disturbed rows, relative to the output's root mean square; 0 skips
                 the disturbed rows.
+            origins: By sequence, the index of an earlier sequence, and a number of first tokens that both have in common with
+                their stored copies. They are computed once, and their logits are returned only for the earlier sequence.
 
         Returns:
             Logits and errors by sequence. The engine keeps no sequence.
         """
-        lengths, passes = [len(one.tokens) for one in sequences], 2 if rounding else 1
-        ids = [token for one in sequences for token in one.tokens]
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        parts: list[Sequence[View]] = []
-        for one, layers in zip(sequences, caches or [()] * len(sequences), strict=True):
-            spans = one.spans(self.prefill_chunk, itself=self.reads_itself)
+        if self._keeps_heavy or not origins:
+            origins = [(0, 0)] * len(sequences)
+        passes, begins = 2 if rounding else 1, [begin for _, begin in origins]
+        lengths = [len(one.tokens) - begin for one, begin in zip(sequences, begins, strict=True)]
+        ids = [token for one, begin in zip(sequences, begins, strict=True) for token in one.tokens[begin:]]
+        positions = torch.cat([torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)])
+        parts: list[Sequence[Any]] = []
+        for one, layers, (origin, begin) in zip(sequences, caches or [()] * len(sequences), origins, strict=True):
+            spans = one.spans(self.prefill_chunk, itself=self.reads_itself, begin=begin)
             if self._keeps_heavy:
                 parts.append([self._whole(spans) for _ in range(passes)])
-            else:
-                blocks = self._plan(spans)
-                first = OnePassView(self.policy, self.storages, blocks, layers)
-                parts.append([first, OnePassView(self.policy, self.storages, blocks, layers, first)][:passes])
+                continue
+            blocks, rows = self._plan(spans), list[OnePassView]()
+            for number in range(passes):
+                before = (parts[origin][number], begin) if begin else None
+                rows.append(OnePassView(self.policy, self.storages, blocks, layers, rows[0] if rows else None, origin=before))
+            parts.append(rows)
         views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
         with disturbed(self.model, rounding) if rounding else nullcontext():
             hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
-        shown = [one.shown for one in sequences]
-        rows = [
+        shown = [[place - begin for place in one.shown if place >= begin] for one, begin in zip(sequences, begins, strict=True)]
+        logits = [
             [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
             for row in hidden
         ]
         firsts = [part[0].errors if isinstance(part[0], OnePassView) else [] for part in parts]
         errors = [[{side: error.cpu() for side, error in layer.items()} for layer in layers] for layers in firsts]
-        return [Replay(sound, off, found) for sound, off, found in zip(rows[0], rows[-1], errors, strict=True)]
+        return [Replay(sound, off, found) for sound, off, found in zip(logits[0], logits[-1], errors, strict=True)]
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
         """Return the stored copies of a live sequence by layer. Empty for H2O, whose heads keep different tokens."""

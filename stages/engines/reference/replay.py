@@ -75,10 +75,9 @@ class Replay:
 class OnePassView(BlockView):
     """A whole sequence in one row of a batch, over its own codes or over the codes that another engine stored.
 
-    The undisturbed row of a replayed sequence comes first in the batch.
+    The undisturbed row of a replayed sequence comes first in the batch. A sequence that begins like an earlier sequence of the
+    row computes only the tokens after the common ones.
     """
-
-    first_row = 0
 
     def __init__(
         self,
@@ -88,6 +87,7 @@ class OnePassView(BlockView):
         shown: Sequence[Mapping[Side, StoredCopy]] = (),
         undisturbed: "OnePassView | None" = None,
         finite: Finite | None = None,
+        origin: "tuple[OnePassView, int] | None" = None,
     ) -> None:
         """Prepare a row.
 
@@ -98,11 +98,16 @@ class OnePassView(BlockView):
             shown: The other engine's stored copies by layer; empty if the row reads its own codes.
             undisturbed: The undisturbed row of the sequence; None for this row itself.
             finite: Check that keys and values are finite; None skips it.
+            origin: Row of a sequence with the same first tokens and stored copies, and the number of these tokens.
         """
+        self.origin = None if origin is None else origin[0]
+        self.first_row = 0 if origin is None else origin[1]
         self.policy, self.storages, self.blocks, self.shown = policy, storages, blocks, shown
         self.undisturbed, self.finite = undisturbed, finite
         self.errors: list[dict[Side, Errors]] = []
         """Errors by layer. Both rows' errors are in the undisturbed row."""
+        self.layer: tuple[Tensor, Tensor]
+        """Keys and values (H, T, D) of the current layer."""
         self.computed: dict[Side, tuple[Tensor, Tensor]] = {}
         """Computed vectors (H, T, D) of the current layer, and their nearest codes as numbers."""
 
@@ -111,6 +116,10 @@ class OnePassView(BlockView):
             self.finite.note(layer, key, value)
         self.errors.append({})
         self.computed.clear()
+        if self.origin is not None:
+            before = (x[:, : self.first_row] for x in self.origin.layer)
+            key, value = (torch.cat(parts, dim=1) for parts in zip(before, (key, value), strict=True))
+        self.layer = key, value
         return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:

@@ -82,11 +82,19 @@ class Comparer:
             sequence.observe(self.engine.stored_request(number))
 
     def replay(self, sequences: Sequence[ForcedSequence], *, disturbed: bool = True) -> list[tuple[Replay, str]]:
-        """Replay sequences together. Also return the problem of each sequence's copies; such copies are not replayed."""
-        problems = [self.problem(sequence) for sequence in sequences]
+        """Replay sequences together; compute tokens and copies that a fork shares with its origin only once.
+
+        Also return the problem of each sequence's copies; such copies are not replayed.
+        """
+        problems, chunk = [self.problem(sequence) for sequence in sequences], self.engine.prefill_chunk
         caches = [[] if problem else sequence.layers for sequence, problem in zip(sequences, problems, strict=True)]
         feds = [sequence.fed for sequence in sequences]
-        return list(zip(self.reference.replay(feds, caches, disturbed=disturbed), problems, strict=True))
+        shared = [
+            [(i, sequence.shared_tokens(other, chunk)) for i, other in enumerate(sequences[:number])]
+            for number, sequence in enumerate(sequences)
+        ]
+        origins = [max(counts, key=lambda one: one[1], default=(0, 0)) for counts in ([] if any(problems) else shared)]
+        return list(zip(self.reference.replay(feds, caches, disturbed=disturbed, origins=origins), problems, strict=True))
 
     def compare(self, sequence: ForcedSequence, replay: Replay, problem: str) -> ComparedSequence:
         """Compare the rows and the stored vectors of a sequence with its replay."""

@@ -70,7 +70,7 @@ class Deviations:
         """
         by_codes = defaultdict[object, list[ForcedSequence]](list)
         for sequence in sequences:
-            by_codes[sequence.key, sequence.digest].append(sequence)
+            by_codes[sequence.key, sequence.digest()].append(sequence)
         alike = {group[0]: group for group in by_codes.values()}
         fresh = list({sequence.key: sequence for sequence in alike if sequence.key not in self.roundings}.values())
         first = fresh if self.by_median or not self.roundings else []

@@ -78,7 +78,12 @@ class ReferenceEngine:
         return positions
 
     def replay(
-        self, sequences: Sequence[Fed], caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (), *, disturbed: bool = True
+        self,
+        sequences: Sequence[Fed],
+        caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (),
+        *,
+        disturbed: bool = True,
+        origins: Sequence[tuple[int, int]] = (),
     ) -> list[Replay]:
         """Replay sequences as `TorchEngine.replay` does. `disturbed` adds rows with disturbed activations."""
-        return self.engine.replay(sequences, caches, rounding=self.rounding if disturbed else 0.0)
+        return self.engine.replay(sequences, caches, rounding=self.rounding if disturbed else 0.0, origins=origins)

@@ -53,14 +53,32 @@ class ForcedSequence:
         """Key of the sensitivity to rounding, which depends on the tokens and on how they were fed."""
         return tuple(self.tokens), tuple(self.pieces)
 
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 digest of the stored codes, scales and zero points."""
+    def digest(self, end: int | None = None) -> bytes:
+        """Return the SHA-256 digest of the stored copies of the tokens before position `end`; None for all tokens."""
         digest = sha256()
-        for copy in (copy for layer in self.layers for copy in layer.values()):
-            for array in (copy.codes, copy.scale, copy.zero):
+        for side, copy in (item for layer in self.layers for item in layer.items()):
+            digest.update(f"{side} {copy.first} {copy.evicted}".encode())
+            part = slice(None if end is None else max(0, end - copy.first))
+            stored = [None if array is None else array[:, part] for array in (copy.codes, copy.scale, copy.zero)]
+            for array in (*stored, copy.static_scale, copy.static_zero):
                 digest.update(b"" if array is None else array.tobytes())
         return digest.digest()
+
+    def shared_tokens(self, origin: "ForcedSequence", chunk: int) -> int:
+        """Return the number of first tokens that the sequence shares with `origin`, fed alike and with equal copies.
+
+        It ends before the sequence's first row of logits, at a chunk of a prefill or a decoded token.
+        """
+        pairs = zip(self.tokens[: self.positions[0]], origin.tokens, strict=False)
+        most = next((place for place, (one, other) in enumerate(pairs) if one != other), self.positions[0])
+        most, shared = min(most, len(origin.tokens)), 0
+        for (count, decoded), (other, other_decoded) in zip(self.pieces, origin.pieces, strict=False):
+            equal = min(count, other, most - shared) if decoded == other_decoded else 0
+            whole = equal == count == other
+            shared += equal if whole or decoded else equal // chunk * chunk
+            if not whole:
+                break
+        return shared if shared and self.digest(shared) == origin.digest(shared) else 0
 
     def feed(self, tokens: Sequence[int], logits_V: Logits, place: tuple[int, int] | None, *, decoded: bool) -> None:
         """Append tokens and the logits of the last of them."""
