@@ -185,6 +185,8 @@ class OnnxEngine(PagedEngine):
         self._sessions, self.attention = _sessions(directory, bundle, pool.policy, threads, native=native)
         self._bound: dict[GraphSession, Spans] = {}
         """Spans of the pool's arrays that are bound to inputs, by session."""
+        self._new: dict[GraphSession, tuple[tuple[int, int], dict[str, Array]]] = {}
+        """(batch size, tokens) of the last step, and its arrays for new codes and scales, by session."""
         for session in set(self._sessions.values()):
             for name, values in self._constants.items():
                 session.bind_input(name, values)
@@ -202,10 +204,13 @@ class OnnxEngine(PagedEngine):
             for name in self.pool.arrays:
                 session.bind_input(name, self.pool.array_view(name, spans))
             self._bound[session] = spans
-        new: dict[str, Array] = {
-            name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)
-            for name, array in self.pool.arrays.items()
-        }
+        shape, new = self._new.get(session, (None, dict[str, Array]()))
+        if shape != (batch, tokens):
+            new = {
+                name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)
+                for name, array in self.pool.arrays.items()
+            }
+            self._new[session] = (batch, tokens), new
         logits = session.output("logits", (batch, self.vocab_size), self._float)
         sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
         session.shrinks = tokens > PAGE_TOKENS  # a shorter prompt needs no more memory than a batch

@@ -65,15 +65,16 @@ class Deviations:
     def compare(self, sequences: Sequence[ForcedSequence]) -> None:
         """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay.
 
-        A measured rounding doubles a replay. It is measured on the first sequences of the run, and later on sequences that the
-        known roundings do not clear: any other sequence would be cleared by its own rounding, too.
+        Measuring a rounding doubles a replay. Roundings are measured on the first sequences of the run, on sequences that the
+        known roundings do not clear, and on all sequences after a suspect. Any other sequence would be cleared by its own
+        rounding, too.
         """
         by_codes = defaultdict[object, list[ForcedSequence]](list)
         for sequence in sequences:
             by_codes[sequence.key, sequence.digest()].append(sequence)
         alike = {group[0]: group for group in by_codes.values()}
         fresh = list({sequence.key: sequence for sequence in alike if sequence.key not in self.roundings}.values())
-        first = fresh if self.by_median or not self.roundings else []
+        first = fresh if self.by_median or self.suspects or not self.roundings else []
         self._replay(first, alike, disturbed=True)
         unclear = self._replay([sequence for sequence in alike if sequence not in first], alike, disturbed=False)
         self._replay(unclear, alike, disturbed=True)
