@@ -1,0 +1,108 @@
+"""Replays of the stress test: common tokens are computed once, and a rounding is measured only where it decides."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from onnx_fixtures import BY_NAME, load_model, make_reference, shared_checkpoint
+
+from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.deviations import Deviations
+from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.sequence import ForcedSequence
+from stages.policies.policy import KVShape
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
+PROMPT, COMMON = 90, 95
+"""Tokens of the prompt, and of the prompt with the decoded tokens that both sequences have in common."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_model(shared_checkpoint(tmp_path_factory))
+
+
+def comparer_of(model: Any, name: str = "int8") -> Comparer:
+    """Return a comparer of a reference engine with another reference engine of the same policy."""
+    engine, reference = (make_reference(model, BY_NAME[name], SHAPE, prefill_chunk=64) for _ in range(2))
+    return Comparer(engine, ReferenceEngine(reference, "float32"))
+
+
+def fed(comparer: Comparer, tokens: list[int], rows: int) -> ForcedSequence:
+    """Return a sequence of the engine with the logits of its last `rows` tokens."""
+    engine, sequence = comparer.engine, ForcedSequence("a sequence", tokens[:PROMPT])
+    (handle,), logits = engine.prefill([sequence.prompt])
+    sequence.feed(sequence.prompt, logits[0], None, decoded=False)
+    for token in tokens[PROMPT:]:
+        if comparer.frees_next(sequence):
+            comparer.observe(sequence, handle)
+        sequence.feed([token], engine.decode([handle], [token])[0], None, decoded=True)
+    comparer.observe(sequence, handle)
+    engine.release([handle])
+    sequence.logits, sequence.places = sequence.logits[-rows:], sequence.places[-rows:]
+    return sequence
+
+
+def pair(comparer: Comparer) -> tuple[ForcedSequence, ForcedSequence]:
+    """Return two sequences with COMMON equal tokens; the second has logits only for later tokens, like a fork."""
+    rng = np.random.default_rng(0)
+    common, *rest = (rng.integers(0, comparer.engine.vocab_size, count).tolist() for count in (COMMON, 12, 50))
+    return fed(comparer, common + rest[0], 18), fed(comparer, common + rest[1], 50)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_sinks", "evicted_ages"])
+def test_a_fork_is_replayed_from_its_origin_on_with_the_same_results(model: Any, name: str) -> None:
+    comparer = comparer_of(model, name)
+    origin, fork = pair(comparer)
+    assert fork.shared_tokens(origin, 64) in {0, COMMON}  # 0: the fork has lost a page that the origin still holds
+    together, ((alone, _),) = comparer.replay([origin, fork]), comparer.replay([fork])
+    shared = together[1][0]
+    rows = len(fork.logits)
+    assert len(shared.logits) == (rows if fork.shared_tokens(origin, 64) else 1 + len(fork.tokens) - PROMPT)
+    np.testing.assert_allclose(shared.tail(rows).logits, alone.tail(rows).logits, atol=1e-4)
+    for layer, other in zip(shared.errors, alone.errors, strict=True):
+        for side, errors in layer.items():
+            np.testing.assert_allclose(errors.engine, other[side].engine, atol=1e-5)
+    record, expected = (comparer.compare(fork, one, "").record for one in (shared, alone))
+    assert record.times_allowed(64.0) < 1
+    assert record.rounding.kl_mean == pytest.approx(expected.rounding.kl_mean, rel=1.0)
+
+
+def test_a_fork_with_other_codes_or_tokens_is_replayed_in_full(model: Any) -> None:
+    origin, fork = pair(comparer_of(model))
+    side, copy = next(iter(fork.layers[1].items()))
+    codes = copy.codes.copy()
+    codes[0, COMMON - 1, 0] ^= 1
+    fork.layers[1][side] = replace(copy, codes=codes)
+    assert fork.shared_tokens(origin, 64) == 0
+    codes[0, COMMON - 1, 0] ^= 1
+    fork.tokens[70] = 1 + origin.tokens[70] % 8
+    assert fork.shared_tokens(origin, 64) == 64  # the last whole chunk before the other token
+
+
+def test_a_rounding_is_measured_first_and_then_only_where_it_decides(model: Any) -> None:
+    comparer = comparer_of(model)
+    replay = comparer.reference.engine.replay
+    comparer.reference.engine.replay = spied = Mock(wraps=replay)  # type: ignore[method-assign]
+    deviations = Deviations(comparer)
+
+    def measured() -> list[bool]:
+        calls = [call.kwargs["rounding"] > 0 for call in spied.call_args_list]
+        spied.reset_mock()
+        return calls
+
+    first, second = pair(comparer)
+    deviations.compare([first])
+    assert measured() == [True]
+    deviations.compare([second])
+    assert measured() == [False]
+    assert list(deviations.messages()) == []
+
+    wrong = pair(comparer)[1]
+    wrong.logits[3] = wrong.logits[3] + np.linspace(0, 1, len(wrong.logits[3]), dtype=np.float32)
+    deviations.compare([wrong])
+    assert measured() == [False, True]
+    (message,) = deviations.messages()
+    assert message.startswith("a sequence: ")
