@@ -32,8 +32,7 @@ from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError, short
 from stages.core.files import store_of
 from stages.core.records import Sample
-from stages.engines.capabilities import SupportsRequests
-from stages.engines.interface import NOT_FINITE, Engine
+from stages.engines.interface import NOT_FINITE, Engine, SupportsRequests
 from stages.evaluate.decoding.batches import DecodeStep
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.distances.distance import log_softmax

@@ -112,16 +112,19 @@ class Backend(ABC):
 
     libraries: ClassVar[tuple[str, ...]]
     """Distributions whose versions are part of the keys of bundles and evaluations."""
-    build_module: ClassVar[str]
-    """Module whose `build_bundle` builds bundles: its source, with all that it can import, is part of a bundle's key."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @property
-    @abstractmethod
+    def build_module(self) -> str:
+        """Module whose `build_bundle` builds bundles: its source, with all that it can import, is part of a bundle's key."""
+        return f"stages.engines.{self.config.folder}.build"
+
+    @property
     def engine_module(self) -> str:
         """Module that opens engines: its source, with all that it can import, is part of an evaluation's key."""
+        return f"stages.engines.{self.config.folder}.engine"
 
     @abstractmethod
     def check_inputs(self, job: Job) -> None:

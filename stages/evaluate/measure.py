@@ -11,8 +11,7 @@ import numpy as np
 
 from stages.core.errors import GateRefusal, UserError
 from stages.core.records import Progress
-from stages.engines.capabilities import SupportsDelivery
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsDelivery
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.comparison import Comparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine

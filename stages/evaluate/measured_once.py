@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stages.core.records import Progress
-from stages.engines.capabilities import SupportsForced, SupportsRequests
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsForced, SupportsRequests
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.control import must_fail_control

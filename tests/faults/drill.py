@@ -14,8 +14,7 @@ from scipy.special import log_softmax
 from faults.record import Cost
 from stages.core.errors import UserError
 from stages.engines.base import Logits
-from stages.engines.capabilities import SupportsFork, SupportsPressure
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsFork, SupportsPressure
 
 LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
 """Prompt lengths in tokens of the crowded requests. Two of the prompts are equal and end within a page."""

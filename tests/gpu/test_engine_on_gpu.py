@@ -20,11 +20,11 @@ from benchmarks import benchlib
 from pipeline.loading import open_backend
 from plugins.kv_attention import launch
 from stages.core.records import Sample
-from stages.engines.capabilities import SupportsForced
 from stages.engines.cuda.config import TorchConfig
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
+from stages.engines.interface import SupportsForced
 from stages.engines.reference.engine import TorchEngine, load_engine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import free_answers

@@ -5,9 +5,7 @@ scaling, and builds a tokenizer that differs from the model's.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +26,10 @@ STORED_AS = {"F32": ("float32",), "F16": ("float16", "float32"), "BF16": ("bfloa
 QUANTIZED_AS = ("float16", "bfloat16")
 """Types for dequantized weights. float16 keeps three more bits than bfloat16 (relative rms error of SmolLM2's Q4_1: 1.9e-4
 instead of 1.4e-3). bfloat16 is used for weights beyond float16's maximum of 65,504."""
+
+
+ROTATED = {".attn_q.weight": "num_attention_heads", ".attn_k.weight": "num_key_value_heads"}
+"""Ends of the names of matrices whose rows are rotated -> key of config.json with their number of heads."""
 
 
 class _OutOfRange(Exception):
@@ -105,8 +107,8 @@ def _weights(model: GGUFModel, name: str) -> torch.Tensor:
     """Return the float32 values of a tensor in transformers' layout."""
     tensor = model.header.tensors[name]
     values = torch.from_numpy(read_tensor(model.header.path, tensor))
-    heads = _rotated_heads(model.config, name)
-    if heads is not None:
+    heads = next((model.config[key] for end, key in ROTATED.items() if name.endswith(end)), None)
+    if heads is not None and pairs_neighbours(model.config["model_type"]):
         # llama.cpp rotates pairs of neighbouring channels, transformers pairs from the two halves of a head.
         rows, columns = values.shape
         values = values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
@@ -119,15 +121,6 @@ def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray[tuple[int, ...], n
     stored = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(*tensor.shape[:-1], -1)
     values = dequantize(np.array(stored), GGMLQuantizationType[tensor.kind])
     return np.ascontiguousarray(values, np.float32).reshape(tensor.shape)
-
-
-def _rotated_heads(config: Mapping[str, Any], name: str) -> int | None:
-    """Return the number of heads of a matrix whose rows llama.cpp orders differently; None for other tensors."""
-    if not pairs_neighbours(config["model_type"]):
-        return None
-    if name.endswith(".attn_q.weight"):
-        return int(config["num_attention_heads"])
-    return int(config["num_key_value_heads"]) if name.endswith(".attn_k.weight") else None
 
 
 def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ from stages.policies.policy import KVPolicy
 class InterpreterBackend(Backend):
     """A backend whose library runs in another Python interpreter.
 
-    `build_bundle` of `build_module` and `load_engine` of `engine_module` receive the configuration.
+    `build_bundle`, by default of its own module, and `load_engine` of `engine_module` receive the configuration.
     """
 
     config: InterpreterConfig
@@ -25,6 +25,10 @@ class InterpreterBackend(Backend):
     libraries: ClassVar[tuple[str, ...]] = ("numpy", "safetensors")
     running_keys: ClassVar[tuple[str, ...]] = ("request_timeout_s",)
     """Keys of the configuration that do not change a bundle."""
+
+    @property
+    def build_module(self) -> str:
+        return type(self).__module__
 
     @property
     def compute_dtype(self) -> str | None:

@@ -160,8 +160,6 @@ def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -
 class LlamaCppBackend(InterpreterBackend):
     """A backend whose bundle is the user's GGUF and the arguments of llama-server."""
 
-    build_module = "stages.engines.llamacpp.backend"
-    engine_module = "stages.engines.llamacpp.engine"
     program = PROGRAM
     running_keys = ("request_timeout_s", "threads")
     config: LlamaCppConfig

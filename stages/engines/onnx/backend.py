@@ -16,8 +16,6 @@ from stages.policies.policy import KVPolicy
 class OnnxBackend(Backend):
     """The embedded engine, on any CPU."""
 
-    build_module = "stages.engines.onnx.build"
-    engine_module = "stages.engines.onnx.engine"
     libraries = ("onnx", "onnxscript", "onnxruntime", "numpy", "scipy")
 
     config: OnnxRuntimeConfig

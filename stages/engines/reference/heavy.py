@@ -13,6 +13,7 @@ Shapes: H KV heads, G query heads per KV head, R new tokens, n kept tokens, S to
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class HeavyCache:
     """Attention (H, n) that the kept tokens have received."""
     stored: Mapping[Side, Stored]
     """Codes and scales (H, n, ...) of keys and values; empty before the first token."""
+    exact_bytes: ClassVar[int] = 0
+    window_bytes: ClassVar[int] = 0
 
     @classmethod
     def empty(cls, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device = CPU) -> "HeavyCache":
@@ -113,14 +116,6 @@ class HeavyCache:
     def pool_bytes(self) -> int:
         """Bytes of the pages, whole pages counted."""
         return sum(page_bytes(stored, self.page_count) for stored in self.stored.values())
-
-    @property
-    def exact_bytes(self) -> int:
-        return 0
-
-    @property
-    def window_bytes(self) -> int:
-        return 0
 
 
 class HeavyView:

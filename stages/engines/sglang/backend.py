@@ -73,8 +73,6 @@ def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:
 class SglangBackend(InterpreterBackend):
     """A backend whose bundle is the checkpoint and the arguments of SGLang's server."""
 
-    build_module = "stages.engines.sglang.backend"
-    engine_module = "stages.engines.sglang.engine"
     program = PROGRAM
     config: SglangConfig
 

@@ -29,7 +29,6 @@ class PlanBackend(Backend):
     Artifact keys contain the version of the imported module, because the libraries are distributed under several package names.
     """
 
-    engine_module = "stages.engines.tensorrt.engine"
     libraries = ("onnx", "numpy")
 
     config: PlanConfig

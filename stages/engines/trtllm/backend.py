@@ -268,7 +268,6 @@ class TrtllmBackend(InterpreterBackend):
     """A backend whose bundle is a checkpoint with pinned LLM arguments, or a TensorRT engine (release 1.2)."""
 
     build_module = "stages.engines.trtllm.build"
-    engine_module = "stages.engines.trtllm.engine"
     program = PROGRAM
     running_keys = ("request_timeout_s", "build_timeout_s")
     config: TrtllmConfig

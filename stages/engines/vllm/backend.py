@@ -265,8 +265,6 @@ def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = (
 class VllmBackend(InterpreterBackend):
     """A backend whose bundle is the checkpoint with its scales and the engine arguments of `vllm serve`."""
 
-    build_module = "stages.engines.vllm.backend"
-    engine_module = "stages.engines.vllm.engine"
     program = PROGRAM
     running_keys = ("request_timeout_s", "threads")
     config: VllmConfig

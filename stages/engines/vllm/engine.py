@@ -12,7 +12,7 @@ import numpy as np
 from stages.core.errors import MissingRequirement
 from stages.core.records import Drafting, MemoryReport, Pressed, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
-from stages.engines.capabilities import ForcedRequest
+from stages.engines.interface import ForcedRequest
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import Bytes, ShowingEngine, whole

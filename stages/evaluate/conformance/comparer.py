@@ -14,8 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from stages.engines.capabilities import SupportsStored, SupportsStoredRequest
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsStored, SupportsStoredRequest
 from stages.engines.reference.replay import Errors, Replay
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.sequence import ForcedSequence

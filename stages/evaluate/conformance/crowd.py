@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from stages.engines.capabilities import SupportsFork, SupportsRequests
+from stages.engines.interface import SupportsFork, SupportsRequests
 from stages.evaluate.conformance.deviations import PASS_TOKENS
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.engines.capabilities import SupportsExtend, SupportsFork, SupportsPressure, SupportsRequests
+from stages.engines.interface import SupportsExtend, SupportsFork, SupportsPressure, SupportsRequests
 from stages.evaluate.conformance.crowd import crowd, wear
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
-from stages.engines.capabilities import SupportsForgetting, SupportsRequests
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsForgetting, SupportsRequests
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stages.engines.capabilities import SupportsExtend, SupportsFork
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsExtend, SupportsFork
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised

@@ -11,8 +11,7 @@ Engines that cannot fork generate the differing answers in a second pass.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from stages.engines.capabilities import SupportsForced, SupportsFork, SupportsRequests
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsForced, SupportsFork, SupportsRequests
 from stages.evaluate.decoding.batches import (
     Batch,
     DecodeStep,

@@ -11,8 +11,7 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.core.records import Progress, no_progress
 from stages.engines.base import Logits
-from stages.engines.capabilities import SupportsRequests, SupportsReuse
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsRequests, SupportsReuse
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample

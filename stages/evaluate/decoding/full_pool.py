@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stages.core.records import Pressed, Progress, no_progress
-from stages.engines.capabilities import SupportsPressure
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsPressure
 from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample

@@ -27,8 +27,7 @@ import torch
 from stages.checkpoints.loading import load_causal_lm
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.records import Progress
-from stages.engines.capabilities import SupportsDrafting
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsDrafting
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.rows import Answer

@@ -13,8 +13,7 @@ import numpy as np
 
 from stages.core.errors import UserError
 from stages.core.records import LoadTimes, Progress, give_back, give_back_freed, no_progress
-from stages.engines.capabilities import SupportsRequests, SupportsTiming
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, SupportsRequests, SupportsTiming
 from stages.policies.policy import PAGE_TOKENS, live_tokens
 from stages.verdict.coverage import Allocation, ProcessMemory
 from stages.verdict.report import SystemMetrics

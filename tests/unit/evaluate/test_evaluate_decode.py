@@ -11,7 +11,7 @@ from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine
 
 from stages.core.errors import UserError
 from stages.core.records import Sample
-from stages.engines.capabilities import SupportsForced
+from stages.engines.interface import SupportsForced
 from stages.evaluate.decoding import noise
 from stages.evaluate.decoding.batches import DecodeStep, Greedy, Logits
 from stages.evaluate.decoding.decode import decode

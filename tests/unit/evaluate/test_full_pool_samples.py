@@ -8,7 +8,7 @@ from fake_engine import VOCAB, FakeEngine
 from gate_reports import pressure_line
 
 from stages.core.records import Pressed, Sample, no_progress
-from stages.engines.capabilities import ForcedRequest
+from stages.engines.interface import ForcedRequest
 from stages.evaluate.decoding.full_pool import LEAST_KL, fill_pool_with_samples, requests
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import PoolDeviation, Pressure
