@@ -45,34 +45,25 @@ class StagedInputs:
     """Host arrays, and the device tensors that `upload` copies them to. Their addresses never change."""
 
     def __init__(self, sections: Mapping[str, Section], device: torch.device) -> None:
-        """Allocate zeros.
-
-        Args:
-            sections: The tensors by name; tensors that change at every step come first.
-            device: Device of the tensors.
-        """
-        self._ends: dict[str, int] = {}
-        begins, size = {}, 0
+        """Allocate zeros for the `sections` by name."""
+        parts, size = {}, 0
         for name, (dtype, shape) in sections.items():
-            begins[name] = size
-            self._ends[name] = size + math.prod(shape) * dtype.itemsize
-            size = -(-self._ends[name] // ALIGNMENT) * ALIGNMENT
+            parts[name] = slice(size, size + math.prod(shape) * dtype.itemsize)
+            size = -(-parts[name].stop // ALIGNMENT) * ALIGNMENT
         self._memory = aligned(size, device).zero_()
         self._pinned = torch.zeros(len(self._memory), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.tensors: dict[str, Tensor] = {}
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         for name, (dtype, shape) in sections.items():
-            part = slice(begins[name], self._ends[name])
-            self.tensors[name] = self._memory[part].view(dtype).view(shape)
-            self.arrays[name] = self._pinned[part].view(dtype).view(shape).numpy()
+            self.tensors[name] = self._memory[parts[name]].view(dtype).view(shape)
+            self.arrays[name] = self._pinned[parts[name]].view(dtype).view(shape).numpy()
 
-    def upload(self, last: str | None = None) -> None:
-        """Copy the arrays up to `last` (None: all arrays) to the device, on the current stream, without waiting.
+    def upload(self) -> None:
+        """Copy the arrays to the device, on the current stream, without waiting.
 
         Do not fill the arrays again before the copy has ended. Reading the step's results guarantees that.
         """
-        end = len(self._pinned) if last is None else self._ends[last]
-        self._memory[:end].copy_(self._pinned[:end], non_blocking=True)
+        self._memory.copy_(self._pinned, non_blocking=True)
 
 
 class StepResults:

@@ -57,8 +57,6 @@ class DecodePass:
         """Logits (batch, vocab_size)."""
         self._finite: Tensor
         """Whether a token's new keys, and its new values, are finite as float16: (L, 2, batch)."""
-        self._listed: list[tuple[int, int]] = []
-        """(handle, number of pages) by row of the page table."""
         self._results: StepResults | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -85,14 +83,9 @@ class DecodePass:
         arrays["ids"][:batch] = tokens
         arrays["positions"][:batch] = [sequence.length for sequence in sequences]
         arrays["positions"][batch:] = -1
-        listed = [(handle, len(sequence.pages)) for handle, sequence in zip(handles, sequences, strict=True)]
-        if listed == self._listed:
-            self.inputs.upload("positions")
-            return
         arrays["exact_slots"][:batch] = [sequence.buffer for sequence in sequences]
         for row, sequence in zip(arrays["page_table"], sequences, strict=False):
             row[: len(sequence.pages)] = sequence.pages  # later columns are never read
-        self._listed = listed
         self.inputs.upload()
 
     def run(self) -> None:

@@ -81,11 +81,7 @@ class PlanStep:
         own = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
         sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
         sections |= session.consumer.sections(sizes)
-        # Tables change rarely, so they come last: most steps copy only the inputs before the tables.
-        self._order = sorted(sections, key=lambda name: "table" in name or name == "exact_slots")
-        self._staged = StagedInputs({name: sections[name] for name in self._order}, session.device.torch_device)
-        self._changed = -1
-        """Index in `_order` of the last input that differs from the device's copy; -1 if no input differs."""
+        self._staged = StagedInputs(sections, session.device.torch_device)
         self.inputs = self._staged.tensors
         self.outputs: dict[str, torch.Tensor] = {}
         self.families: list[torch.Tensor] = []
@@ -121,16 +117,11 @@ class PlanStep:
         """Set an input, padded to its shape. Does nothing if the plan does not read the input."""
         if name in self._staged.arrays:
             array = self._staged.arrays[name]
-            new = padded(values, array.shape)
-            if not np.array_equal(array, new):
-                array[...] = new
-                self._changed = max(self._changed, self._order.index(name))
+            array[...] = padded(values, array.shape)
 
     def upload(self) -> None:
-        """Copy the inputs that `put` changed to the device, in one copy, without waiting."""
-        if self._changed >= 0:
-            self._staged.upload(self._order[self._changed])
-        self._changed = -1
+        """Copy the inputs to the device, in one copy, without waiting."""
+        self._staged.upload()
 
     def read(self) -> list[npt.NDArray[np.generic]]:
         """Wait for the device once and return the consumer's results, which the next call overwrites."""
