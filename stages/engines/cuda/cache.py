@@ -42,8 +42,8 @@ class LayerGroup:
     """Static scales `key_scale` and `value_scale`, (l, 1 or H)."""
     read: dict[str, Tensor] = field(default_factory=dict)
     """Static key scale for reading that the must-fail control corrupted; tokens are still stored with `scales`."""
-    fault: float = 1.0
-    """Factor of the must-fail control on the keys' stored scales, or on unscaled keys."""
+    fault: Tensor | None = None
+    """Factor () of the must-fail control on the keys' stored scales, or on unscaled keys."""
 
     @property
     def faulted(self) -> str:
@@ -56,6 +56,7 @@ class LayerGroup:
 
     def apply_fault(self, pages: Tensor, slots: Tensor, stored: Tensor) -> None:
         """Multiply the scales or numbers at `slots` of `pages` by the group's fault, if `stored` is true."""
+        assert self.fault is not None
         array = self.paged[self.faulted]
         # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
         array[:, pages, :, slots] = scaled(array[:, pages, :, slots], torch.where(stored, self.fault, 1.0))
@@ -109,7 +110,7 @@ class KernelCache(SequencePages):
         for group in self.groups:
             cache, own = group.paged | group.exact | group.scales, slice(group.first, group.first + len(group.layers))
             launch.append(group.layout, keys[own], values[own], cache, page_table, positions, exact_slots=exact_slots)
-        faulted = [group for group in self.groups if group.fault != 1.0]
+        faulted = [group for group in self.groups if group.fault is not None]
         if faulted:
             # Rows that are not stored repeat the first row, so that two rows never write different numbers to the same slot.
             row = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)
@@ -153,7 +154,7 @@ class KernelCache(SequencePages):
             if "key_scale" in group.scales:
                 group.read["key_scale"] = group.read.get("key_scale", group.scales["key_scale"]) * factor
             else:
-                group.fault *= factor
+                group.fault = torch.tensor(factor, device=self.device) * (1.0 if group.fault is None else group.fault)
                 group.paged[group.faulted].copy_(scaled(group.paged[group.faulted], factor))
         self.moves += 1
 
