@@ -3,10 +3,11 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
+from stages.checkpoints.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, Family, other_cache
 from stages.checkpoints.files import (
     GENERATION,
     named_ends,
@@ -90,9 +91,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's config.json; if the decoder is nested in text_config, the content of text_config."""
-    content = read_json(path, "config.json")
-    # Keys with _implementation may name a kernel on a hub, which is code.
-    config = {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
+    config = model_keys(read_json(path, "config.json"))
     if "quantization_config" not in config and (path / MODELOPT_FILE).is_file():
         declared = read_json(path, MODELOPT_FILE).get("quantization")
         if isinstance(declared, dict):
@@ -102,10 +101,18 @@ def read_config(path: Path) -> dict[str, Any]:
         if config.get(key) is not None:
             raise refusal(path, f"config.json: {key}: a model that also takes pictures or sound; save its language model alone")
     nested = config.get("text_config")
-    if not isinstance(nested, dict) or "num_hidden_layers" in config:
+    if nested is not None and "num_hidden_layers" in config:
+        raise refusal(path, "config.json: text_config and the level above it both describe the decoder; keep one of them")
+    if not isinstance(nested, dict):
         return config
     beside = {key: config[key] for key in ("architectures", "dtype", "torch_dtype", "quantization_config") if key in config}
     return {**beside, **nested}
+
+
+def model_keys(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json without keys that do not describe the model."""
+    # Keys with _implementation may name a kernel on a hub, which is code.
+    return {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
 
 
 def describe_checkpoint(
@@ -115,11 +122,18 @@ def describe_checkpoint(
     architecture = _architecture(path, config)
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
+    _refuse_unread(path, config, family)
     config = {**family.defaults, **config}
     _check_values(path, config)
     for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
         integer(path, config, key)
+    experts, chosen = config.get("num_experts", config.get("num_local_experts")), config.get("num_experts_per_tok")
+    if experts is not None and chosen is not None and chosen > experts:
+        raise refusal(path, f"config.json: num_experts_per_tok={chosen} exceeds the number of experts, {experts}; correct it")
     shape, q_heads = attention_shape(path, config)
+    rotated = config.get("no_rope_layers")
+    if rotated is not None and (not isinstance(rotated, list) or len(rotated) != shape.layers):
+        raise wrong(path, config, "no_rope_layers", f"a list of {shape.layers} numbers, 0 or 1")
     rope = read_rope(path, config)
     vocab_size = integer(path, config, "vocab_size")
     for key in TOKENS:
@@ -212,6 +226,7 @@ NUMBERS = (
     "residual_multiplier",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "clip_qkv",
 )
 
 RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
@@ -234,14 +249,37 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
 """(keys, expected value, check) of the optional values of config.json that affect the model's arithmetic, except sizes."""
 
 
+READ = {key for keys, *_ in RULES for key in keys} | {
+    *("rope_scaling", "rope_parameters", "num_key_value_heads", "head_dim"),
+    *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "sliding_window_pattern"),
+}
+"""Optional keys of config.json that affect the model."""
+
+
+def _refuse_unread(path: Path, config: dict[str, Any], family: Family) -> None:
+    """Refuse keys of other families and misspelt keys: transformers ignores them and would load another model."""
+    for key, value in config.items():
+        read, neutral = key in READ and key not in NUMBERS, value in (None, False, 1, {}, [])
+        if (key in NUMBERS or "rope" in key or "rotary" in key) and not (read or neutral or key in family.own):
+            raise refusal(
+                path,
+                f"config.json: {short(key)}={short(value)} is not read in a model of type {config['model_type']}; leave it out "
+                "if the weights were trained without it",
+            )
+        meant = get_close_matches(key, READ - config.keys(), 1, 0.9)
+        if meant and not read and not key.startswith("_"):
+            raise refusal(path, f"config.json: {short(key)} is no key, and {meant[0]} is missing; rename it")
+
+
 def _check_values(path: Path, config: dict[str, Any]) -> None:
     for keys, needed, holds in RULES:
         for key in keys:
             if key in config and not holds(config[key]):
                 raise wrong(path, config, key, needed)
-    old, new = config.get("torch_dtype"), config.get("dtype")
-    if old is not None and new is not None and old != new:
-        raise refusal(path, f"config.json: torch_dtype={old} contradicts dtype={new}; keep the one of the weights")
+    for one, other in (("torch_dtype", "dtype"), ("hidden_act", "hidden_activation")):
+        old, new = config.get(one), config.get(other)
+        if old is not None and new is not None and old != new:
+            raise refusal(path, f"config.json: {one}={old} contradicts {other}={new}; keep the one of the weights")
 
 
 def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:

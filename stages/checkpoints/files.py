@@ -86,7 +86,8 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
                 f"model.path={path}: only pickled weights ({pickles[0]}), which are never loaded; "
                 "save as safetensors with model.save_pretrained"
             )
-        raise refusal(path, f"no weights, {SINGLE} is missing; download it")
+        absent = INDEX if any(path.glob("*-of-*.safetensors")) else SINGLE
+        raise refusal(path, f"no weights, {absent} is missing; download it")
     weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise refusal(path, f"{INDEX} has no weight_map; give the index that was saved with the weights")

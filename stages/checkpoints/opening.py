@@ -87,7 +87,8 @@ def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
     itself = Tokenizer.from_file(str(file))
     itself.no_truncation()
     itself.no_padding()
-    added = [token.content for _, token in sorted(itself.get_added_tokens_decoder().items())]
+    known = (itself.get_added_tokens_decoder(), tokenizer.added_tokens_decoder)
+    added = list(dict.fromkeys(token.content for decoder in known for _, token in sorted(decoder.items())))
     for text in (*TEXTS, *(f"a {token} b{token}" for token in added[:MOST_ADDED])):
         for special in (False, True):
             if tokenizer(text, add_special_tokens=special)["input_ids"] != itself.encode(text, add_special_tokens=special).ids:

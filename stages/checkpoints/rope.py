@@ -23,12 +23,16 @@ ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Kind of rotary scaling -> its required parameters."""
+ROPE_READS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
+"""Kind of rotary scaling -> its optional parameters."""
 MOST = 1e12
 ROPE_TEXTS = ("rope_type", "type")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BESIDE = ("rope_theta", "partial_rotary_factor")
 """Keys that transformers 4 writes at the top level, not into rope_scaling."""
+HARMLESS = (*BESIDE, *ROPE_TEXTS, "original_max_position_embeddings", "finetuned")
+"""Keys that any kind of rotary scaling may have."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ def _by_type(
         beside = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
         stated = {key: value for key, value in beside.items() if value is not None} | (read.get(kind) or scaled)
         found[kind] = {"rope_type": "default"} | stated if stated else {}
-        if read and not read.get(kind) and theta is None and kind in (config.get("layer_types") or (FULL, SLIDING)):
+        scaled_alone = bool(found or read) and theta is None
+        if scaled_alone and not read.get(kind) and kind in (config.get("layer_types") or (FULL, SLIDING)):
             raise refusal(
                 path, f"config.json: rope_parameters.{kind} is missing, whose base is not said; add it with its rope_theta"
             )
@@ -186,6 +191,13 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
     for key, value in parameters.items():
         if key not in ROPE_TEXTS and not (value is None or type(value) is bool or is_number(value)):
             raise refusal(path, f"config.json: {place}.{short(key)} must be a number, got {short(value)}")
+        plain = value in (None, False) or (key == "factor" and value == 1)
+        if not plain and key not in (*HARMLESS, *ROPE_NEEDS.get(kind, ()), *ROPE_READS.get(kind, ())):
+            raise refusal(
+                path,
+                f"config.json: {place}.{short(key)}={short(value)} is not read with rope_type={kind}; give the rope_type that "
+                "the weights were trained with, or leave the key out",
+            )
     missing = [key for key in ROPE_NEEDS.get(kind, ()) if not parameters.get(key)]
     if missing:
         raise refusal(path, f"config.json: {place}.{missing[0]} is missing, which {kind} needs; add it")

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.description import attention_shape, integer
+from stages.checkpoints.description import attention_shape, integer, model_keys
 from stages.checkpoints.families import FAMILIES, other_cache
 from stages.checkpoints.files import read_json
 from stages.checkpoints.gguf.model import inspect_gguf
@@ -97,7 +97,7 @@ def read_model(path: Path) -> ModelShape:
         return _describe(path, inspect_gguf(path).config)
     if not path.is_dir():
         raise UserError(f"model.path={path}: no such directory; give one with a config.json, or a GGUF file")
-    return _describe(path, read_json(path, "config.json"))
+    return _describe(path, model_keys(read_json(path, "config.json")))
 
 
 def _describe(path: Path, config: dict[str, Any]) -> ModelShape:

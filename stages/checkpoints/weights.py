@@ -16,6 +16,7 @@ from stages.checkpoints.files import INDEX, MOST_JSON_BYTES, read_json
 from stages.checkpoints.quantized import TYPES, Shape
 from stages.core.errors import UserError, short
 from stages.core.redaction import printable
+from stages.core.strict import LFS_POINTER, Unreadable, refuse_pointer
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that are plain numbers."""
@@ -187,13 +188,17 @@ def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], one: str, o
 def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
     try:
         with (path / file).open("rb") as stream:  # the library would map the whole file before reading the header
-            length = int.from_bytes(stream.read(8), "little")
+            start = stream.read(len(LFS_POINTER))
+        refuse_pointer(start)
+        length = int.from_bytes(start[:8], "little")
         if not 2 <= length <= min(MOST_HEADER_BYTES, (path / file).stat().st_size - 8):
             raise SafetensorError(f"its header should have {length:,} bytes")
         with safe_open(path / file, framework="numpy") as content:
             for name in content.keys():  # noqa: SIM118  (not a mapping)
                 part = content.get_slice(name)
                 yield name, part.get_dtype(), tuple(part.get_shape())
+    except Unreadable as error:
+        raise UserError(f"model.path={path}: {file} {error}") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.path={path}: {file} is not a complete safetensors file ({error}); download it again") from None
 

@@ -12,6 +12,9 @@ from stages.core.errors import UserError, short
 UNSERVED_PATTERNS = {"cohere2": 4}
 """model_type outside FAMILIES -> period n: every n-th layer has full attention, the other layers slide."""
 
+PATTERNS = ("sliding_window_pattern", "max_window_layers")
+"""Keys that select the sliding layers if layer_types is missing."""
+
 LONGEST_WINDOW = 1 << 22
 """Maximum window in tokens, far above the context of any model."""
 
@@ -59,7 +62,15 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
         types = [SLIDING] * layers
     else:
         _check_patterns(path, config)
-        types = listed or _patterned(layers, lambda layer: family.slides(config, layer))
+        types = _patterned(layers, lambda layer: family.slides(config, layer))
+        pattern = next((key for key in PATTERNS if config.get(key) != family.defaults.get(key)), None)
+        if listed not in (None, types) and pattern is not None:
+            raise refusal(
+                path,
+                f"config.json: layer_types contradicts {pattern}={short(config[pattern])}; keep the one that the weights were "
+                "trained with",
+            )
+        types = listed or types
     if listed is not None and listed != types:
         key = "use_sliding_window" if family.asked else "sliding_window"
         other = next(kind for kind, applied in zip(listed, types, strict=True) if kind != applied)
@@ -67,6 +78,8 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
             f"model.path={path}: config.json: layer_types holds {other}, and transformers takes every layer of "
             f"this {kind} for {types[0]}, as {key} is {short(repr(config.get(key)), 40)}; make them agree"
         )
+    if family.windows == "none" and window is not None and uses is not False:
+        raise wrong(path, config, "sliding_window", f"null in a model of type {kind}, whose layers have full attention")
     return types
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,8 @@ class StrictModel(BaseModel):
 def _is_a_path(text: str) -> str:
     if not text.strip():
         raise PydanticCustomError("no_path", "is empty; give a path, or leave the key out")
+    if re.match(r"[a-z][\w.+-]*://", text, re.IGNORECASE) and not text.startswith("pkg://"):
+        raise PydanticCustomError("no_path", "is a URL; give a path on this machine")
     if not text.isprintable():
         raise PydanticCustomError("no_path", "holds characters that no path should have; give another path")
     try:
@@ -49,6 +52,9 @@ def absolute(path: str) -> Path:
         return Path(os.path.realpath(Path(path).expanduser()))
     except RuntimeError:  # ~name of an unknown user
         return Path(os.path.realpath(path))
+
+
+LFS_POINTER = b"version https://git-lfs"
 
 
 class Unreadable(ValueError):
@@ -79,11 +85,19 @@ def read_file(path: Path, most_bytes: int) -> bytes:
                 raise Unreadable("is no regular file but a pipe, a socket or a device; give a file")
             if about.st_size > most_bytes:
                 raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {most_bytes:,} at most")
-            return stream.read(most_bytes + 1)
+            content = stream.read(most_bytes + 1)
     except FileNotFoundError:
         raise Unreadable("no such file; give one that exists") from None
     except OSError as error:
         raise Unreadable(f"cannot be read ({error.strerror}); give a file that can be") from None
+    refuse_pointer(content)
+    return content
+
+
+def refuse_pointer(content: bytes) -> None:
+    """Raise Unreadable if a file's first bytes are those of a Git LFS pointer, which a clone without LFS has in its place."""
+    if content.startswith(LFS_POINTER):
+        raise Unreadable("is a pointer of Git LFS, not the file itself; run git lfs pull")
 
 
 def read_given(key: str, path: Path) -> bytes:

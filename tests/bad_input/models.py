@@ -46,6 +46,13 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary larger than the weights'", {"vocab_size": 1345}, ("embed_tokens", "1345")),
+    ("a multiplier of another family", {"logits_scaling": 8.0}, ("logits_scaling=8.0", "llama", "leave it out")),
+    ("a base under another name", {"rope_theta": ..., "rotary_emb_base": 10**6}, ("rotary_emb_base=1000000", "llama")),
+    ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
+    ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
+    ("a window of another family", {"sliding_window": 64}, ("sliding_window", "null", "64")),
+    ("more experts than there are", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
+    ("two decoders", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
 )
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
@@ -54,6 +61,7 @@ NUMBERS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
+    ("a factor without a kind", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling.factor=2.0", "rope_type=default")),
 )
 
 
@@ -125,6 +133,7 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
         **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
     ("merges that are dropped by chance", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
      (TOKENIZER, "dropout", "0.5")),
+    ("a pointer of Git LFS", with_file(TOKENIZER, "version https://git-lfs.github.com/spec/v1"), (TOKENIZER, "git lfs pull")),
     ("a template of a token that is not there", with_json(TOKENIZER, lambda old: old | {"post_processor": {
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
         "special_tokens": {}}}), (TOKENIZER, "post_processor", "<nope>")),
@@ -158,6 +167,8 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a template that leaves the question out", tokenizer_config_with(chat_template="hello"), ("chat_template leaves out",)),
     ("a token that takes adjacent spaces", tokenizer_config_with(added_tokens_decoder={
         "3": {"content": "<|user|>", "lstrip": True, "special": True}}), ("tokenizer.json itself", "added_tokens_decoder")),
+    ("a token of its own", tokenizer_config_with(extra_special_tokens={"image_token": "<image>"}),
+     ("<image>", "tokenizer.json itself")),
     ("an end that is no token", tokenizer_config_with(eos_token="<nope>"), ("makes token 1344", "1344")),
     ("no end", tokenizer_config_with(eos_token=None), ("no eos_token",)),
     ("a tokenizer that deletes everything",

@@ -4,6 +4,7 @@ llama.cpp defines the keys in src/llama-vocab.cpp; its convert_hf_to_gguf.py wri
 """
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from stages.checkpoints.gguf.header import Header
@@ -154,8 +155,8 @@ def _by_score(header: Header, tokens: tuple[str, ...], types: tuple[int, ...]) -
     if _flag(header, "remove_extra_whitespaces", False) or header.metadata.get("tokenizer.ggml.precompiled_charsmap"):
         raise header.error("its SentencePiece tokenizer rewrites text before it is cut; use the Hugging Face checkpoint")
     scores = _array(header, "tokenizer.ggml.scores", float)
-    if len(scores) != len(tokens):
-        raise header.error(f"tokenizer.ggml.scores must be {len(tokens)} numbers; convert the model again")
+    if len(scores) != len(tokens) or not all(map(isfinite, scores)):
+        raise header.error(f"tokenizer.ggml.scores must be {len(tokens)} finite numbers; convert the model again")
     pieces = {token: score for token, kind, score in zip(tokens, types, scores, strict=True) if kind == NORMAL}
     longer = [token for token in pieces if len(token) > 1]
     if len({pieces[token] for token in longer}) != len(longer):

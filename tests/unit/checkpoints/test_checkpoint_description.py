@@ -78,12 +78,10 @@ def test_rotary_scaling_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
-        ({"sliding_window": 32}, ()),
         (MISTRAL | {"sliding_window": None}, ()),
         (QWEN2 | {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 0}, ()),
         (QWEN2 | {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3}, ()),
         (QWEN2 | {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, ()),
-        (QWEN3 | {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "max_window_layers": 0}, ()),
         (MISTRAL, (4096,) * 3),
         (MISTRAL | {"sliding_window": 32, "layer_types": ["sliding_attention"] * 3}, (32,) * 3),
         (QWEN2 | {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (None, 32, 32)),
@@ -121,6 +119,8 @@ def test_the_window_of_each_layer_is_the_one_that_transformers_applies(
         (MISTRAL | {"layer_types": ["full_attention"] * 3}, "layer_types holds full_attention, .* as sliding_window is 4096"),
         (MISTRAL | {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "as sliding_window is None"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 32}, "layer_types holds sliding_attention, .* llama"),
+        ({"sliding_window": 32}, "sliding_window must be null in a model of type llama"),
+        (QWEN3 | SLIDES | {"layer_types": ["full_attention"] * 3}, "layer_types contradicts max_window_layers=1"),
     ],
 )
 def test_windows_that_are_not_known_to_be_applied_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
