@@ -7,6 +7,7 @@ integers, so only the kernel can stop it.
 import ctypes
 import json
 import os
+import random
 import resource
 import signal
 import time
@@ -79,6 +80,7 @@ def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
         allowed = pages * resource.getpagesize() + RENDER_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (allowed if soft == resource.RLIM_INFINITY else min(soft, allowed), hard))
         for text in texts:
+            random.seed(0)  # a template may draw; a prompt must be the same in every command
             try:
                 answer = {"text": _bounded(text)}
             except UserError as error:

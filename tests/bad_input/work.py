@@ -45,6 +45,8 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("prompt and messages", changed(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
     ("a tool call of nothing", changed(**TOOL, reference="{}"), ("reference", "no call of one of the tools")),
     ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),
+    ("tools that no check reads", changed(tools=TOOL["tools"]), ("tools", "exact", "leave them out")),
+    ("half of a surrogate pair", '{"prompt": "a", "reference": "\\ud83d"}', ("1:", "line:", "correct it")),
     ("an id twice", changed(id="a") + "\n" + changed(id="a"), ("2:", "id")),
 )
 

@@ -178,8 +178,8 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key}: missing, add it"
         else:
             text = problem["msg"]
-            fix = _FIXES.get(str(problem["loc"][0] if problem["loc"] else "line"), "give a text that is not empty")
-            yield f"{key}: {text[0].lower()}{text[1:]}, {fix}"
+            fix = _FIXES.get(str(problem["loc"][0]), "give a text that is not empty") if key else "correct it"
+            yield f"{key or 'line'}: {text[0].lower()}{text[1:]}, {fix}"
 
 
 def _contradictions(line: _Line) -> Iterator[str]:
@@ -189,6 +189,8 @@ def _contradictions(line: _Line) -> Iterator[str]:
         yield f"prompt: {'given beside' if both else 'missing, and so is'} messages, give exactly one of the two"
     if line.check == "tool_call" and not line.tools:
         yield 'tools: missing for check "tool_call", list the tools that may be called'
+    if line.check != "tool_call" and line.tools:
+        yield f'tools: check "{line.check}" does not read them, leave them out or use check "tool_call"'
     if len({tool.name for tool in line.tools}) < len(line.tools):
         yield "tools: a name occurs twice, keep one of the two"
     if line.check == "mention":
