@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import written
-from stages.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code
+from stages.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code, short
 from stages.policies.policy import KVPolicy
 
 P = ParamSpec("P")
@@ -43,8 +43,11 @@ def make_policy(**values: Any) -> KVPolicy:
     try:
         return KVPolicy(**values)
     except ValidationError as error:
-        problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors(include_url=False)]
-        raise UserError("\n".join(f"KVPolicy.{key}: {reason[0].lower()}{reason[1:]}" for key, reason in problems)) from None
+        lines = []
+        for problem in error.errors(include_url=False):
+            key, reason = ".".join(map(str, problem["loc"])), problem["msg"]
+            lines.append(f"KVPolicy.{key}: {reason[0].lower()}{reason[1:]} (got {short(repr(problem['input']))}); correct it")
+        raise UserError("\n".join(lines)) from None
 
 
 def compose(values: Mapping[str, object]) -> Config:

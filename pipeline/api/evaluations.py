@@ -9,6 +9,7 @@ from pipeline.chain.inputs import check_inputs
 from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config import CONF
+from pipeline.config.policies import check_name
 from pipeline.registry import summary
 from stages.core.errors import GateRefusal, UserError
 from stages.policies.policy import KVPolicy
@@ -95,6 +96,7 @@ def evaluate(
     chosen = {} if isinstance(kv, KVPolicy) else {"kv": kv}
     config = compose({"stage": "evaluate", **model_key(model), **chosen, **overrides})
     if isinstance(kv, KVPolicy):
+        check_name(kv)
         config = config.model_copy(update={"kv": kv})
     check_inputs(config)
 

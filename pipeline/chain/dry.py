@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from pipeline.chain.inputs import TRACKED, checks
 from pipeline.chain.judge import Chain
+from pipeline.chain.serving import candidates_of, promoted_sweep
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Row
 from pipeline.cli.tables import verdict_lines
@@ -165,6 +166,10 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     """Yield checks of later requirements: a missing GPU, or a tracking store that does not open."""
     if config.stage in JUDGING:
         yield open_backend(config.backend).check_runs
+    if config.stage == "promote":
+        yield lambda: candidates_of(config, promoted_sweep(config))
+    if config.stage == "audit":
+        yield lambda: open_backend(config.backend).audit(locate_checkpoint(config.model.path))
     if config.tracking.enabled and config.stage in TRACKED:
         yield lambda: _check_tracking(config)
 

@@ -90,6 +90,8 @@ def _check_budget(config: Config) -> None:
 def _check_model(config: Config, opened: set[Path]) -> None:
     """Refuse a model that is unusable, or that does not fit the policy, the load, the samples or the backend."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
+    if config.work == checkpoint.path.resolve():
+        raise UserError(f"workdir={config.workdir}: is the checkpoint's directory; give another")
     job = Job(config.stage, config.kv, config.weights.format, checkpoint)
     config.kv.check_shape(checkpoint.shape)
     _refuse_quantized(config.backend, checkpoint)

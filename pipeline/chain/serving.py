@@ -8,6 +8,7 @@ from pipeline.chain.job import Run
 from pipeline.chain.showing import compare_in_mlflow, show, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.tables import REPORT
+from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
@@ -17,22 +18,27 @@ from pipeline.registry.promotion import require_same
 from pipeline.registry.routing import stages as routes
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
+from stages.verdict.candidate import Candidate
 from stages.verdict.delivery import scale_findings
 
 TOLD = "a later step failed"
 """Added to a warning if reporting a move failed: the move itself stands."""
 
 
+def promoted_sweep(config: Config) -> summary.Summary:
+    """Return the summary of the sweep that stage=promote uses."""
+    last = summary.load(config.work, config.promote.sweep)
+    judged = summary.last_judged(config.work) if config.promote.sweep is None and not last.candidates else None
+    if judged is not None:
+        console.LOGGER.warning(
+            "the last command has no candidate; using the last sweep that has one: promote.sweep=%s", judged.sweep
+        )
+    return judged or last
+
+
 def promote(run: Run) -> None:
     """Make the best passing candidate of a sweep the champion, or the candidate that `promote.name` names."""
-    last = summary.load(run.config.work, run.config.promote.sweep)
-    if run.config.promote.sweep is None and not last.candidates:
-        judged = summary.last_judged(run.config.work)
-        if judged is not None:
-            console.LOGGER.warning(
-                "the last command has no candidate; using the last sweep that has one: promote.sweep=%s", judged.sweep
-            )
-            last = judged
+    last = promoted_sweep(run.config)
     try:
         if last.unfinished is not None and run.config.promote.name is None:
             raise GateRefusal(
@@ -45,6 +51,17 @@ def promote(run: Run) -> None:
         raise
 
 
+def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
+    """Return the candidates of the configured model in a summary. Raises UserError if there are none."""
+    model = config.model.label
+    listed = [candidate for candidate in last.candidates if candidate.model == model]
+    if not listed:
+        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
+        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
+    return listed
+
+
 def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
     """Promote the best candidate of a summary. Raises as `promote` does.
 
@@ -52,11 +69,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     the summary would report this job as unfinished.
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
-    listed = [candidate for candidate in last.candidates if candidate.model == model]
-    if not listed:
-        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
-        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
-        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
+    listed = candidates_of(config, last)
     engines = run.engines()
     candidates = engines.judged_again(listed, model, name)
     rival = engines.incumbent(candidates) if name is None else None

@@ -31,6 +31,7 @@ from pipeline.config.explain import explain_hydra, explain_validation
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.override_syntax import key_of
 from pipeline.config.overrides import LAUNCHER_KEYS, MOST_JOBS, OPTION, as_text, check_overrides, readable, refuse_code
+from pipeline.config.policies import check_name
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, printable, redact_text
@@ -96,7 +97,8 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         """Display names of the jobs' candidates: the policy, its changed keys, and the keys that differ within the sweep."""
         prefixes = ("kv.", *(f"{key}=" for key in self.swept if key != "kv"))
-        own = ([part.replace("'", "") for part in line if part.startswith(prefixes)] for line in self.overrides)
+        lines = ([part.lstrip("+").replace("'", "") for part in line] for line in self.overrides)
+        own = ([part for part in line if part.startswith(prefixes)] for line in lines)
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, own, strict=True))
 
 
@@ -122,6 +124,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
                 raise
         else:
             if not problems:
+                for job, name in zip(planned.jobs, planned.names, strict=True):
+                    check_name(job.kv, name)
                 return planned
         raise UserError("\n".join(problems))
 
@@ -129,6 +133,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
 def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
     for override in overrides:
         key, _, value = override.partition("=")
+        if "\0" in override:
+            raise UserError(f"{short(key)}: holds a null character; leave it out")
         if len(key) > MOST_KEY or len(value) > MOST_VALUE:
             raise UserError(
                 f"{short(key)}: has {len(override):,} characters, a key may have {MOST_KEY}, a value {MOST_VALUE:,}; give less"

@@ -39,6 +39,8 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         if problem["type"] == "extra_forbidden":
             known = suggest(str(location[-1]), _siblings(location, composed.backend.get("name")))
             lines.append(f"{key}: unknown key{known or '; leave it out'}")
+            if key == "experiment":
+                lines[-1] = "experiment: its file begins without '# @package _global_'; write that into its first line"
         elif problem["type"] == "union_tag_invalid":
             choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
             lines.append(f"{key}.name={value['name']}: no such option{suggest(str(value['name']), choices)}")

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
-from pipeline.config import launchers
+from pipeline.config import CONF, launchers
 from pipeline.config.override_syntax import quoted, written
 from pipeline.registry.yaml_files import MOST_BYTES, refuse_growth
 from stages.core.errors import UserError, short
@@ -31,6 +31,8 @@ BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SEARCHPATH, SEARCHED = "hydra.searchpath", "file://"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 LAUNCHER_KEYS = "hydra.launcher."
+PROMPT_LOOKUP = "workloads.speculation"
+"""Key whose empty dict has a meaning."""
 
 
 def searching(*folders: str | Path) -> str:
@@ -105,6 +107,7 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> 
     for wrong, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
+        (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
         (key == "workdir" and override.is_sweep_override(), "a sweep compares candidates of one work directory; give one"),
         (key == "log" and override.is_sweep_override(), "a command speaks in one way; give one"),
@@ -130,8 +133,10 @@ def _hydra_problem(override: Override, line: str) -> str | None:
         for place in value:
             if not (isinstance(place, str) and place.startswith(SEARCHED) and Path(place.removeprefix(SEARCHED)).is_dir()):
                 return f"{SEARCHPATH}={place}: no such directory; give one with --config-dir=DIR"
-            for path in Path(place.removeprefix(SEARCHED)).glob("*/*.yaml"):
-                _refuse_growth(path)
+            folder = Path(place.removeprefix(SEARCHED))
+            for path in (*folder.glob("config.yaml"), *folder.glob("*/*.y*ml")):
+                if (CONF / path.relative_to(folder)).parent.is_dir():  # other folders are not kvgate's
+                    _check_option(path, folder)
         return None
     if key == SWEEPER:
         return f"{line}: {launchers.NO_NUMBER}"
@@ -144,10 +149,22 @@ def _hydra_problem(override: Override, line: str) -> str | None:
     return f"{line}: kvgate sets hydra.* itself; leave it out (only the launcher of a sweep may be another one)"
 
 
-def _refuse_growth(path: Path) -> None:
-    """Refuse a file of --config-dir whose YAML aliases would expand to gigabytes; other errors are left to its reader."""
-    with suppress(Unreadable, yaml.YAMLError, UnicodeError, RecursionError):
-        refuse_growth(read_file(path, MOST_BYTES).decode(), f"--config-dir: {path}", MOST_ALIASES)
+def _check_option(path: Path, folder: Path) -> None:
+    """Refuse a file of --config-dir that Hydra would ignore, or whose YAML aliases would expand to gigabytes.
+
+    Other errors are left to its reader.
+    """
+    if path.suffix != ".yaml":
+        raise UserError(f"--config-dir: {path}: is not read; name it {path.stem}.yaml")
+    if (CONF / path.relative_to(folder)).is_file():
+        raise UserError(f"--config-dir: {path}: kvgate's own option of this name comes first; give it another name")
+    with suppress(yaml.YAMLError, RecursionError):
+        try:
+            refuse_growth(read_file(path, MOST_BYTES).decode(), f"--config-dir: {path}", MOST_ALIASES)
+        except UnicodeError:
+            raise UserError(f"--config-dir: {path}: is not UTF-8; save it as UTF-8") from None
+        except Unreadable as error:
+            raise UserError(f"--config-dir: {path}: {error}") from None
 
 
 def values_of(override: Override) -> Iterator[object]:

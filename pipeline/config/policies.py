@@ -22,6 +22,13 @@ def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
     return [KVPolicy.model_validate(OmegaConf.to_container(OmegaConf.load(CONF / "kv" / f"{name}.yaml"))) for name in names]
 
 
+def check_name(policy: KVPolicy, shown: str = "") -> None:
+    """Refuse a policy that has the name of a shipped policy and differs from it, unless the shown name says what differs."""
+    says = shown not in ("", policy.name) and "kv.name=" not in shown
+    if not says and (CONF / "kv" / f"{policy.name}.yaml").is_file() and policy not in load_policies("kv.name", [policy.name]):
+        raise UserError(f"kv.name={policy.name}: is the name of a shipped policy with other formats; give another name")
+
+
 def shipped_policies() -> list[KVPolicy]:
     return load_policies("kv", sorted(path.stem for path in (CONF / "kv").glob("*.yaml")))
 

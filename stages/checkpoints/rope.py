@@ -114,16 +114,19 @@ def _by_type(
         if key not in read and value not in (None, {}):
             _refuse_contradiction(path, {f"rope_parameters.{key}": value}, "rope_parameters.full_attention", full)
     found: dict[str | None, dict[str, Any]] = {}
+    unstated = list[str]()
     for kind, base, scaled in ((FULL, "rope_theta", main), (SLIDING, local, {})):
         theta = config.get(base) or given.get(base)
         beside = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
         stated = {key: value for key, value in beside.items() if value is not None} | (read.get(kind) or scaled)
         found[kind] = {"rope_type": "default"} | stated if stated else {}
-        scaled_alone = bool(found or read) and theta is None
-        if scaled_alone and not read.get(kind) and kind in (config.get("layer_types") or (FULL, SLIDING)):
-            raise refusal(
-                path, f"config.json: rope_parameters.{kind} is missing, whose base is not said; add it with its rope_theta"
-            )
+        if not found[kind] or (read and not read.get(kind) and theta is None):
+            unstated.append(kind)
+    missing = next((kind for kind in unstated if kind in (config.get("layer_types") or (FULL, SLIDING))), None)
+    if missing is not None and (read or any(found.values())):
+        raise refusal(
+            path, f"config.json: rope_parameters.{missing} is missing, whose base is not said; add it with its rope_theta"
+        )
     return {kind: parameters for kind, parameters in found.items() if parameters}
 
 

@@ -171,7 +171,7 @@ class WorkloadsConfig(StrictModel):
     @classmethod
     def _lengths_replace(cls, values: Any) -> Any:
         lengths = values.get("lengths") if isinstance(values, dict) else None
-        if not lengths or not all(isinstance(length, int) for length in lengths):
+        if not isinstance(lengths, list) or not lengths or not all(isinstance(length, int) for length in lengths):
             return values
         bins = [0, *(3 * length // 4 for length in sorted(lengths))]
         return {**values, "samples": {}, "context_bins": bins}

@@ -7,13 +7,15 @@ NAMED = {
     "": """
         seed=1e999 seed=${oc.decode: kv=[fp8,int8] kv={name:fp8} kv=../kv/fp8 kv.key=null kv.key.scale=3
         kv.eviction={window_tokens:10} kv.overrides=[{layers:[]}] kv.overrides=[{layers:[0],key:null,value:null}]
-        kv.name=UPPER +kv._target_=os.system model=null model.path=[a] model.path=pkg://
+        kv.name=UPPER kv.name=int8 +kv._target_=os.system model=null model.path=[a] model.path=pkg://
         model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=https://huggingface.co/x/y
-        calibration.workloads=[poetry] workloads.samples.prose=lots workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0]
+        calibration.workloads=[poetry] workloads.samples.prose=lots workloads.samples={} workloads.lengths=2048
+        workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0]
         workloads.context_bins=[0] workloads.load=null workloads.speculation={draft:3} gates.max_mean_kl=nan
         gates.attempt=99 gates.min_recovery=1.5 gates.max_rounds=1000 gates.allow_scale_changes=[anything] backend={}
         tracking.enabled=maybe tracking.uri=ftp://host tracking.uri=file:///tmp/mlruns tracking.experiment=
-        tracking.model_name=a/b workdir= hydra.job.chdir=true hydra.callbacks={evil:{_target_:os.system}}
+        tracking.model_name=a/b workdir= workdir=s3://bucket/work
+        hydra.job.chdir=true hydra.callbacks={evil:{_target_:os.system}}
         hydra.searchpath=[file:///nowhere] hydra/launcher=no_such_launcher experiment=[demo] no_such_key=3
     """,
     "stage=evaluate": """
@@ -57,6 +59,8 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
     ("stage=verify", "bundle: missing; stage=verify needs the directory of an engine"),
     ("stage=audit", "backend=onnxruntime: loads no scales"),
+    ("stage=audit dry=true", "backend=onnxruntime: loads no scales"),
+    ("stage=promote dry=true", "stage=promote: no candidates of model tiny"),
     ("stage=verify bundle=.", "bundle=.: holds neither identity.json nor bundle.json"),
     ("stage=capacity capacity.tensor_parallel=3",),
     ("stage=capacity capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
@@ -86,16 +90,30 @@ MISSING: tuple[tuple[str, ...], ...] = (
 """Like SAID, for requirements that this machine does not meet (exit code 4)."""
 
 
-OWN_FILES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
-    ("no YAML", "{", ("--config-dir", "mine.yaml")),
-    ("an alias of aliases", "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", ("--config-dir", "mine.yaml", "alias")),
+OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
+    ("no YAML", "kv/mine.yaml", "{", ("--config-dir", "mine.yaml")),
+    (
+        "an alias of aliases",
+        "kv/mine.yaml",
+        "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+        ("--config-dir", "mine.yaml", "alias"),
+    ),
+    ("no UTF-8", "kv/mine.yaml", b"# caf\xe9", ("--config-dir", "mine.yaml", "UTF-8")),
+    ("a shipped option", "kv/int8.yaml", "name: int8", ("--config-dir", "kv/int8.yaml", "another name")),
+    ("the main file", "config.yaml", "seed: 1", ("--config-dir", "config.yaml", "another name")),
+    ("another suffix", "kv/mine.yml", "name: mine", ("--config-dir", "mine.yml", "mine.yaml")),
 )
+"""Name, file below --config-dir, its content, texts that the message must contain."""
 
 
 def case(line: str, *says: str, code: int = 2) -> Case:
     arguments = tuple(line.split(" "))
     return Case(
-        line, arguments, says or arguments[-1:], code=code, begins=not {"stage=verify", "stage=audit"}.isdisjoint(arguments)
+        line,
+        arguments,
+        says or arguments[-1:],
+        code=code,
+        begins=not {"stage=verify", "stage=audit", "dry=true"}.isdisjoint(arguments),
     )
 
 
@@ -108,8 +126,8 @@ CASES = [
     *(case(*row) for row in SAID),
     *(case(*row, code=4) for row in MISSING),
     *(
-        Case(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), says, text("mine/kv/mine.yaml", content))
-        for what, content, says in OWN_FILES
+        Case(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), says, text(f"mine/{file}", content))
+        for what, file, content, says in OWN_FILES
     ),
     case(f"seed={'9' * 5000}", "seed: holds a number of more than 1,000 digits"),
     case(f"model.path={'x' * 300}", "model.path", "too long"),

@@ -135,6 +135,14 @@ def test_a_policy_that_is_none_is_said_a_line_a_problem() -> None:
         make_policy(**{**whole.model_dump(), "sink_tokens": -1, "sinks": 4})
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["KVPolicy.sink_tokens", "KVPolicy.sinks"]
+    assert lines[0].endswith("(got -1); correct it")
+
+
+def test_a_policy_cannot_take_a_shipped_policys_name(tmp_path: Path) -> None:
+    other = make_policy(**{**config_of("kv=int8").kv.model_dump(), "name": "fp8"})
+    with pytest.raises(UserError, match=r"kv\.name=fp8: is the name of a shipped policy"):
+        evaluate("tiny", other, workdir=tmp_path / "work")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_again(
