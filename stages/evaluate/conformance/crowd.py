@@ -3,8 +3,8 @@
 Two of three requests are watched, and the others are strangers. The order is random. The crowd runs twice. In the second run,
 the watched requests are the same in the same places, and the strangers have the same lengths but different tokens. No watched
 logit may change: any change, even a small one, must come from a page, row or buffer of a live or finished stranger. In the
-second run, sleeping sequences hold a page each, so that page numbers of the crowd exceed one byte. If the engine is not
-deterministic, the first run is repeated unchanged, and its differences define the allowed change.
+second run, sleeping sequences hold a page each, so that page numbers of the crowd exceed one byte, and the pages of the largest
+batch. If the engine is not deterministic, the first run is repeated unchanged, and its differences define the allowed change.
 """
 
 from collections import deque
@@ -18,6 +18,7 @@ from stages.evaluate.conformance.deviations import PASS_TOKENS
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.decoding.system import STATM, resident_bytes
+from stages.policies.policy import page_count
 
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
 """(minimum prompt tokens, maximum prompt tokens, answer tokens) of short requests."""
@@ -26,9 +27,9 @@ LONG = ((130, 190), (370, 430), (220, 300))
 LONG_STEPS = 24
 """Answer tokens of long requests: enough for several long requests to be live at any time."""
 ASLEEP_PAGES = 256
-"""Minimum pages in use with sleeping sequences and a full batch."""
+"""Minimum pages in use with sleeping sequences and a full batch; the pages of a batch of the longest sequences, if more."""
 ASLEEP_BYTES = 64 << 20
-"""Maximum size of ASLEEP_PAGES pages in bytes. For models with larger pages, the test uses no sleeping sequences."""
+"""Maximum size of these pages in bytes. Larger pages: as many as fit, or no sleeping sequences if ASLEEP_PAGES do not fit."""
 WATCHED_LOGITS = 512
 """Approximate number of logits kept per row. A sample suffices, because reading a wrong page changes all logits."""
 NOISE = 4.0
@@ -101,12 +102,13 @@ def wear(test: StressTest) -> None:
 
 def _start_sleepers(test: StressTest) -> list[int]:
     """Start sequences of one page that are never decoded. They are forks, and only started if forks cost only their page."""
-    engine, count = test.engine, ASLEEP_PAGES - test.largest
-    small = engine.policy.pool_bytes(engine.shape, ASLEEP_PAGES) <= ASLEEP_BYTES
-    if engine.max_sequences is not None or not isinstance(engine, SupportsFork) or not small:
+    engine = test.engine
+    fitting = ASLEEP_BYTES // engine.policy.pool_bytes(engine.shape, 1)
+    if engine.max_sequences is not None or not isinstance(engine, SupportsFork) or fitting < ASLEEP_PAGES:
         return []
+    pages = min(fitting, max(ASLEEP_PAGES, test.largest * page_count(test.max_tokens)))
     first = engine.prefill([test.draw(1)])[0]
-    return first + [engine.fork(first[0]) for _ in range(count - 1)]
+    return first + [engine.fork(first[0]) for _ in range(pages - test.largest - 1)]
 
 
 def _kinds(test: StressTest) -> list[ForcedSequence]:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.engines.interface import SupportsExtend, SupportsFork, SupportsPressure, SupportsRequests
+from stages.engines.interface import (
+    SupportsExtend,
+    SupportsForgetting,
+    SupportsFork,
+    SupportsPressure,
+    SupportsRequests,
+)
 from stages.evaluate.conformance.crowd import crowd, wear
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
@@ -18,9 +24,6 @@ from stages.policies.policy import PAGE_TOKENS
 
 STEPS = 4
 """Default number of decode steps of a sequence."""
-
-LONG_ANSWER = PAGE_TOKENS + 8
-"""Tokens of the longest free answer in the ragged batch. It crosses a page boundary."""
 
 LEAVING = 32
 """Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
@@ -32,13 +35,16 @@ TURNS = ((60, 1, 5), (61, 9, 2), (20, 41, 60), (57, 62, 7))
 """(tokens of the prompt, of the second turn, of the third turn). A turn is followed by three decoded tokens, so that the
 lengths are at and next to page boundaries."""
 
-SHARING = 12
-"""Number of rows that share one prefix."""
+TILES = (384, 512, 960, 510)
+"""Prompt lengths in tokens: whole tiles of 64 to 512 tokens, also of 96, 160, 192, 320 and 384, and a step before a tile."""
 
-LONGEST_ANSWER = 200
-"""Maximum tokens of a free answer."""
+CONTINUED = 6
+"""Number of different continuations of the rows on one prefix. Equal continuations share a replay."""
 
-WAITING = 80
+KEPT_CHUNKS = 5
+"""Maximum number of chunks in a kept prefix."""
+
+WAITING = 150
 """Number of prompts in one call of `generate`."""
 
 PRESSED, PRESSED_STEPS = 8, 24
@@ -61,13 +67,13 @@ def batch(test: StressTest) -> None:
     """Decode a ragged batch of the largest size, with free answers first and forced decode second.
 
     Two rows have the claimed length. Rows end successively, so that the batch has many sizes; the rows with the most decode
-    steps end last. The longest row gets no free answer, so that it is prefilled only once.
+    steps end last. The last row decodes its own free answer. The longest row gets none, so that it is prefilled only once.
     """
     sequences = ragged(test)
     more = [test.sequence("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(test.largest // 2 + 1)]
     asked = [*sequences[1:], *more]
     limits = [min(2, len(sequence.ahead)) for sequence in sequences[1:]] + [len(sequence.ahead) for sequence in more]
-    limits[len(sequences) - 2] = min(len(sequences[-1].ahead), LONG_ANSWER)
+    limits[len(sequences) - 2] = len(sequences[-1].ahead)
     for sequence, answer in zip(asked, test.ask(asked, limits), strict=True):
         sequence.ahead[: len(answer)] = answer
     test.serve(sequences)
@@ -184,31 +190,48 @@ def prefix(test: StressTest) -> None:
     chunk = test.engine.prefill_chunk
     if not test.engine.keeps_prefixes or chunk + PAGE_TOKENS > test.max_tokens:
         return
-    beginning = test.draw(2 * chunk if 2 * chunk + PAGE_TOKENS <= test.max_tokens else chunk)
+    count = min(KEPT_CHUNKS, (test.max_tokens - PAGE_TOKENS) // chunk)
+    beginning = test.draw(count * chunk)
     alike = [
-        (f"prompt {number} with one beginning", [*beginning, *test.draw(more)]) for number, more in enumerate((5, 5, 40), 1)
+        (f"prompt {number} with one beginning", [*beginning[: kept * chunk], *test.draw(more)])
+        for number, (kept, more) in enumerate(((1, 5), (count, 5), (count, 40)), 1)
     ]
-    others = [("a prompt that parts from it and ends alike", [*test.draw(chunk), *beginning[chunk:], *test.draw(5)])]
-    if 2 * chunk + STEPS <= test.max_tokens:
-        others.append(("a kept beginning and a whole chunk", [*beginning[:chunk], *test.draw(chunk)]))
+    others = [("a prompt that parts from it and ends alike", [*test.draw(chunk), *beginning[chunk : 2 * chunk], *test.draw(5)])]
+    if count > 1:
+        others += [
+            ("a kept beginning", beginning),
+            ("a kept beginning and a whole chunk", [*beginning[:chunk], *test.draw(chunk)]),
+            ("a kept beginning with another last chunk", [*beginning[:-chunk], *test.draw(chunk + 5)]),
+        ]
     for number, (role, prompt) in enumerate([*alike, *others]):
         sequence = test.sequence(role, prompt, STEPS)
         test.prefill(sequence)
         test.counts["prefixes"] += 0 < number < len(alike)
         test.finish([sequence])
+    live = test.sequence("a prompt whose kept beginning is dropped", [*beginning[:chunk], *test.draw(5)], STEPS)
+    test.prefill(live)
+    if isinstance(test.engine, SupportsForgetting):
+        test.engine.forget_prefixes()
+    other = test.sequence("a new prompt afterwards", chunk + 5, STEPS)
+    test.prefill(other)
+    test.finish([live, other])
 
 
 def talk(test: StressTest) -> None:
-    """Run a conversation of up to all tokens with turns of up to two pages, after an eviction if the policy evicts; fork it."""
+    """Run a conversation of up to all tokens, most of them in the first later turn; fork it before the last turn.
+
+    If the policy evicts or has a window, the longest turn is shorter and the prompt longer.
+    """
     policy, all_kept = test.engine.policy, test.max_tokens
     window = all_kept if policy.window is None else policy.window.tokens
     # The cache would drop some tokens of a longer turn before they can be recorded.
     longest = min(window, policy.latest_tokens(test.engine.shape) or all_kept)
-    lengths = [min(longest, test.length(*span)) for span in ((130, 190), (63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
-    most = test.max_tokens - sum(lengths) - 40
-    if most < 1:
+    lengths = [min(longest, test.length(*span)) for span in ((63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
+    room = test.max_tokens - sum(lengths) - 40
+    if room < 2:
         return
-    origin = test.sequence("a long conversation", test.length(min(1000 if policy.eviction is not None else 600, most), most))
+    lengths.insert(0, min(longest, room - test.length(1, min(2 * PAGE_TOKENS, room // 2))))
+    origin = test.sequence("a long conversation", room - lengths[0])
     test.prefill(origin)
     for length in lengths[:-1]:
         test.decode(origin, steps=3)
@@ -224,14 +247,21 @@ def talk(test: StressTest) -> None:
 
 
 def shared(test: StressTest) -> None:
-    """Fork many rows from a prefix that ends within a page, release most rows, and reuse their pages."""
-    count, length = min(SHARING, test.largest - 1), min(test.length(130, 250), test.max_tokens - 4 * STEPS)
+    """Fork many rows from a prefix that ends within a page, and forks of forks. Release most rows, and reuse their pages."""
+    count, length = test.largest - 1, min(test.length(130, 250), test.max_tokens - 4 * STEPS)
     if count < 3:
         return
     origin = test.sequence(f"a prefix of {length} tokens", length)
     test.prefill(origin)
-    rows = [test.fork(origin, f"row {number} on one prefix") for number in range(count)]
-    test.decode(*rows, steps=STEPS)
+    rows: list[ForcedSequence] = []
+    for number in range(count):
+        # Every second row is a fork of the second row before it.
+        rows.append(test.fork(rows[-2] if number > 1 and number % 2 else origin, f"row {number} on one prefix", 3 * STEPS))
+        if number >= CONTINUED:
+            rows[-1].ahead = list(rows[-1 - CONTINUED].ahead)
+    test.decode(*rows, steps=2)
+    test.decode(*rows[1::2])  # from here on, the rows differ in length
+    test.decode(*rows)
     kept = rows[2 * count // 3 :]
     test.release(origin, *rows[: 2 * count // 3])
     fresh = [test.sequence("a new sequence beside them", min(n, length)) for n in (test.length(65, 140), test.length(33, 90))]
@@ -268,9 +298,9 @@ def schedule(test: StressTest) -> None:
 
 def lengths(test: StressTest) -> None:
     """Decode prompts of whole tiles, whole chunks and random lengths across their boundaries, then a batch of their forks."""
-    chunk = min(test.engine.prefill_chunk, test.max_tokens - 8)
+    chunk = test.engine.prefill_chunk
     drawn = (chunk + test.length(1, PAGE_TOKENS), test.length(430, 980))
-    fitting = [length for length in (256, 512, chunk, 510, *drawn) if length + 8 <= test.max_tokens]
+    fitting = [length for length in (*TILES, chunk, *drawn) if length + 8 <= test.max_tokens]
     rows = [test.sequence(f"a prompt of {length} tokens", length, STEPS + 2) for length in fitting[: test.largest]]
     if rows and isinstance(test.engine, SupportsRequests):
         test.serve(rows)
@@ -298,23 +328,21 @@ def offsets(test: StressTest) -> None:
 
 
 def answers(test: StressTest) -> None:
-    """Generate a long answer, answers to a long queue, equal prompts with different limits, and answers with stop tokens."""
-    most = min(LONGEST_ANSWER, test.max_tokens - 50)
-    if most < PAGE_TOKENS:
+    """Generate answers to a long queue, equal prompts with different limits, equal beginnings, and answers with stop tokens."""
+    if test.max_tokens < 4 * PAGE_TOKENS:
         return
-    long, again = test.sequence("a long answer", 40), test.sequence("the same prompt again", 50)
-    (said,) = test.ask([long], [most])
+    again = test.sequence("the same prompt again", 50)
     for limit in (4, 10):
-        (short,) = test.ask([again], [limit])
+        (answer,) = test.ask([again], [limit])
     waiting = [test.sequence("one of many that wait", test.length(3, 12)) for _ in range(WAITING)]
     test.ask(waiting, [3] * len(waiting), at_once=max(1, test.largest // 2))
-    page = test.draw(min(PAGE_TOKENS, most))
-    alike = [test.sequence("prompts with one first page", [*page, *test.draw(9)]) for _ in range(3)]
+    beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
+    alike = [test.sequence("prompts with one beginning", [*beginning, *test.draw(9)]) for _ in range(3)]
     test.ask(alike, [6] * len(alike))
-    other = next(token for token in range(test.engine.vocab_size) if token not in {*short, *said})
-    for sequence, stop, limit in ((again, short[:1], 10), (long, said[-1:], most)):
+    other = next(token for token in range(test.engine.vocab_size) if token not in answer)
+    for stop in (answer[:1], answer[-1:]):
         if stop:
-            test.ask([sequence], [limit], [other, *stop])
+            test.ask([again], [10], [other, *stop])
 
 
 def full_pool(test: StressTest) -> None:

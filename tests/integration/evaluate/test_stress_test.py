@@ -335,7 +335,7 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(int8: Path, reference
     assert (sound.failures, sound.prefixes) == ([], 2)
     assert engine.pool.in_use == (0, 0)
     begin = engine.prefixes.begin
-    alike = 2 * PAGE_TOKENS + 5
+    alike = PAGE_TOKENS + 5
     engine.prefixes.begin = lambda prompt, *given: begin([prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *given)
     failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
     assert any(failure.startswith("prefix: prompt 1 with one beginning") for failure in failures), failures
