@@ -1,0 +1,190 @@
+"""Faults that act in long turns, with many rows on one prefix, on whole tiles, on dropped prefixes, and in long queues only."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from faults.fault import KEPT_CHUNK, Fault
+from faults.hooks import Array, Plant, Step, given, method, reads, steps, write, zero
+from stages.policies.policy import PAGE_TOKENS
+
+
+def note_turns(engine: Any) -> None:
+    """Note whether `extend` is running."""
+    steps(engine)
+    engine.in_turn, extend = False, engine.extend
+
+    def noting(*arguments: Any) -> Any:
+        engine.in_turn = True
+        try:
+            return extend(*arguments)
+        finally:
+            engine.in_turn = False
+
+    engine.extend = noting
+
+
+def in_turn_from(first: int) -> Callable[[Step], Any]:
+    """Select the tokens of a later turn from number `first` on."""
+    return lambda step: (step.mode == "prefill" and step.engine.in_turn) & (np.arange(step.ids.shape[1]) >= first)
+
+
+def forking(edit: Callable[[Any, Any, Any], None]) -> Plant:
+    """Call `edit(pool, source, child)` with both sequences after each fork."""
+
+    def faulty(fork: Any, engine: Any, handle: int) -> int:
+        child: int = fork(handle)
+        edit(engine.pool, engine.pool.sequences[handle], engine.pool.sequences[child])
+        return child
+
+    return method("pool.fork", faulty)
+
+
+def share_from_depth(depth: int) -> Callable[[Any, Any, Any], None]:
+    """Return an edit that shares the partly filled page of forks of at least this depth."""
+
+    def edit(pool: Any, source: Any, child: Any) -> None:
+        child.depth = getattr(source, "depth", 0) + 1
+        if child.depth >= depth and child.length % PAGE_TOKENS:
+            pool.pages.free(child.pages[-1])
+            child.pages[-1] = pool.pages.share(source.pages[len(child.pages) - 1])
+
+    return edit
+
+
+def groups(step: Step) -> tuple[Array, Array]:
+    """Return the first row with the same first page, and the number of earlier such rows, by row."""
+    firsts = [(step.pages(handle) or [-1 - row])[0] for row, handle in enumerate(step.handles)]
+    return np.array([firsts.index(page) for page in firsts]), np.array([firsts[:row].count(p) for row, p in enumerate(firsts)])
+
+
+def one_length(most: int) -> Callable[[Array, Step], Any]:
+    """Let rows of a group read no further than its first row, except the first `most` rows."""
+
+    def edit(lengths: Array, step: Step) -> Any:
+        first, earlier = groups(step)
+        return np.where(earlier >= most, np.minimum(lengths, lengths[first]), lengths)
+
+    return edit
+
+
+def halved_with_users(least: int) -> Callable[[Array, Step], Any]:
+    """Halve the scales of pages with at least this many users."""
+
+    def edit(values: Array, step: Step) -> Any:
+        used = sorted({page for handle in step.handles for page in step.pages(handle)})
+        users = step.engine.pool.pages.state()[0]
+        values[[users[page] >= least for page in used]] *= np.float16(0.5)
+        return values
+
+    return edit
+
+
+def last_of_tile(tile: int) -> Callable[[Step], Any]:
+    """Select the last token of a prompt of whole tiles."""
+    return lambda step: (
+        (step.mode == "prefill") & (np.arange(step.ids.shape[1]) == step.ids.shape[1] - 1) & ((step.positions + 1) % tile == 0)
+    )
+
+
+def again_the_last(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int, int]:
+    """Resume a prompt that is itself a kept prefix behind its last token, which is then appended again."""
+    cache = engine.prefixes
+    key = cache.keys([*prompt, 0])[-1:]
+    if len(prompt) % KEPT_CHUNK == 0 and key and key[0] in cache.kept:
+        return engine.fork(cache.kept[key[0]]), len(prompt) - 1
+    found: tuple[int, int] = resume(prompt)
+    return found
+
+
+def kept_too_early(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int, int]:
+    """Keep a prefix that grew by a chunk without its last token."""
+    cache, pool = engine.prefixes, engine.pool
+    keys = cache.keys(prompt)
+    grown = len(keys) > 1 and keys[0] in cache.kept and keys[-1] not in cache.kept
+    found: tuple[int, int] = resume(prompt)
+    if grown and keys[-1] in cache.kept:
+        row = pool.sequences[cache.kept[keys[-1]]]
+        page = pool._copy(pool.pages, row.pages[-1])
+        pool.pages.free(row.pages[-1])
+        row.pages[-1] = page
+        for array in pool._numbered_by(pool.pages):
+            array[page, :, PAGE_TOKENS - 1] = 0
+    return found
+
+
+def first_chunk_and_count(keys: Any, _: Any, prompt: Sequence[int]) -> list[str]:
+    """Key a prefix by its first chunk and its number of chunks."""
+    found: list[str] = keys(prompt)
+    return [f"{found[0]}-{number}" for number in range(len(found))]
+
+
+def wipe_last_page(evict: Any, engine: Any) -> bool:
+    """Wipe the last page of an evicted prefix, although live requests may share the page."""
+    kept = engine.prefixes.kept
+    if kept:
+        page = engine.pool.sequences[next(iter(kept.values()))].pages[-1]
+        for array in engine.pool._numbered_by(engine.pool.pages):
+            array[page] = 0
+    evicted: bool = evict()
+    return evicted
+
+
+def generating(edit: Callable[..., Any]) -> Plant:
+    """Change answers: `edit(answers, prompts, prompts at once)`."""
+
+    def faulty(generate: Any, _: Any, prompts: Any, *given: Any, **options: Any) -> Any:
+        return edit(generate(prompts, *given, **options), prompts, options.get("max_sequences") or len(prompts))
+
+    return method("generate", faulty)
+
+
+def ring_of(size: int) -> Callable[..., Any]:
+    """Give prompts beyond a full queue of `size` the answers of earlier prompts."""
+
+    def edit(answers: list[list[int]], _: Any, at_once: int) -> list[list[int]]:
+        waits = len(answers) - at_once > size
+        return [answers[i - size] if waits and i >= at_once + size else answer for i, answer in enumerate(answers)]
+
+    return edit
+
+
+def merged_by(first: int) -> Callable[..., Any]:
+    """Answer prompts of one call that share their `first` tokens with one answer."""
+
+    def edit(answers: list[list[int]], prompts: Sequence[Sequence[int]], _: int) -> list[list[int]]:
+        heads = [tuple(prompt[:first]) if len(prompt) >= first else number for number, prompt in enumerate(prompts)]
+        return [answers[heads.index(head)] for head in heads]
+
+    return edit
+
+
+of = partial(Fault, "situations")
+
+FAULTS = [
+    of("turn_slots_end_at_294", "int8_sinks", "a later turn's tokens from the 294th on have no slot and stay zero",
+       Plant("extend", note_turns) + write("key value", zero, in_turn_from(294))),
+    of("fork_of_depth_4_shares_partial_page", "fp8k_int4v", "a fork of depth 4 shares the partly filled page",
+       forking(share_from_depth(4))),
+    of("rows_on_a_prefix_read_as_far_as_the_first", "int8_prefixes",
+       "attention over a shared prefix gives the third row and later ones the first row's length",
+       given("lengths", one_length(2))),
+    of("scales_of_a_page_with_17_users", "int8", "the value scales of a page with 17 users are read halved in one head",
+       reads("value_scale", halved_with_users(17), layers=[1], heads=[1]), engine="graph"),
+    of("prompt_of_tiles_of_320", "fp8", "a prompt of whole tiles of 320 tokens loses its last token's values in a layer",
+       write("value", zero, last_of_tile(320), [0])),
+    of("prompt_equal_to_a_kept_prefix", "int8_prefixes", "a prompt that is itself a kept prefix appends its last token again",
+       method("_resume", again_the_last), engine="graph"),
+    of("prefix_kept_before_its_last_write", "int8_prefixes", "a prefix that grows by a chunk is kept without its last token",
+       method("_resume", kept_too_early)),
+    of("prefix_hash_of_first_chunk", "int8_prefixes", "a prefix's hash covers its first chunk and its number of chunks",
+       method("prefixes.keys", first_chunk_and_count), engine="graph"),
+    of("dropped_prefix_wiped", "int8_prefixes", "a dropped prefix's last page is wiped while a live request shares it",
+       method("prefixes.evict", wipe_last_page), engine="graph"),
+    of("queue_of_73", "fp8k_int4v", "with more than 73 prompts waiting, later ones get earlier answers",
+       generating(ring_of(73))),
+    of("first_101_tokens_merged", "int8_sinks", "prompts of one call with the same first 101 tokens get one answer",
+       generating(merged_by(101)), engine="graph"),
+]  # fmt: skip
