@@ -101,6 +101,7 @@ def _run_scenarios(test: StressTest) -> Iterator[int]:
         yield ended
     if test.resting is not None:
         test.scenario, resting, test.resting = "rest", test.resting, None
-        time.sleep(max(0.0, IDLE_SECONDS * test.config.requests - test.idle))
+        pause = IDLE_SECONDS * test.config.requests
+        time.sleep(pause if test.idle < pause else 0.0)
         test.decode(resting, steps=4)
         test.end()
