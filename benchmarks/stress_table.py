@@ -54,7 +54,8 @@ def main() -> None:
                 for seed in range(options.seeds):
                     engine: Any = TorchEngine.from_model(model, policy, scales)
                     compute_dtype = FLOAT32_GRAPH if kind == "graph" else "float32"
-                    reference = ReferenceEngine(TorchEngine.from_model(model, policy, scales), compute_dtype)
+                    replayed = TorchEngine.from_model(model, policy, scales)
+                    reference = ReferenceEngine(replayed, None if replayed.rounds_queries else compute_dtype)
                     if kind != "reference":
                         bundle = Path(work) / name
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))

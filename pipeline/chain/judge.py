@@ -320,4 +320,6 @@ class _Opened:
         torch_engine = backend.load_reference(chain.reference(self.policy).path, chain.reference_device)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
         other = quantized is not None and quantized.inputs == "other"  # the reference engine does not round such inputs
+        # Queries in 8-bit blocks may get neighbouring codes, as the cache may, but no engine shows them.
+        other = other or (torch_engine.rounds_queries and not chain.backend.measures_rounding)
         return ReferenceEngine(torch_engine, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)

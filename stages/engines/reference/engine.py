@@ -89,6 +89,11 @@ class TorchEngine(ChunkedEngine):
         """Whether tokens read themselves from the cache, as in engines that store before attending. Affects one pass only."""
         self._taken = as_llamacpp(model.config, storages)
 
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether queries are rounded to 8-bit blocks, as llama.cpp rounds them for keys in blocks."""
+        return self._taken is not None
+
     @classmethod
     def from_model(
         cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
