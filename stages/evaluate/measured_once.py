@@ -88,8 +88,10 @@ def measure_once(
 
 
 def bounded(config: StressTestConfig, longest: int) -> StressTestConfig:
-    """Return the limits of the stress test, with sequences no longer than the longest question, in whole pages.
+    """Return the limits of the stress test, with sequences up to twice the longest question, in whole pages.
 
-    A verdict covers no longer sequence, and the reference engine needs time for every token.
+    The reference engine needs time for every token, so short questions have a short test. Twice the questions is beyond the
+    borders of chunks, tiles and tables that a service soon reaches.
     """
-    return config.model_copy(update={"max_tokens": min(config.max_tokens, max(LEAST_STRESS_TOKENS, whole_pages(longest)))})
+    most = max(LEAST_STRESS_TOKENS, whole_pages(2 * longest))
+    return config.model_copy(update={"max_tokens": min(config.max_tokens, most)})

@@ -59,6 +59,6 @@ def test_the_examples_60_questions_can_pass_and_20_of_them_cannot() -> None:
     assert too_few(samples[:20], Thresholds()) == "cannot pass: 20 of 60 questions; ask 60, better 300"
 
 
-@pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 448), (448, 448), (16_384, 2048)])
-def test_the_stress_test_is_no_longer_than_the_longest_question(longest: int, bound: int) -> None:
+@pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 832), (448, 896), (16_384, 2048)])
+def test_the_stress_test_is_no_longer_than_twice_the_longest_question(longest: int, bound: int) -> None:
     assert bounded(StressTestConfig(), longest).max_tokens == bound
