@@ -15,7 +15,7 @@ from typing import Any
 from stages.checkpoints.description import attention_shape, integer, model_keys
 from stages.checkpoints.families import FAMILIES, other_cache
 from stages.checkpoints.files import read_json
-from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.gguf.model import DENSE_SIZES, dense_tensors, inspect_gguf
 from stages.checkpoints.quantized import Shape
 from stages.core.errors import UserError, short
 from stages.policies.formats import WeightsFormat
@@ -24,6 +24,15 @@ from stages.policies.policy import KVShape
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight's float16 scale."""
 BITS: dict[WeightsFormat, int] = {"none": 16, "fp8": 8, "int8_sq": 8, "int4_awq": 4}
+
+
+DENSE = {
+    **dict.fromkeys(("llama", "mistral"), ("llama", False)),
+    **{kind: (kind, False) for kind in ("qwen2", "qwen3")},
+    "gemma3_text": ("gemma3", True),
+}
+"""model_type of families whose weights follow from the sizes in config.json -> the architecture in GGUF, and whether
+transformers ties the embeddings by default."""
 
 
 @dataclass(frozen=True)
@@ -123,19 +132,25 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     shape, q_heads = attention_shape(path, config)
     assumed = f"config.json has no head_dim: taken as hidden_size / num_attention_heads = {shape.head_dim}"
     positions = config.get("max_position_embeddings")
+    sized = {**config, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
     return ModelShape(
         path=path,
         kv=KVShape(shape.layers, shape.kv_heads, shape.head_dim),
         q_heads=q_heads,
         windows=shape.windows or (None,) * shape.layers,
         max_positions=positions if type(positions) is int and positions > 0 else None,
-        tensors=partial(_tensors, path, config) if served and config.get("quantization_config") is None else None,
+        tensors=partial(_tensors, path, sized) if served and config.get("quantization_config") is None else None,
         notes=() if known or config.get("head_dim") is not None else (assumed,),
         latent=None if latent is None else 2 * shape.head_dim,
     )
 
 
 def _tensors(path: Path, config: dict[str, Any]) -> Mapping[str, Shape]:
+    """Return the shapes of the weights by name. Families that are not DENSE are built by transformers, which imports torch."""
+    architecture, tied = DENSE.get(config["model_type"], ("", False))
+    plain = not (config.get("attention_bias") or config.get("mlp_bias"))
+    if architecture and plain and all(type(config.get(key)) is int for key in DENSE_SIZES):
+        return dict(dense_tensors(architecture, {"tie_word_embeddings": tied, **config}).values())
     from stages.checkpoints.loading import expected_tensors
 
     return expected_tensors(path, config)

@@ -219,7 +219,7 @@ def _llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[fl
 
 def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> dict[str, str]:
     """Check that the file has exactly the model's tensors, and return a mapping from GGUF's names to transformers' names."""
-    expected = _expected_tensors(architecture, config)
+    expected = dense_tensors(architecture, config)
     for name, (_, shape) in expected.items():
         tensor = header.tensors.get(name)
         if tensor is None or tensor.shape != shape:
@@ -233,10 +233,24 @@ def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> 
     return {name: target for name, (target, _) in expected.items()}
 
 
-def _expected_tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return a mapping from GGUF's tensor names to transformers' names and shapes."""
-    hidden, inner, head_dim, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+DENSE_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def dense_tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return a mapping from GGUF's tensor names to transformers' names and shapes.
+
+    `config` needs the keys of DENSE_SIZES, and `tie_word_embeddings`.
+    """
+    hidden, inner, vocab, layers, head_dim, q_heads, kv_heads = (config[key] for key in DENSE_SIZES)
+    queries, keys = q_heads * head_dim, kv_heads * head_dim
     layer = {
         "attn_norm.weight": ("input_layernorm.weight", (hidden,)),
         "attn_q.weight": ("self_attn.q_proj.weight", (queries, hidden)),
@@ -264,7 +278,7 @@ def _expected_tensors(architecture: str, config: dict[str, Any]) -> dict[str, tu
     }
     if not config["tie_word_embeddings"]:
         tensors["output.weight"] = ("lm_head.weight", (vocab, hidden))
-    for number in range(config["num_hidden_layers"]):
+    for number in range(layers):
         tensors |= {f"blk.{number}.{name}": (f"model.layers.{number}.{to}", shape) for name, (to, shape) in layer.items()}
     return tensors
 

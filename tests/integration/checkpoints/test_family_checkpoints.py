@@ -14,6 +14,7 @@ from stages.checkpoints.description import CheckpointInfo, describe_checkpoint, 
 from stages.checkpoints.families import ARCHITECTURES, FAMILIES
 from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.rope import rope_at_top_level
+from stages.checkpoints.shapes import read_model
 from stages.checkpoints.weights import check_weights
 from stages.core.errors import UserError
 
@@ -46,6 +47,9 @@ def test_a_checkpoint_of_transformers_5_is_taken_with_its_weights(saved: Path) -
     assert "rope_parameters" in config
     info = describe_checkpoint(saved, config, ("model.safetensors",), ("config.json",))
     check_weights(info, expected_tensors)
+    tensors = read_model(saved).tensors
+    assert tensors is not None
+    assert tensors() == expected_tensors(saved, config), "the families that are counted without torch too"
     theirs = AutoConfig.from_pretrained(saved)
     applied = windows(theirs)
     assert info.shape.windows == (applied if any(applied) else ())

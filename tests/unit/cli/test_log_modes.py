@@ -76,8 +76,7 @@ def test_everything_else_is_an_object_on_stderr(noise: tuple[list[dict[str, Any]
 
 
 def outcome(commands: Commands, folder: Path, *arguments: str, begins: bool = False) -> Outcome:
-    """Run a command. One that begins its work imports torch, which the test process has already."""
-    return commands.run(Case("", arguments, (), begins=begins, loads_model=begins), folder)
+    return commands.run(Case("", arguments, (), begins=begins), folder)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_errors_before_any_work_follow_what_the_command_line_says(
 
 def test_a_whole_command_under_json_is_objects_alone(commands: Commands, tmp_path: Path) -> None:
     done = outcome(commands, tmp_path, "stage=capacity", "log=json", begins=True)
-    assert done.code == 0, done.stderr
+    assert (done.code, done.heavy) == (0, ()), done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert {"capacity", "text"} <= {line["result"] for line in results}
     assert all(isinstance(json.loads(line), dict) for line in done.stderr.splitlines())
