@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.chain.judge import Chain
+from pipeline.chain.job import Run
 from pipeline.config.compose import plan
-from pipeline.store.store import Store
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.inputs.tokens import read_encoded
@@ -69,10 +68,10 @@ def measure(workdir: Path) -> dict[str, Any]:
     probability: dict[str, list[list[float]]] = {}
     right: dict[str, list[list[int]]] = {}
     for config in plan([*command, "workloads.rounds=[1.0]", "workloads.conformance_samples=0"], multirun=True).jobs:
-        chain = Chain(config, Store(config.work / "artifacts"))
-        answers = chain.round(FP16_POLICY, 1)
-        baseline, candidate = (read_round(one.path) for one in (answers, chain.round(config.kv, 1, answers)))
-        asked = baseline.scored(read_encoded(chain.encoded_samples.path).items)
+        steps = Run(config).steps
+        answers = steps.round(FP16_POLICY, 1)
+        baseline, candidate = (read_round(one.path) for one in (answers, steps.round(config.kv, 1, answers)))
+        asked = baseline.scored(read_encoded(steps.encoded_samples.path).items)
         rows = make_rows(
             asked,
             candidate.statistics_of(asked),

@@ -16,7 +16,7 @@ from statistics import median
 from rich.markup import escape
 
 from pipeline.chain.inputs import TRACKED, checks
-from pipeline.chain.judge import Chain
+from pipeline.chain.job import Run
 from pipeline.chain.serving import candidates_of, promoted_sweep
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Row
@@ -28,10 +28,10 @@ from pipeline.loading import open_backend, required_libraries
 from pipeline.registry.promotion import PASS
 from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
-from pipeline.store.store import Entry, Store
+from pipeline.store.store import Store
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.shapes import read_model
-from stages.core.artifact import Artifact, Recipe
+from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.digest import json_digest
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
 from stages.verdict.candidate import not_passed
@@ -125,14 +125,14 @@ def foretell(planned: Plan) -> int:
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {store.job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
-            chain = Chain(config, store)
-            walked = problems.look(store.job, partial(_walk, chain, label, verdicts)) == 0
+            run = Run(config, label=label, store=store)
+            walked = problems.look(store.job, partial(_walk, run, verdicts)) == 0
             if config.stage in JUDGING and walked:
                 if store.job == 1:
-                    problems.look(store.job, partial(_say_questions, chain))
-                if (reason := chain.too_few) is not None:
+                    problems.look(store.job, partial(_say_questions, run))
+                if (reason := run.steps.too_few) is not None:
                     short.append(reason)
-            rows += _rows(chain, store)
+            rows += _rows(run, store)
     if rows:
         _print(rows)
     for label, verdict in verdicts.items():
@@ -148,18 +148,14 @@ def foretell(planned: Plan) -> int:
     return code
 
 
-def _walk(chain: Chain, label: str, verdicts: dict[str, Verdict]) -> None:
-    """Walk a chain through all artifacts of its stage, and record the verdict if it is already known."""
-    stage, policy = chain.config.stage, chain.config.kv
-    if stage == "tune":
-        last = chain.tuned()
-    else:
-        last = {"quantize": chain.exports, "build": chain.bundle}.get(stage, chain.evaluation)(policy)
-    if chain.config.stage in JUDGING and last.exists:
+def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
+    """Take all steps of a job's stage, and record the verdict if it is already known."""
+    last = run.steps.make()
+    if run.config.stage in JUDGING and last.exists:
         report = load_report(last.path)
-        verdicts[label] = decide(report, load_rows(last.path), chain.config.gates)
-        if all(artifact.exists for _, artifact in chain.finished):  # the identity binds every artifact
-            chain.identity(last, report, verdicts[label])
+        verdicts[run.label] = decide(report, load_rows(last.path), run.config.gates)
+        if all(artifact.exists for _, artifact in run.chain.finished):  # the identity binds every artifact
+            run.steps.identity(last, report, verdicts[run.label])
 
 
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
@@ -180,8 +176,8 @@ def _check_tracking(config: Config) -> None:
         check_reachable(location)
 
 
-def _rows(chain: Chain, store: DryStore) -> Iterator[Row]:
-    for title, artifact in chain.finished:
+def _rows(run: Run, store: DryStore) -> Iterator[Row]:
+    for title, artifact in run.chain.finished:
         maker = store.maker.get(artifact.key, store.job)
         if artifact.exists or maker != store.job:
             word = "reused" if artifact.exists else f"made by job {maker}"
@@ -201,15 +197,15 @@ def _print(rows: list[Row]) -> None:
         console.say(f"time: {sum(known):,.0f} s, each the median of earlier artifacts of its stage here{rest}")
 
 
-def _say_questions(chain: Chain) -> None:
+def _say_questions(run: Run) -> None:
     """Print the number of samples per workload, and the time and memory of a verdict with the embedded engine."""
-    workloads, path = chain.config.workloads, locate_checkpoint(chain.config.model.path)
-    counts = Counter(sample.workload for sample in chain.samples if not sample.workload.startswith(LONG))
+    workloads, path = run.config.workloads, locate_checkpoint(run.config.model.path)
+    counts = Counter(sample.workload for sample in run.steps.samples if not sample.workload.startswith(LONG))
     documents = f"{workloads.length_documents} documents with {LONG_QUESTIONS} questions each"
     kinds = [f"{count:,} of {name}" for name, count in counts.items()]
     kinds += [f"{documents} of {length:,} tokens" for length in workloads.lengths]
     said = f"asks {', '.join(kinds)}, in {len(workloads.rounds)} rounds at most"
     console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
     parameters = read_model(path).parameters
-    for line in verdict_lines(parameters) if parameters is not None and chain.config.backend.name == "onnxruntime" else ():
+    for line in verdict_lines(parameters) if parameters is not None and run.config.backend.name == "onnxruntime" else ():
         console.say(line)

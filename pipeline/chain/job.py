@@ -1,12 +1,12 @@
-"""One job of a command: its configuration, its artifacts, and the signing keys and gates that apply."""
+"""One job of a command: its configuration, the steps whose artifacts it makes, and the registered engines."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.chain.judge import Chain
+from pipeline.chain.engine_steps import EngineSteps
+from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli import console
 from pipeline.config.config import Config
 from pipeline.evidence.reading import registered_engine
@@ -16,8 +16,6 @@ from pipeline.registry.tracking import Tracking, locate
 from pipeline.store.store import Store
 from stages.core.errors import UserError
 from stages.verdict.gates import decide
-from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -36,7 +34,7 @@ def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | 
 
 @dataclass
 class Run:
-    """One job: its configuration, its chain of artifacts, and the sweep that it belongs to."""
+    """One job: its configuration, its steps, and the sweep that it belongs to. A dry run has a store that makes nothing."""
 
     config: Config
     sweep: str = ""
@@ -44,23 +42,22 @@ class Run:
     label: str = ""
     """Display name of the candidate, unique within the sweep: the policy and the other overrides."""
 
-    @cached_property
-    def chain(self) -> Chain:
-        return Chain(self.config, Store(self.config.work / "artifacts"))
+    store: Store | None = None
+    """The work directory's store if None."""
 
-    def registry(self) -> "MlflowStore":
-        """Open the registry. Raises UserError if tracking is off."""
+    @cached_property
+    def chain(self) -> EngineSteps:
+        return EngineSteps(self.config, self.store or Store(self.config.work / "artifacts"))
+
+    @cached_property
+    def steps(self) -> VerdictSteps:
+        return VerdictSteps(self.chain)
+
+    def engines(self) -> Engines:
+        """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off."""
         with console.doing("opening MLflow"):
             store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
-        return store
-
-    def engines(self) -> Engines:
-        """Return the registered engines, with their evidence in the work directory. Raises as `registry` does."""
-        check = partial(replay, signing=self.config.signing)
-        return Engines(self.registry(), partial(registered_engine, self.config.work / "artifacts", check), self.decide)
-
-    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
-        """Return the verdict of this command's gates."""
-        return decide(report, rows, self.config.gates)
+        find = partial(registered_engine, self.config.work / "artifacts", partial(replay, signing=self.config.signing))
+        return Engines(store, find, lambda report, rows: decide(report, rows, self.config.gates))

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from pydantic import BaseModel
 from rich.markup import escape
 
-from pipeline.chain.judge import Chain
+from pipeline.chain.engine_steps import EngineSteps
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.commands import typed
 from pipeline.config.config import Config
@@ -175,7 +175,7 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
         inspect_checkpoint(path)
     except UserError:
         return {}, ["the model's weights are not here: evidence is taken to be about it by its name and its bytes a token"]
-    return {"checkpoint": Chain(config, Store(config.work / "artifacts")).checkpoint_digest}, []
+    return {"checkpoint": EngineSteps(config, Store(config.work / "artifacts")).checkpoint_digest}, []
 
 
 def _judged(

@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from pipeline.chain.judge import Chain
+from pipeline.chain.job import Run
 from pipeline.cli import console, next_steps
 from pipeline.cli.grids import Column, Grid, Row
 from pipeline.config.policies import policy_yaml
@@ -16,11 +16,11 @@ FOLDER = "tuned"
 """Folder in the work directory with the policies that were found (`kv/NAME.yaml`, a configuration folder) and their record."""
 
 
-def tune(chain: Chain) -> None:
+def tune(run: Run) -> None:
     """Search for policies, store the tuned ones for later commands, and print the front."""
-    artifact, shape = chain.tuned(), chain.shape
+    artifact, shape = run.steps.make(), run.chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
-    folder = chain.config.work / FOLDER
+    folder = run.config.work / FOLDER
     _leave(report, artifact.path, folder)
     console.say("")
     console.show("front", front(report, shape))
@@ -37,7 +37,7 @@ def tune(chain: Chain) -> None:
         )
     chosen = next(one for one in report.measured if one.policy.name == report.chosen)
     console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
-    next_steps.show(next_steps.after_tuning(chain.config, report.chosen, folder if chosen.origin != "uniform" else None))
+    next_steps.show(next_steps.after_tuning(run.config, report.chosen, folder if chosen.origin != "uniform" else None))
 
 
 def _leave(report: TuneReport, artifact: Path, folder: Path) -> None:

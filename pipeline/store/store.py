@@ -17,14 +17,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from socket import gethostname
 from typing import Any, ClassVar
 
 from pipeline.store.locks import locked, locked_at_once
-from stages.core.artifact import Artifact, Recipe
+from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.digest import files_digest, json_digest, tree_files
 from stages.core.errors import UserError
 from stages.core.files import STORE_FILE, sweep_pool, write_whole
@@ -46,20 +45,6 @@ RESUMABLE_S = 30 * 24 * 3600.0
 """Seconds without a write before an unfinished artifact counts as abandoned."""
 
 
-@dataclass
-class Entry:
-    """An artifact that exists, or the directory that it is made in."""
-
-    artifact: Artifact | None
-    """None until it is made."""
-    scratch: Path
-
-    @property
-    def made(self) -> Artifact:
-        assert self.artifact is not None, f"{self.scratch} changed while it was being sealed"
-        return self.artifact
-
-
 class Store:
     makes: ClassVar[bool] = True
     """Whether missing artifacts are made: False for a dry run."""
@@ -72,7 +57,7 @@ class Store:
         return self.root / recipe.place(recipe.stage, recipe.key)
 
     @contextmanager
-    def making(self, recipe: Recipe, *, resumable: bool = False) -> "Iterator[Entry]":
+    def making(self, recipe: Recipe, *, resumable: bool = False) -> Iterator[Entry]:
         """Hold the lock of an artifact while the block runs. If the artifact is missing, the block fills an empty directory.
 
         If the block raises, the directory is removed. With `resumable` the directory is kept, and the next block may find files

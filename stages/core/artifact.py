@@ -11,6 +11,7 @@ from typing import ClassVar
 from stages.core.digest import code_digest, files_digest, json_digest
 from stages.core.errors import MissingRequirement
 from stages.core.hardware import hardware
+from stages.core.records import Progress, no_progress
 
 SCHEMA = 1
 """Version of manifests and recipes."""
@@ -35,6 +36,22 @@ class Artifact:
 
     def digest_under(self, folder: str) -> str:
         return files_digest(self.files, folder)
+
+
+@dataclass
+class Entry:
+    """An artifact that exists, or the directory that it is made in."""
+
+    artifact: Artifact | None
+    """None until it is made."""
+    scratch: Path
+    progress: Progress = no_progress
+    """Shows the progress of the work that makes it."""
+
+    @property
+    def made(self) -> Artifact:
+        assert self.artifact is not None, f"{self.scratch} changed while it was being sealed"
+        return self.artifact
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ libraries that they need.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from stages.checkpoints.description import CheckpointInfo
-from stages.core.artifact import Artifact, Recipe
+from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.engines.config import BackendConfig
@@ -23,8 +23,6 @@ from stages.policies.scales import LayerDelivery
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""
-
-Fill = Callable[[Path, Progress], None]
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,8 @@ class Artifacts(Protocol):
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
         ...
 
-    def make(self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "") -> Artifact:
-        """Return the artifact of `recipe`. `policy` and `note` complete its title on the console."""
+    def making(self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "") -> AbstractContextManager[Entry]:
+        """Yield the entry of an artifact, which the block fills if it is missing. `policy` and `note` complete its title."""
         ...
 
 

@@ -29,7 +29,7 @@ CODE = (
     "stages.evaluate.joining",
     "stages.engines.onnx.engine",
     "stages.engines.reference.engine",
-    "pipeline.chain.judge",
+    "pipeline.chain.verdict_steps",
 )
 """Entry modules of the evaluation and of the judged engines."""
 

@@ -16,7 +16,8 @@ from unittest.mock import patch
 from faults.drill import Day, cost, serve
 from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
 from faults.record import Cost
-from pipeline.chain.judge import Chain
+from pipeline.chain.engine_steps import EngineSteps
+from pipeline.chain.verdict_steps import LoadedEngine, VerdictSteps
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
@@ -66,12 +67,10 @@ class Judgement:
     rows: list[SampleRow]
 
 
-class FaultyChain(Chain):
-    """The chain of a configuration, with a fault in its engines."""
+class FaultySteps(EngineSteps):
+    """The steps to an engine, with a fault in every engine that is loaded."""
 
     fault: Fault | None = None
-    references: dict[str, Any]
-    """Policy name -> reference engine, shared by all faults."""
 
     @cached_property
     def backend(self) -> Backend:
@@ -94,12 +93,19 @@ class FaultyChain(Chain):
         fault.plant.apply(engine)
         return engine
 
-    def _open(self, policy: KVPolicy) -> Any:
-        opened = super()._open(policy)
+
+class SharedReferences(VerdictSteps):
+    """The steps from an engine to its verdict, with reference engines that all faults share."""
+
+    references: dict[str, Any]
+    """Policy name -> reference engine."""
+
+    def load(self, policy: KVPolicy) -> LoadedEngine:
+        loaded = super().load(policy)
         if policy.name not in self.references:
-            self.references[policy.name] = remembering(opened.reference)
-        opened.__dict__["reference"] = self.references[policy.name]
-        return opened
+            self.references[policy.name] = remembering(loaded.reference)
+        vars(loaded)["reference"] = self.references[policy.name]
+        return loaded
 
 
 def set_up(engine: Any) -> Engine:
@@ -175,7 +181,7 @@ class Ground:
 
     def cost(self, fault: Fault) -> Cost:
         """Return a fault's cost in a short day of service, or in a long day if the short day shows none."""
-        chain = self._chain(self.config(fault.policy, fault.engine), fault)
+        chain = self._steps(self.config(fault.policy, fault.engine), fault).chain
         with _silence():
             bundle = chain.bundle(chain.config.kv).path
             for long in (False, True):
@@ -187,7 +193,7 @@ class Ground:
                     break
         return found
 
-    def _chain(self, config: Config, fault: Fault | None) -> FaultyChain:
+    def _steps(self, config: Config, fault: Fault | None) -> SharedReferences:
         own = self.work / "faulty"
         shutil.rmtree(own, ignore_errors=True)
         shared = SOUND if fault is not None and fault.shared else (*SOUND, "baseline", "baseline_once")
@@ -195,15 +201,16 @@ class Ground:
             (self.work / "sound" / stage).mkdir(parents=True, exist_ok=True)
             (own / stage).parent.mkdir(parents=True, exist_ok=True)
             (own / stage).symlink_to((self.work / "sound" / stage).resolve())
-        chain = FaultyChain(config, Store(own))
+        chain = FaultySteps(config, Store(own))
         chain.fault = fault
-        chain.references = self._references.setdefault((str(config.model.path), config.backend.name, config.seed), {})
-        return chain
+        steps = SharedReferences(chain)
+        steps.references = self._references.setdefault((str(config.model.path), config.backend.name, config.seed), {})
+        return steps
 
     def _judge(self, config: Config, fault: Fault | None) -> Judgement:
-        chain = self._chain(config, fault)
+        steps = self._steps(config, fault)
         with _silence():
-            evaluation = chain.evaluation(config.kv)
+            evaluation = steps.report()
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         shutil.rmtree(self.work / "faulty")
         return Judgement(decide(report, rows, config.gates), report, rows)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.judge import Chain
+from pipeline.chain.job import Run
 from pipeline.config.compose import plan
-from pipeline.store.store import Store
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
 from stages.core.errors import MissingRequirement
 from stages.engines.bundle import open_bundle
@@ -55,20 +55,20 @@ def library() -> Library:
 
 
 @pytest.fixture(scope="module")
-def chain(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Chain:  # noqa: ARG001  (without it nothing is built)
+def chain(library: Library, tmp_path_factory: pytest.TempPathFactory) -> EngineSteps:  # noqa: ARG001  (without it nothing is built)
     overrides = ["backend=tensorrt", "stage=build", "tracking=none", f"workdir={tmp_path_factory.mktemp('work')}", *POLICY]
     config = plan(overrides, multirun=False).jobs[0]
     check_inputs(config)
-    return Chain(config, Store(config.work / "artifacts"))
+    return Run(config).chain
 
 
 @pytest.fixture(scope="module")
-def policy(chain: Chain) -> KVPolicy:
+def policy(chain: EngineSteps) -> KVPolicy:
     return chain.config.kv
 
 
 @pytest.fixture(scope="module")
-def bundle(chain: Chain, policy: KVPolicy) -> Path:
+def bundle(chain: EngineSteps, policy: KVPolicy) -> Path:
     return chain.bundle(policy).path
 
 
@@ -124,7 +124,7 @@ def test_plans_store_the_tokens_of_a_prompt_and_of_launched_captured_and_replaye
 
 
 def test_forced_decode_gives_the_reference_logits_and_other_ones_with_a_corrupted_key_scale(
-    engine: Callable[..., PlanEngine], chain: Chain, policy: KVPolicy
+    engine: Callable[..., PlanEngine], chain: EngineSteps, policy: KVPolicy
 ) -> None:
     built = chain.bundle(policy, TorchConfig(name="torch", device="cpu", threads=1)).path
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from gate_reports import answered, every_class, report
 
-from pipeline.chain import building, dry, inputs, judge
+from pipeline.chain import dry, engine_steps, inputs, verdict_steps
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest
 from stages.core.files import link_or_copy
@@ -68,12 +68,11 @@ class FakeBackend(Backend):
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         weights = artifacts.weights()
         recipe = Recipe("export", (CODE,), {}, {"checkpoint": weights.digest_under("checkpoint")})
-
-        def fill(out: Path, _: Progress) -> None:
-            (out / "decoder.onnx").write_text(file_digest(weights.path / "checkpoint" / "model.safetensors"))
-
-        exported = artifacts.make(recipe, fill)
-        return Source(exported.path, exported.digest)
+        with artifacts.making(recipe) as entry:
+            if entry.artifact is None:
+                digest = file_digest(weights.path / "checkpoint" / "model.safetensors")
+                (entry.scratch / "decoder.onnx").write_text(digest)
+        return Source(entry.made.path, entry.made.digest)
 
     def build_parts(self) -> dict[str, object]:
         return {"backend": type(self.config).__name__}
@@ -131,7 +130,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake("quantize.calibration", calibration_texts=calibrate)
     fake("quantize.run", quantize_weights=quantize_weights, measure_cache=measure_cache, scale_cache=scale_cache)
     fake("quantize.export", export=_export)
-    monkeypatch.setattr(building, "in_child", lambda function, *paths, **options: function(*paths, **options))
+    monkeypatch.setattr(engine_steps, "in_child", lambda function, *paths, **options: function(*paths, **options))
 
     def encoded(rounds: int) -> Any:
         def write(out: Path) -> None:
@@ -161,9 +160,8 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         read_round=lambda path: json.loads((path / "round.json").read_text())["policy"],
     )
     fake("evaluate.joining", join=_join)
-    for module in (building, inputs, dry):
-        monkeypatch.setattr(module, "open_backend", FakeBackend)
-    for module in (building, judge):
+    monkeypatch.setattr("stages.report.content.draw_charts", lambda _: {})  # a process that imports Vega
+    for module in (dry, engine_steps, inputs, verdict_steps):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
 
 

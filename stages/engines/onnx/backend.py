@@ -4,7 +4,6 @@ from pathlib import Path
 
 from stages.core.artifact import Recipe
 from stages.core.child import in_child
-from stages.core.records import Progress
 from stages.engines.backend import FLOAT32_GRAPH, TORCH, Artifacts, Backend, Job, Source
 from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
@@ -40,14 +39,13 @@ class OnnxBackend(Backend):
         inputs = {"checkpoint": weights.digest_under("checkpoint")}
         libraries = (*TORCH, *self.libraries)
         recipe = Recipe("export", ("stages.engines.onnx.export",), {"compute_dtype": dtype}, inputs, libraries)
+        with artifacts.making(recipe) as entry:
+            if entry.artifact is None:
+                from stages.engines.onnx.export import export_decoder
 
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.engines.onnx.export import export_decoder
-
-            in_child(export_decoder, weights.path / "checkpoint", out, compute_dtype=dtype, progress=progress)
-
-        decoder = artifacts.make(recipe, fill)
-        return Source(decoder.path, decoder.digest)
+                paths = weights.path / "checkpoint", entry.scratch
+                in_child(export_decoder, *paths, compute_dtype=dtype, progress=entry.progress)
+        return Source(entry.made.path, entry.made.digest)
 
     def run_parts(self) -> dict[str, object]:
         return {"threads": self.config.threads, "attention": self._attention()}

@@ -12,8 +12,10 @@ from unittest.mock import Mock
 import pytest
 from stores import make_artifact
 
+from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.judge import Chain
+from pipeline.chain.job import Run
+from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.config import CONF
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
@@ -52,10 +54,12 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
     store = Store(tmp_path)
     make_artifact(store, recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", hashed)
-    config: Any = None  # `make` does not use the configuration
-    chain = Chain(config, store)
-    first = chain.make(recipe, lambda *_: None)
-    assert chain.make(recipe, lambda *_: None) is first
+    config: Any = None  # `making` does not use the configuration
+    chain = EngineSteps(config, store)
+    with chain.making(recipe) as first:
+        pass
+    with chain.making(recipe) as again:
+        assert again.artifact is first.made
     assert hashed.call_count == 1
     assert len(chain.finished) == 1
 
@@ -68,17 +72,14 @@ def swap(link: Path) -> None:
 
 @pytest.mark.parametrize("change", [swap, Path.unlink, lambda path: path.resolve().write_text("two")])
 def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[Path], object], tmp_path: Path) -> None:
-    config: Any = None  # `make` does not use the configuration
-    chain, given = Chain(config, Store(tmp_path / "store")), tmp_path / "given"
+    config: Any = None  # `making` does not use the configuration
+    chain, given = EngineSteps(config, Store(tmp_path / "store")), tmp_path / "given"
     (tmp_path / "one").write_text("1")
     given.symlink_to("one")
     recipe = Recipe("demo", ("stages.policies.policy",), {}, {"jsonl": chain.digest_of(given)})
-
-    def fill(*_: object) -> None:
+    message = "given: was changed while this command read it; run the command again"
+    with pytest.raises(UserError, match=message), chain.making(recipe):
         change(given)
-
-    with pytest.raises(UserError, match="given: was changed while this command read it; run the command again"):
-        chain.make(recipe, fill)
     assert not chain.store.path(recipe).exists()
 
 
@@ -97,7 +98,7 @@ class _Library:
     version = "10.14.1.48"
 
 
-class _Made(Chain):
+class _Made(EngineSteps):
     """A chain with existing inputs of plans."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
@@ -136,7 +137,7 @@ def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(
     parts = {}
     for given in ([], ["backend.threads=6"], ["backend.threads=2"]):
         config = configured(tmp_path, *given)
-        recipe = Chain(config, Store(tmp_path))._recipe("baseline", "measure", {})
+        recipe = Run(config).steps.recipe("baseline", "measure", {})
         parts[config.backend.model_dump()["threads"], bool(given)] = recipe.key
     assert set(parts) == {(6, False), (6, True), (2, True)}
     assert parts[6, False] == parts[6, True] != parts[2, True]
@@ -147,9 +148,9 @@ def test_the_files_of_a_draft_are_part_of_the_key_of_what_it_drafts_for(tmp_path
     shutil.copytree(import_module("stages.tiny").__path__[0] + "/checkpoint", draft)
     config = configured(tmp_path, f"workloads.speculation={{draft:{draft}}}")
     check_inputs(config)
-    before = Chain(config, Store(tmp_path))._recipe("round", "measure", {})
+    before = Run(config).steps.recipe("round", "measure", {})
     (draft / "generation_config.json").write_text("{}")
-    after = Chain(config, Store(tmp_path))._recipe("round", "measure", {})
+    after = Run(config).steps.recipe("round", "measure", {})
     assert before.key != after.key
     assert before.inputs["draft"] != after.inputs["draft"]
     assert "draft" in USER_INPUTS
@@ -185,8 +186,7 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
 
 def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
     machine.setattr("stages.engines.tensorrt.backend.triton_version", lambda: None)
-    chain = Chain(configured(tmp_path, "backend=tensorrt"), Store(tmp_path))
-    parts: Any = chain._recipe("evaluate", "joining", {}).parts
+    parts: Any = Run(configured(tmp_path, "backend=tensorrt")).steps.recipe("evaluate", "joining", {}).parts
     assert parts["config"]["versions"] == {"tensorrt": "10.14.1.48"}
     assert {"torch", "numpy"} <= set(parts["libraries"])
     assert "triton" not in parts["libraries"]
@@ -226,11 +226,10 @@ def test_the_default_profile_of_plans_fits_the_built_in_workloads(tmp_path: Path
 def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
     allowed: int, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chain = Chain(configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}"), Store(tmp_path))
-    room = chain.config.workloads.extra_new_tokens
+    config = configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}")
+    room = config.workloads.extra_new_tokens
     item = EncodedSample(Sample(id="a", workload="b", prompt="", reference=""), (0,) * 570, (0,) * (591 - 570 - room))
-    vars(chain).update(_encoded=Mock(items=[item]))
-    chain._note_length()
+    Run(config).steps.note_length(Mock(items=[item]))
     said = " ".join(capsys.readouterr().out.split())
     advice = "the samples have at most 591 tokens; give backend.max_tokens=640, or workloads.lengths=[704] (15 documents"
     assert (advice in said) is noted
@@ -249,7 +248,7 @@ def test_the_reference_shares_no_arithmetic_with_the_onnx_engine() -> None:
 
 def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
-    chain = Chain(job, Store(Path("nowhere")))
-    vars(chain).update(encoded_samples=Mock(), bundle=Mock())
-    monkeypatch.setattr(Chain, "reference", lambda *_: pytest.fail("the reference engine is not asked for anything"))
-    assert "reference" not in chain._asked(job.kv, None)
+    steps = Run(job).steps
+    vars(steps).update(encoded_samples=Mock(), chain=Mock(config=job))
+    monkeypatch.setattr(VerdictSteps, "reference", lambda *_: pytest.fail("the reference engine is not asked for anything"))
+    assert "reference" not in steps.inputs(job.kv, None)

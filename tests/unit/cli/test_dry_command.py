@@ -10,8 +10,8 @@ import pytest
 from fake_stages import FakeBackend, use_fake_stages
 
 from pipeline.chain.dry import foretell
-from pipeline.chain.judge import Chain
 from pipeline.chain.runner import run
+from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Stage
 from pipeline.registry.mlflow_store import MlflowStore
@@ -40,17 +40,13 @@ def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
 def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
     """Run the jobs; return the requested artifacts as (job number, title, whether it was reused)."""
     found: list[tuple[int, str, bool]] = []
-    make = Chain.make
     for number, config in enumerate(jobs.jobs, start=1):
 
-        def noted(self: Chain, *arguments: Any, number: int = number, **options: Any) -> Any:
-            known = len(self.finished)
-            artifact = make(self, *arguments, **options)
-            found.extend((number, title, made.reused) for title, made in self.finished[known:])
-            return artifact
+        def noted(title: str, _: Path, seconds: float | None, number: int = number) -> None:
+            found.append((number, title, seconds is None))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Chain, "make", noted)
+            patch.setattr(console, "step", noted)
             run(config, "20260101-000000-1-a", sweeping=jobs.sweeping)
     return found
 

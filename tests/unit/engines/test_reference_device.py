@@ -10,9 +10,8 @@ from shipped import SHIPPED
 
 from benchmarks import benchlib
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.judge import Chain
+from pipeline.chain.job import Run
 from pipeline.config.compose import plan
-from pipeline.store.store import Store
 from stages.core.errors import MissingRequirement
 from stages.engines.reference.device import LEAST_BYTES, reference_device
 from stages.engines.reference.engine import TorchEngine
@@ -59,9 +58,9 @@ def test_the_gpu_of_the_reference_engine_is_part_of_the_key_of_what_it_is_measur
     parts: list[Any] = []
     for device in ("auto", "cuda" if here else "cpu"):
         (job,) = plan([f"workdir={tmp_path}", f"reference.device={device}"], multirun=False).jobs
-        chain, artifact = Chain(job, Store(tmp_path)), SimpleNamespace(digest="0")
+        steps, artifact = Run(job).steps, SimpleNamespace(digest="0")
         given: Any = {"reference": artifact}
-        parts += [chain._recipe("round", "measure", inputs).parts for inputs in (given, dict[str, Any]())]
+        parts += [steps.recipe("round", "measure", inputs).parts for inputs in (given, dict[str, Any]())]
     beside, alone = parts[2:]
     assert parts[:2] == [alone | {"inputs": beside["inputs"]}, alone], "auto is a CPU for the tiny model"
     reference = {"device": "cuda", "gpu": "NVIDIA H100", "compute_capability": "9.0"}

@@ -1,7 +1,9 @@
-"""The chain of artifacts from a checkpoint to an engine. Each artifact is built from earlier ones, or reused from the store."""
+"""The steps from a checkpoint to an engine. Each step makes an artifact from earlier ones, or reuses it from the store."""
 
 import json
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,12 +17,12 @@ from pipeline.store.store import Store
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.places import locate_checkpoint
-from stages.core.artifact import Artifact, Recipe
+from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.child import in_child
 from stages.core.digest import file_digest, files_digest, json_digest
 from stages.core.errors import UserError
-from stages.core.records import Progress, give_back, in_threads
-from stages.engines.backend import TORCH, Backend, Fill
+from stages.core.records import give_back, in_threads
+from stages.engines.backend import TORCH, Backend
 from stages.engines.config import BackendConfig
 from stages.engines.cuda.config import TorchConfig
 from stages.policies.formats import Rotation
@@ -36,7 +38,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 @dataclass
-class BuildChain:
+class EngineSteps:
     """The artifacts of one configuration (`stages.engines.backend.Artifacts`), up to its engine."""
 
     config: Config
@@ -56,11 +58,6 @@ class BuildChain:
         info = inspect_checkpoint(checkpoint)
         names = (*info.weight_files, *info.other_files)
         return files_digest(dict(zip(names, in_threads(self.digest_of, [checkpoint / name for name in names]), strict=True)))
-
-    def _check_given(self) -> None:
-        for path, state in self._given.items():
-            if not path.exists() or _state(path) != state:
-                raise UserError(f"{path}: was changed while this command read it; run the command again")
 
     @cached_property
     def backend(self) -> Backend:
@@ -95,72 +92,70 @@ class BuildChain:
         if not gguf.is_file():
             return None
         recipe = Recipe("checkpoint", ("stages.checkpoints.gguf.convert",), {}, {"gguf": self.digest_of(gguf)}, libraries)
+        with self.making(recipe) as entry:
+            if entry.artifact is None:
+                from stages.checkpoints.gguf.convert import convert_gguf
 
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.checkpoints.gguf.convert import convert_gguf
-
-            convert_gguf(gguf, out, progress=progress)
-
-        return self.make(recipe, fill)
+                convert_gguf(gguf, entry.scratch, progress=entry.progress)
+        return entry.made
 
     def calibration(self) -> Artifact:
-        options, seed = self.config.calibration, self.config.seed
-        config: dict[str, Any] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
-        inputs = {"checkpoint": self.checkpoint_digest}
+        options, inputs = self.config.calibration, {"checkpoint": self.checkpoint_digest}
+        config: dict[str, Any] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": self.config.seed}
         if options.file is not None:
             inputs["jsonl"] = self.digest_of(options.file)
-        recipe = Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)
+        with self.making(Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)) as entry:
+            if entry.artifact is None:
+                from stages.quantize.calibration import calibration_texts
 
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.quantize.calibration import calibration_texts
-
-            calibration_texts(self.checkpoint, out, **config | {"jsonl": options.file}, progress=progress)
-
-        return self.make(recipe, fill)
+                given = config | {"jsonl": options.file}
+                calibration_texts(self.checkpoint, entry.scratch, **given, progress=entry.progress)
+        return entry.made
 
     def weights(self) -> Artifact:
         """Return the quantized weights that the baseline and every candidate share."""
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
-        recipe = Recipe("weights", ("stages.quantize.run",), self._recipe_config(), inputs, MODELOPT)
+        with self.making(Recipe("weights", ("stages.quantize.run",), self._quantizing, inputs, MODELOPT)) as entry:
+            if entry.artifact is None:
+                from stages.quantize.run import quantize_weights
 
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.quantize.run import quantize_weights
-
-            call = quantize_weights if self.config.weights.format == "none" else partial(in_child, quantize_weights)
-            call(self.checkpoint, out, **self._recipe_config(), calibration_texts=self._texts(), progress=progress)
-
-        return self.make(recipe, fill)
+                call = quantize_weights if self.config.weights.format == "none" else partial(in_child, quantize_weights)
+                texts, progress = self._texts(), entry.progress
+                call(self.checkpoint, entry.scratch, **self._quantizing, calibration_texts=texts, progress=progress)
+        return entry.made
 
     def extremes(self, rotation: Rotation) -> Artifact:
         """Return the extremes of keys and values after `rotation`, measured on the calibration texts."""
-        weights, max_length = self.weights(), self.config.calibration.max_length
-        config: dict[str, Any] = {"rotation": rotation, "max_length": max_length}
+        weights = self.weights()
+        config: dict[str, Any] = {"rotation": rotation, "max_length": self.config.calibration.max_length}
         inputs = {"weights": weights.digest, "calibration": self.calibration().digest}
-        recipe = Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT)
+        with self.making(Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT)) as entry:
+            if entry.artifact is None:
+                from stages.quantize.run import measure_cache
 
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.quantize.run import measure_cache
-
-            paths, texts = (self.checkpoint, weights.path, out), self._texts()
-            in_child(measure_cache, *paths, **config, calibration_texts=texts, progress=progress)
-
-        return self.make(recipe, fill)
+                paths, texts = (self.checkpoint, weights.path, entry.scratch), self._texts()
+                in_child(measure_cache, *paths, **config, calibration_texts=texts, progress=entry.progress)
+        return entry.made
 
     def quantized(self, policy: KVPolicy) -> Artifact:
-        weights = self.weights()
+        """Return the policy and its static scales."""
         calibrated = [] if self._carries_scales(policy) else [form for _, form in policy.formats if form.scale == "calibrated"]
+        inputs = self._quantized_inputs()
         extremes = {rotation: self.extremes(rotation) for rotation in sorted({form.rotation for form in calibrated})}
-        inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest, "weights": weights.digest}
         inputs |= {f"extremes {rotation}": made.digest for rotation, made in extremes.items()}
-        recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, MODELOPT)
+        config = {**self._quantizing, "kv": policy.model_dump()}
+        with self.making(Recipe("quantize", ("stages.quantize.run",), config, inputs, MODELOPT), policy) as entry:
+            if entry.artifact is None:
+                from stages.quantize.run import scale_cache
 
-        def fill(out: Path, _: Progress) -> None:
-            from stages.quantize.run import scale_cache
+                paths = {rotation: made.path for rotation, made in extremes.items()}
+                scale_cache(self.checkpoint, entry.scratch, policy=policy, extremes=paths)
+        return entry.made
 
-            paths = {rotation: made.path for rotation, made in extremes.items()}
-            scale_cache(self.checkpoint, out, policy=policy, extremes=paths)
-
-        return self.make(recipe, fill, policy)
+    def _quantized_inputs(self) -> dict[str, str]:
+        """Return the digests of the artifacts that every quantized checkpoint is made from."""
+        weights, calibration = self.weights().digest, self.calibration().digest
+        return {"checkpoint": self.checkpoint_digest, "calibration": calibration, "weights": weights}
 
     def _carries_scales(self, policy: KVPolicy) -> bool:
         """Return whether the checkpoint has static scales in the policy's format. Such scales are not measured again."""
@@ -176,24 +171,21 @@ class BuildChain:
     def exports(self, policy: KVPolicy) -> Artifact:
         """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
         weights, scales = self.weights(), self.quantized(policy)
-        inputs = {
-            "checkpoint": self.checkpoint_digest,
-            "calibration": self.calibration().digest,
-            "weights": weights.digest,
-            "quantized": scales.digest,
-        }
-        recipe = Recipe("exports", ("stages.quantize.export",), self._recipe_config(policy), inputs, MODELOPT)
+        config, inputs = (
+            {**self._quantizing, "kv": policy.model_dump()},
+            self._quantized_inputs() | {"quantized": scales.digest},
+        )
+        with self.making(Recipe("exports", ("stages.quantize.export",), config, inputs, MODELOPT), policy) as entry:
+            if entry.artifact is None:
+                from stages.quantize.export import export
 
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.quantize.export import export
+                paths, given = (weights.path, scales.path / SCALES_FILE, entry.scratch), {"policy": policy, **self._quantizing}
+                export(self.checkpoint, *paths, **given, calibration_texts=self._texts(), progress=entry.progress)
+        return entry.made
 
-            paths, texts = (self.checkpoint, weights.path, scales.path / SCALES_FILE, out), self._texts()
-            export(*paths, **self._options(), policy=policy, calibration_texts=texts, progress=progress)
-
-        return self.make(recipe, fill, policy)
-
-    def _options(self) -> dict[str, Any]:
-        """Return the arguments of the stages that decide how ModelOpt quantizes weights, except checkpoint and texts."""
+    @property
+    def _quantizing(self) -> dict[str, Any]:
+        """The options of ModelOpt's quantization of weights, which are arguments of its functions."""
         max_length, seed = self.config.calibration.max_length, self.config.seed
         return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
 
@@ -218,27 +210,22 @@ class BuildChain:
             "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
         }
         recipe = Recipe("tune", ("stages.planning.tune",), content, inputs, (*TORCH, "numpy", "scipy"))
+        with self.making(recipe, resumable=True) as entry:
+            if entry.artifact is None:
+                from stages.planning.tune import tune
 
-        def fill(out: Path, progress: Progress) -> None:
-            from stages.planning.tune import tune
-
-            scales = [KVScales.model_validate_json((made.path / SCALES_FILE).read_bytes()) for made in quantized]
-            tune(
-                weights.path / "checkpoint",
-                out,
-                jsonl=texts,
-                seed=self.config.seed,
-                uniform=list(zip(policies, scales, strict=True)),
-                config=options,
-                threads=self.reference_config.threads,
-                progress=progress,
-            )
-
-        return self.make(recipe, fill, resumable=True)
-
-    def _recipe_config(self, policy: KVPolicy | None = None) -> dict[str, Any]:
-        kv = {} if policy is None else {"kv": policy.model_dump()}
-        return {**self._options(), **kv}
+                scales = [KVScales.model_validate_json((made.path / SCALES_FILE).read_bytes()) for made in quantized]
+                tune(
+                    weights.path / "checkpoint",
+                    entry.scratch,
+                    jsonl=texts,
+                    seed=self.config.seed,
+                    uniform=list(zip(policies, scales, strict=True)),
+                    config=options,
+                    threads=self.reference_config.threads,
+                    progress=entry.progress,
+                )
+        return entry.made
 
     def _texts(self) -> list[str]:
         texts: list[str] = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))
@@ -252,31 +239,38 @@ class BuildChain:
         content = {"kv": policy.model_dump(), **backend.build_parts()}
         inputs = {"model": source.digest, "scales": quantized.files[SCALES_FILE]}
         recipe = Recipe("build", (backend.build_module,), content, inputs, backend.libraries)
+        with self.making(recipe, policy, note) as entry:
+            if entry.artifact is None:
+                scales, progress = quantized.path / SCALES_FILE, entry.progress
+                backend.build(source.path, entry.scratch, policy=policy, scales=scales, progress=progress)
+        return entry.made
 
-        def fill(out: Path, progress: Progress) -> None:
-            backend.build(source.path, out, policy=policy, scales=quantized.path / SCALES_FILE, progress=progress)
-
-        return self.make(recipe, fill, policy, note)
-
-    def make(
-        self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
-    ) -> Artifact:
-        """Return the artifact of `recipe`, and show its progress on the console.
+    @contextmanager
+    def making(
+        self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
+    ) -> Iterator[Entry]:
+        """Yield the entry of a step's artifact, which the block fills if it is missing, and show the progress on the console.
 
         An artifact is verified once per job, because verification reads every byte. `policy` and `note` complete its title on
         the console. `Store.making` explains `resumable`.
         """
         known = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if known is not None:
-            return known
+            yield Entry(known, known.path)
+            return
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
         with console.progress(title) as progress, self.store.making(recipe, resumable=resumable) as entry:
+            entry.progress = progress
+            yield entry
             if entry.artifact is None:
-                fill(entry.scratch, progress)
                 self._check_given()
                 give_back()
         artifact = entry.made
         self.finished.append((title, artifact))
         if self.store.makes:
             console.step(title, artifact.path, None if artifact.reused else artifact.seconds)
-        return artifact
+
+    def _check_given(self) -> None:
+        for path, state in self._given.items():
+            if not path.exists() or _state(path) != state:
+                raise UserError(f"{path}: was changed while this command read it; run the command again")
