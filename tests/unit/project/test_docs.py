@@ -30,6 +30,8 @@ NAMING = {"pipeline", "stages", "plugins", "benchmarks", "examples", "conf", "te
 """Folders whose code, configurations and messages refer to pages."""
 OF_OTHERS = {"docs/model_signing_format.md", "docs/source/architecture/checkpoint.md"}
 """Pages of other projects."""
+MOST_FILES = 25
+"""Files that a reader opens to trace a command from the command line to ONNX Runtime."""
 
 
 def first_cells(document: str, header: str) -> set[str]:
@@ -51,6 +53,15 @@ def test_the_reference_is_what_the_code_says() -> None:
 
 def test_every_key_has_words_in_the_reference() -> None:
     assert re.findall(r"^\| (`[\w.=]+`) .*\|  \|$", TEXT["docs/reference.md"], re.MULTILINE) == []
+
+
+def test_the_way_of_a_command_opens_few_files_that_exist() -> None:
+    way, _, rest = TEXT["docs/architecture.md"].partition("## The way of kvgate kv=int8")[2].partition("\n\nThese are ")
+    names = set(re.findall(r"`([\w/]+\.py)`", way))
+    sources = [path.as_posix() for package in ("pipeline", "stages") for path in (ROOT / package).rglob("*.py")]
+    assert [name for name in names if not any(source.endswith(f"/{name}") for source in sources)] == []
+    assert rest.startswith(f"{len(names)} files.")
+    assert len(names) <= MOST_FILES
 
 
 def test_the_picture_shows_the_figures_beside_it() -> None:
