@@ -21,7 +21,8 @@ from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.child import in_child
 from stages.core.digest import file_digest, files_digest, json_digest
 from stages.core.errors import UserError
-from stages.core.records import give_back, in_threads
+from stages.core.memory import collect_memory
+from stages.core.records import in_threads
 from stages.engines.backend import TORCH, Backend
 from stages.engines.config import BackendConfig
 from stages.engines.cuda.config import TorchConfig
@@ -264,7 +265,7 @@ class EngineSteps:
             yield entry
             if entry.artifact is None:
                 self._check_given()
-                give_back()
+                collect_memory()
         artifact = entry.made
         self.finished.append((title, artifact))
         if self.store.makes:

@@ -17,7 +17,8 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import json_digest
-from stages.core.records import Sample, give_back, return_large_blocks
+from stages.core.memory import collect_memory, return_large_blocks
+from stages.core.records import Sample
 from stages.engines.backend import TORCH
 from stages.engines.interface import Engine
 from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
@@ -232,7 +233,7 @@ class VerdictSteps:
         if self._loaded is None or self._loaded.policy != policy:
             self._loaded = None
             return_large_blocks()
-            give_back()
+            collect_memory()
             self._loaded = LoadedEngine(self, policy)
         return self._loaded
 

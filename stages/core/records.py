@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,10 +138,6 @@ class Pressed:
     """Numbers of the pages that the request held at its end."""
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's `mallopt`."""
-
-
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Call `function` for each item, with one thread per core, and return the results in order.
 
@@ -158,34 +151,3 @@ def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(function, items))
-
-
-def return_large_blocks() -> None:
-    """Make the C library return blocks of at least 8 MiB to the system when they are freed.
-
-    By default glibc raises this threshold as it frees larger blocks, up to 32 MiB, and keeps the gaps between smaller blocks.
-    A process that loads several engines in turn then peaks 0.3 GB higher.
-    """
-    _libc("mallopt", M_MMAP_THRESHOLD, 8 << 20)
-    _libc("mallopt", M_TRIM_THRESHOLD, 64 << 20)
-
-
-def give_back() -> None:
-    """Collect reference cycles, such as models and graphs, and return the freed memory of the C library and torch."""
-    gc.collect()
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    give_back_freed()
-
-
-def give_back_freed() -> None:
-    """Return the C library's freed memory to the system."""
-    _libc("malloc_trim", 0)
-
-
-def _libc(name: str, *numbers: int) -> None:
-    """Call a function of the C library if it exists."""
-    function = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:
-        function(*numbers)

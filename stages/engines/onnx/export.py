@@ -19,7 +19,8 @@ from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.checkpoints.families import ARCHITECTURES
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.digest import file_digest
-from stages.core.records import Progress, give_back
+from stages.core.memory import collect_memory
+from stages.core.records import Progress
 from stages.engines.bundle import copy_tokenizer
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.weights import store_weights
@@ -50,7 +51,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     """
     info = inspect_checkpoint(checkpoint)
     _translate(checkpoint, out / "decoder.onnx", compute_dtype, progress)
-    give_back()  # the model and its trace
+    collect_memory()  # the model and its trace
     progress("writing weights", 0, 1)
     graph = _write_graph(out)
     nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from stages.core.errors import UserError
-from stages.core.records import LoadTimes, Progress, give_back, give_back_freed, no_progress
+from stages.core.memory import collect_memory, return_freed
+from stages.core.records import LoadTimes, Progress, no_progress
 from stages.engines.interface import Engine, SupportsRequests, SupportsTiming
 from stages.policies.policy import PAGE_TOKENS, live_tokens
 from stages.verdict.coverage import Allocation, ProcessMemory
@@ -117,7 +118,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     count = max(1, min(room - 1, round(HELD_BYTES / (copied * length))))
     prompt = [token % engine.vocab_size for token in range(length)]
     moved, before = 0, 0
-    give_back()
+    collect_memory()
     grown, added = [], []
     try:
         for number in range(2):
@@ -154,7 +155,7 @@ def _reported(engine: Engine) -> int:
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes, after returning freed memory to the system."""
-    give_back_freed()
+    return_freed()
     return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 

@@ -1,0 +1,40 @@
+"""Memory of this process: collecting it, and returning it to the system."""
+
+import ctypes
+import gc
+import sys
+from typing import Any
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+
+
+def return_large_blocks() -> None:
+    """Make the C library return blocks of at least 8 MiB to the system when they are freed.
+
+    By default glibc raises this threshold as it frees larger blocks, up to 32 MiB, and keeps the gaps between smaller blocks.
+    A process that loads several engines in turn then peaks 0.3 GB higher.
+    """
+    _libc("mallopt", M_MMAP_THRESHOLD, 8 << 20)
+    _libc("mallopt", M_TRIM_THRESHOLD, 64 << 20)
+
+
+def collect_memory() -> None:
+    """Collect reference cycles, such as models and graphs, and return the freed memory of the C library and torch."""
+    gc.collect()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return_freed()
+
+
+def return_freed() -> None:
+    """Return the C library's freed memory to the system."""
+    _libc("malloc_trim", 0)
+
+
+def _libc(name: str, *numbers: int) -> None:
+    """Call a function of the C library if it exists."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*numbers)
