@@ -125,7 +125,7 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Pressed:
+class ServedRequest:
     """Result of a request that was served together with other requests, as reported by the engine."""
 
     logits: npt.NDArray[np.float32]

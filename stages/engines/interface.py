@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from stages.core.errors import UserError
-from stages.core.records import PREFILL_CHUNK, Drafting, LoadTimes, MemoryReport, Pressed, StoredCopy
+from stages.core.records import PREFILL_CHUNK, Drafting, LoadTimes, MemoryReport, ServedRequest, StoredCopy
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import LayerDelivery
 
@@ -68,8 +68,8 @@ class Engine(ABC):
     """Whether attention reads all keys and values from the quantized cache, even in prompts and for the token itself."""
     logit_step: float = 0.0
     """Two units in the last place of a logit, relative to the logit."""
-    pressed_requests: int = 0
-    """Requests that an evaluation sends into a small pool (`press`) if `workloads.pressure` is null."""
+    full_pool_requests: int = 0
+    """Requests that an evaluation sends into a small pool (`serve_rounds`) if `workloads.full_pool` is null."""
     keeps_prefixes: bool = False
     """Whether prompt prefixes stay in the cache for later prompts, until `forget_prefixes`."""
 
@@ -294,8 +294,10 @@ class SupportsDrafting(Protocol):
 
 
 @runtime_checkable
-class SupportsPressure(Protocol):
-    def press(self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None) -> list[list[Pressed]]:
+class SupportsFullPool(Protocol):
+    def serve_rounds(
+        self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None
+    ) -> list[list[ServedRequest]]:
         """Serve rounds of requests. The requests of a round are sent at once.
 
         A request's result includes the logits of its last `rows` tokens. With `pages`, all rounds share a pool of that

@@ -1,5 +1,5 @@
 """Makes the measurements that an engine needs only once: noise, must-fail control, times, memory, stress test, free answers,
-reused prefixes, speculation, and pool pressure."""
+reused prefixes, speculation, and a full pool."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +47,7 @@ def measure_once(
         progress: Called with a label, the number of units done, and the total.
         reference: The reference engine for the stress test; None skips the stress test.
         baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself, which has no
-            must-fail control and no pool-pressure test.
+            must-fail control and no full-pool test.
         planned: The samples of all rounds. The report claims support for the longest.
     """
     answers = read_round(measured)
@@ -77,9 +77,9 @@ def measure_once(
     system, noise = measure_system(engine, config.load, named), noise_floor(second)
     if baseline is None:
         return MeasuredOnce(tests=tests, noise=noise, system=system)
-    asked = engine.pressed_requests if config.pressure is None else config.pressure
+    asked = engine.full_pool_requests if config.full_pool is None else config.full_pool
     return MeasuredOnce(
-        tests=tests.model_copy(update={"pressure": fill_pool_with_samples(engine, encoded, asked, named)}),
+        tests=tests.model_copy(update={"full_pool": fill_pool_with_samples(engine, encoded, asked, named)}),
         noise=noise,
         system=system,
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),

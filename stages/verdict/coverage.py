@@ -232,7 +232,7 @@ class PoolDeviation(Record):
         )
 
 
-class Pressure(Record):
+class FullPool(Record):
     """Requests in a pool with room for a third of all requests, compared with the same requests in a large pool."""
 
     asked: int
@@ -263,7 +263,7 @@ class EngineTests(Record):
     """None for an engine that reuses no prefixes."""
     speculated: Speculated | None = None
     """None for an engine that does not speculate, or without `workloads.speculation`."""
-    pressure: Pressure | None = None
+    full_pool: FullPool | None = None
     """Result in a full pool; None for the baseline, or if it was not requested."""
 
 
@@ -327,7 +327,7 @@ def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
         ("turns", stress.turns),
         ("forks", stress.forks + samples.forks),
         ("reused prefixes", stress.prefixes),
-        ("a full pool", stress.preempted + (tests.pressure.preempted if tests.pressure is not None else 0)),
+        ("a full pool", stress.preempted + (tests.full_pool.preempted if tests.full_pool is not None else 0)),
     )
     return Limits(
         tokens=tokens,

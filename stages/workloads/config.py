@@ -23,7 +23,7 @@ LONG = "long_"
 LONG_DOCUMENTS, LONG_QUESTIONS = 15, 7
 """Default number of documents per length, which is the default of `gates.min_samples`; number of questions per document."""
 
-LEAST_PRESSED = 8
+LEAST_FULL_POOL = 8
 """Minimum number of requests that are sent into a pool of a third of their pages."""
 
 WARMUP_STEPS = 2
@@ -143,7 +143,7 @@ class WorkloadsConfig(StrictModel):
     )
     """Fractions of the samples at the ends of the rounds, ascending to 1. A candidate runs rounds until its gates decide."""
     stress_test: StressTestConfig = Field(default_factory=StressTestConfig)
-    pressure: Annotated[int, Field(ge=0, le=100_000)] | None = None
+    full_pool: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """Requests that are sent at once, in two rounds, into a pool that holds a third of their pages, and compared with the same
     requests in a large pool; 0 disables this, null uses the backend's default."""
     speculation: SpeculationConfig | None = None
@@ -189,8 +189,8 @@ class WorkloadsConfig(StrictModel):
             raise ValueError(f"context_bins must be at least two ascending token counts from 0, got {edges}")
         if any(low >= high for low, high in pairwise(self.rounds)) or self.rounds[-1] != 1:
             raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")
-        if self.pressure is not None and 0 < self.pressure < LEAST_PRESSED:
+        if self.full_pool is not None and 0 < self.full_pool < LEAST_FULL_POOL:
             raise ValueError(
-                f"pressure={self.pressure}: the small pool could not hold two requests; give at least {LEAST_PRESSED}, or 0"
+                f"full_pool={self.full_pool}: the small pool could not hold two requests; give at least {LEAST_FULL_POOL}, or 0"
             )
         return self

@@ -43,7 +43,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("workloads.speculation={draft:/nowhere}", "workloads.speculation.draft=/nowhere", "no such directory"),
     ("workloads.lengths=[64]", "workloads.lengths.0", "128"),
     ("workloads.lengths=[2048,2048]", "workloads.lengths must be different", "give"),
-    ("workloads.pressure=7", "pressure=7: the small pool could not hold two requests; give at least 8, or 0"),
+    ("workloads.full_pool=7", "full_pool=7: the small pool could not hold two requests; give at least 8, or 0"),
     ("gates.max_mean_k=0.1", "gates.max_mean_k", "did you mean max_mean_kl?"),
     ("bundle=engine", "bundle=engine: only stage=verify reads it"),
     ("nonsense",),

@@ -14,7 +14,7 @@ from scipy.special import log_softmax
 from faults.record import Cost
 from stages.core.errors import UserError
 from stages.engines.base import Logits
-from stages.engines.interface import Engine, SupportsFork, SupportsPressure
+from stages.engines.interface import Engine, SupportsFork, SupportsFullPool
 
 LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
 """Prompt lengths in tokens of the crowded requests. Two of the prompts are equal and end within a page."""
@@ -61,7 +61,7 @@ def serve(engine: Engine, *, long: bool) -> Day:
         desk = _Desk(engine, day, 7)
         turns = [_turns] if isinstance(engine, SupportsFork) else []
         forks = [_conversation, _many_forks, _large_step] if isinstance(engine, SupportsFork) else []
-        pools = [_full_pool] if isinstance(engine, SupportsPressure) else []
+        pools = [_full_pool] if isinstance(engine, SupportsFullPool) else []
         more = [*forks, _schedule, _answers, *pools, _alone, _many, *[_crowd] * 7, _idle_and_worn] if long else []
         for part in (_large_batch, *turns, _prefixes, _generated, _crowd, *more):
             part(desk)
@@ -213,8 +213,8 @@ def _full_pool(desk: _Desk) -> None:
     """Serve more requests than the pool can hold: a third fit. Some prompts begin with the same page."""
     page = desk.tokens(64)
     prompts = [[*(page if row % 2 else desk.tokens(64)), *desk.tokens(120 + 7 * row)] for row in range(12)]
-    for pressed in desk.engine.press([[(prompt, len(prompt) - 40) for prompt in prompts]], 32, 16)[0]:
-        desk.day.rows.extend(pressed.logits)
+    for served in desk.engine.serve_rounds([[(prompt, len(prompt) - 40) for prompt in prompts]], 32, 16)[0]:
+        desk.day.rows.extend(served.logits)
 
 
 def _idle_and_worn(desk: _Desk) -> None:

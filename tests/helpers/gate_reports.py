@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from stages.verdict.coverage import EngineTests, FreeAnswers, Pressure
+from stages.verdict.coverage import EngineTests, FreeAnswers, FullPool
 from stages.verdict.gate import GateInput
 from stages.verdict.gates import GATES as ALL_GATES
 from stages.verdict.gates import decide
@@ -151,9 +151,9 @@ def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), th
     return [*found, *(gate.check(evidence, thresholds) if gate.check is not None else ())]
 
 
-def pressure_line(found: Pressure) -> Check:
+def full_pool_line(found: FullPool) -> Check:
     """Return the report line for a given full-pool measurement."""
-    (line,) = lines("pressure", report([], tests=NO_TESTS.model_copy(update={"pressure": found})))
+    (line,) = lines("full_pool", report([], tests=NO_TESTS.model_copy(update={"full_pool": found})))
     return line
 
 

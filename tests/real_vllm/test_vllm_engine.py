@@ -18,7 +18,7 @@ from engine_rows import (
     mean_kl,
     two_stories,
 )
-from gate_reports import pressure_line
+from gate_reports import full_pool_line
 from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
 from safetensors.torch import load_file, save_file
 from shipped import conf
@@ -250,7 +250,7 @@ def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_ro
     samples = generate("retrieval", 24, 0)
     found = fill_pool_with_samples(fp8, encode(samples, tokenizer, 64), 24, no_progress)
     assert found is not None
-    line = pressure_line(found)
+    line = full_pool_line(found)
     assert line.status == "PASS", line.reason
     assert found.preempted > 0
     assert found.reused > 64

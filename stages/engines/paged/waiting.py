@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from stages.core.errors import UserError
-from stages.core.records import Pressed
+from stages.core.records import ServedRequest
 from stages.engines.base import Logits
 from stages.engines.interface import Continuation, Engine, ForcedRequest, SupportsFork
 from stages.engines.paged.pool import PagedPool
@@ -141,7 +141,9 @@ class PooledEngine(Engine):
         rows = [row for row, one in enumerate(moved) if one.stored == len(one.tokens)]
         return [moved[row] for row in rows], logits[rows]
 
-    def press(self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None) -> list[list[Pressed]]:
+    def serve_rounds(
+        self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None
+    ) -> list[list[ServedRequest]]:
         for tokens, first in chain.from_iterable(rounds):
             self._check_forced(tokens, first)
         with pool_of(self, pages):
@@ -235,7 +237,7 @@ class _Request(Continuation):
     pages: tuple[int, ...] = ()
 
 
-def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
+def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], rows: int) -> list[ServedRequest]:
     """Run requests (forced tokens, prompt length) that arrive together; return the logits of their last `rows` tokens."""
     arrived = [_Request(list(tokens), first, len(tokens), rows=deque(maxlen=rows)) for tokens, first in requests]
     live = list(arrived)
@@ -254,4 +256,4 @@ def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], r
                 live.remove(one)
     finally:
         engine.release([one.sequence for one in live if one.sequence >= 0])
-    return [Pressed(np.stack(one.rows), one.preempted, one.reused, one.pages) for one in arrived]
+    return [ServedRequest(np.stack(one.rows), one.preempted, one.reused, one.pages) for one in arrived]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from stages.core.errors import MissingRequirement
-from stages.core.records import Drafting, MemoryReport, Pressed, StoredCopy
+from stages.core.records import Drafting, MemoryReport, ServedRequest, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interface import ForcedRequest
 from stages.engines.interpreter.bundle import CHECKPOINT
@@ -45,7 +45,7 @@ class VllmEngine(ShowingEngine):
     reads_itself = True
     """vLLM stores each token's key and value before attention, which reads only the cache, even for prompts."""
 
-    pressed_requests = 24
+    full_pool_requests = 24
     """Default of the stress test: vLLM serves from a full pool, and most reported bugs of its cache occur there."""
 
     def __init__(self, bundle: Path, config: VllmConfig) -> None:
@@ -80,21 +80,23 @@ class VllmEngine(ShowingEngine):
             seen = self._call("draft", Drafted, requests=asked)
         return Drafting(seen.tokens, seen.passes, seen.drafts, seen.draft_tokens, seen.accepted_tokens)
 
-    def press(self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None) -> list[list[Pressed]]:
+    def serve_rounds(
+        self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None
+    ) -> list[list[ServedRequest]]:
         for tokens, first in chain.from_iterable(rounds):
             self._check_forced(tokens, first)
         if pages is None:
-            return [self._pressed(requests, rows) for requests in rounds]
+            return [self._served(requests, rows) for requests in rounds]
         size = int(self._described.arguments["block_size"])
         blocks = -(-pages * PAGE_TOKENS // size)
         # One more block: vLLM's null block stores no tokens. No sequence may be longer than the pool.
         longest = min(self.max_tokens, blocks * size)
         with self._restarted(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest):
-            return [self._pressed(requests, rows) for requests in rounds]
+            return [self._served(requests, rows) for requests in rounds]
 
-    def _pressed(self, requests: Sequence[ForcedRequest], rows: int) -> list[Pressed]:
+    def _served(self, requests: Sequence[ForcedRequest], rows: int) -> list[ServedRequest]:
         asked = [(prompt, known, count, max(1, count - rows)) for prompt, known, count, _ in starmap(whole, requests)]
-        return [Pressed(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(asked)]
+        return [ServedRequest(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(asked)]
 
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the scales of the checkpoint and the scales that the loaded layers read.

@@ -13,7 +13,7 @@ from stages.engines.interface import (
     SupportsExtend,
     SupportsForgetting,
     SupportsFork,
-    SupportsPressure,
+    SupportsFullPool,
     SupportsRequests,
 )
 from stages.evaluate.conformance.crowd import crowd, wear
@@ -47,7 +47,7 @@ KEPT_CHUNKS = 5
 WAITING = 150
 """Number of prompts in one call of `generate`."""
 
-PRESSED, PRESSED_STEPS = 8, 24
+POOL_REQUESTS, POOL_STEPS = 8, 24
 """Number of requests in the full pool, and number of tokens per request that are decoded across a page boundary."""
 
 
@@ -348,16 +348,16 @@ def answers(test: StressTest) -> None:
 def full_pool(test: StressTest) -> None:
     """Send requests to a pool with a third of their pages. Half share a prefix. They wait, are preempted and resume.
 
-    The scenario skips engines whose pool pressure is tested with samples by default.
+    The scenario skips engines whose full pool is tested with samples by default.
     """
-    if test.engine.pressed_requests or test.max_tokens < 5 * PAGE_TOKENS:
+    if test.engine.full_pool_requests or test.max_tokens < 5 * PAGE_TOKENS:
         return
     page, named = test.draw(PAGE_TOKENS), []
-    for number in range(PRESSED):
-        length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - PRESSED_STEPS + 6, PAGE_TOKENS - 1)
+    for number in range(POOL_REQUESTS):
+        length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - POOL_STEPS + 6, PAGE_TOKENS - 1)
         begin = page if number % 2 else test.draw(PAGE_TOKENS)
-        tokens = [*begin, *test.draw(length - PAGE_TOKENS + PRESSED_STEPS)]
-        named.append((f"request {number} of {length} and {PRESSED_STEPS} tokens", (tokens, length)))
+        tokens = [*begin, *test.draw(length - PAGE_TOKENS + POOL_STEPS)]
+        named.append((f"request {number} of {length} and {POOL_STEPS} tokens", (tokens, length)))
     found = fill_pool(test.engine, named)
     test.counts["requests"] += found.requests
     test.counts["preempted"] += found.preempted
@@ -376,7 +376,7 @@ SCENARIOS = (
     Scenario(schedule),
     Scenario(lengths),
     Scenario(answers),
-    Scenario(full_pool, (SupportsPressure,)),
+    Scenario(full_pool, (SupportsFullPool,)),
     Scenario(crowd),
     Scenario(offsets),
     Scenario(wear),

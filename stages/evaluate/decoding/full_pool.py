@@ -1,4 +1,4 @@
-"""Pool-pressure test: requests in a pool that holds a third of their pages, compared with the same requests with room.
+"""Full-pool test: requests in a pool that holds a third of their pages, compared with the same requests with room.
 
 The requests include samples, and mixtures that begin like one sample and end like another. All are sent together. In the small
 pool, requests wait, reuse cached prefixes, are preempted in favor of older requests, and are computed again. Answers may differ
@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from stages.core.records import Pressed, Progress, no_progress
-from stages.engines.interface import Engine, SupportsPressure
+from stages.core.records import Progress, ServedRequest, no_progress
+from stages.engines.interface import Engine, SupportsFullPool
 from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import PAGE_TOKENS, page_count
-from stages.verdict.coverage import PoolDeviation, Pressure
+from stages.verdict.coverage import FullPool, PoolDeviation
 from stages.verdict.record import finite, or_infinite
 
 ROWS = 32
@@ -34,7 +34,7 @@ Named = tuple[str, Request]
 """A request and its name, which has the ids of the samples that it begins and ends with."""
 
 
-def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> Pressure | None:
+def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> FullPool | None:
     """Send requests made of samples to an engine with a small pool; return None if `count` is 0.
 
     Args:
@@ -45,14 +45,14 @@ def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], cou
     """
     if not count:
         return None
-    if not isinstance(engine, SupportsPressure):
-        return Pressure(asked=count)
+    if not isinstance(engine, SupportsFullPool):
+        return FullPool(asked=count)
     return fill_pool(engine, list(requests(encoded, count, engine.max_tokens)), progress)
 
 
-def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> Pressure:
+def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> FullPool:
     """Compare requests in a pool that holds a third of their pages with the same requests in a pool with room for all."""
-    assert isinstance(engine, SupportsPressure)
+    assert isinstance(engine, SupportsFullPool)
     count = len(named)
     sizes = [page_count(len(tokens)) for _, (tokens, _) in named]
     pages = max(sum(sizes) // SHARE, max(sizes) + 1)
@@ -63,26 +63,26 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
 
     served(0)
     asked = [request for _, request in named]
-    (calm,) = engine.press([asked], ROWS)
+    (calm,) = engine.serve_rounds([asked], ROWS)
     served(count)
     groups = [asked[i :: -(-count // GROUP)] for i in range(-(-count // GROUP))]
     # An engine that reads the cache during prefill recomputes a preempted request as one longer prompt.
     cut = [[(t, max(f, len(t) - ROWS)) for t, f in group] if engine.reads_itself else group for group in groups]
     noise = [0.0] * count
-    for i, group in enumerate(engine.press(cut, ROWS)):
+    for i, group in enumerate(engine.serve_rounds(cut, ROWS)):
         for place, one in zip(range(i, count, len(groups)), group, strict=True):
             noise[place] = float(np.mean(_distances(calm[place], one)))
     served(2 * count)
     limit = max(LEAST_KL, FACTOR * max(noise)) if np.isfinite(noise).all() else LEAST_KL
     orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(ROUNDS)]
-    rounds = engine.press([[asked[i] for i in order] for order in orders], ROWS, pages)
+    rounds = engine.serve_rounds([[asked[i] for i in order] for order in orders], ROWS, pages)
     served(total)
     found = [
         _deviation(named[i], number, calm[i], one)
-        for number, (order, pressed) in enumerate(zip(orders, rounds, strict=True), start=1)
-        for i, one in zip(order, pressed, strict=True)
+        for number, (order, crowded) in enumerate(zip(orders, rounds, strict=True), start=1)
+        for i, one in zip(order, crowded, strict=True)
     ]
-    return Pressure(
+    return FullPool(
         asked=count,
         requests=len(found),
         pages=pages,
@@ -114,24 +114,24 @@ def requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> 
         yield name, (tokens, first)
 
 
-def _distances(calm: Pressed, pressed: Pressed) -> Array:
+def _distances(calm: ServedRequest, crowded: ServedRequest) -> Array:
     """Return the KL per compared token; infinite if a logit is not finite."""
-    rows = min(len(calm.logits), len(pressed.logits))
-    return kl_of_logits(calm.logits[-rows:], pressed.logits[-rows:])
+    rows = min(len(calm.logits), len(crowded.logits))
+    return kl_of_logits(calm.logits[-rows:], crowded.logits[-rows:])
 
 
-def _deviation(named: Named, number: int, calm: Pressed, pressed: Pressed) -> PoolDeviation:
+def _deviation(named: Named, number: int, calm: ServedRequest, crowded: ServedRequest) -> PoolDeviation:
     name, (tokens, _) = named
-    kls = _distances(calm, pressed)
+    kls = _distances(calm, crowded)
     return PoolDeviation(
         request=name,
         round=number,
         kl=finite(float(np.mean(kls))),
         position=len(tokens) - len(kls) + int(np.argmax(kls)),
-        changed=int((calm.logits.argmax(-1) != pressed.logits.argmax(-1)).sum()),
-        preempted=pressed.preempted,
-        reused=pressed.reused,
-        pages=list(pressed.pages),
+        changed=int((calm.logits.argmax(-1) != crowded.logits.argmax(-1)).sum()),
+        preempted=crowded.preempted,
+        reused=crowded.reused,
+        pages=list(crowded.pages),
     )
 
 

@@ -74,8 +74,8 @@ GATES = (
     ),
     Gate({"scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's")}, check=engine.scale_delivery),
     Gate(
-        {"pressure": Line("Full pool", "requests that a full pool changes beyond noise", samples_decide=False)},
-        check=engine.pressure,
+        {"full_pool": Line("Full pool", "requests that a full pool changes beyond noise", samples_decide=False)},
+        check=engine.full_pool,
     ),
     Gate(
         {"takes_effect": Line("Long enough", "tokens of the longest sample", samples_decide=False)},

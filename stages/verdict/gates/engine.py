@@ -68,9 +68,9 @@ def _line(key: str, where: str, failures: Sequence[str], passed: str) -> Check:
     return Check(gate=key, where=where, value=len(failures), threshold=0, status=status, reason=reason)
 
 
-def pressure(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
+def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     """Yield a FAIL if a request differs from itself in a large pool by more than noise; INCONCLUSIVE if no pool was full."""
-    found = evidence.report.tests.pressure
+    found = evidence.report.tests.full_pool
     if found is None:
         return
     told = (
@@ -80,8 +80,8 @@ def pressure(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     status: Status = "FAIL" if found.deviations else "PASS" if found.preempted else "INCONCLUSIVE"
     if not found.requests:
         told = (
-            f"workloads.pressure={found.asked}: the engine cannot be given a small pool, and nothing was seen under load; "
-            "judge it with workloads.pressure=0"
+            f"workloads.full_pool={found.asked}: the engine cannot be given a small pool, and nothing was seen under load; "
+            "judge it with workloads.full_pool=0"
         )
     elif status == "FAIL":
         told = f"{len(found.deviations)} of {found.requests} requests differ ({found.limit_kl:.1e} allowed): "
@@ -89,14 +89,14 @@ def pressure(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     elif status == "PASS":
         told += f", {bounded(found.asked, 'change')}"
     else:
-        told += f": the pool was never full; ask more requests with workloads.pressure={2 * found.asked}"
+        told += f": the pool was never full; ask more requests with workloads.full_pool={2 * found.asked}"
     yield Check(
-        gate="pressure",
+        gate="full_pool",
         where="candidate",
         value=len(found.deviations) if found.requests else None,
         threshold=0,
         status=status,
-        reason=f"candidate: pressure: {told}",
+        reason=f"candidate: full pool: {told}",
     )
 
 

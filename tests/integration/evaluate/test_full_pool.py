@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_reports import pressure_line
+from gate_reports import full_pool_line
 from onnx_fixtures import BY_NAME, make_engine
 
 from stages.core.errors import UserError
@@ -20,7 +20,7 @@ from stages.engines.paged.waiting import PrefixCache
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
-from stages.verdict.coverage import PoolDeviation, Pressure
+from stages.verdict.coverage import FullPool, PoolDeviation
 
 REQUESTS = 16
 ROOM = 100
@@ -37,7 +37,7 @@ def samples() -> list[EncodedSample]:
     return [EncodedSample(Sample(f"sample {i}", "lookup", ""), tokens(200 + 5 * i), tokens(5 + i)) for i in range(8)]
 
 
-def pressed(engine: OnnxEngine) -> Pressure:
+def in_a_full_pool(engine: OnnxEngine) -> FullPool:
     found = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
     assert found is not None
     assert engine.pool.in_use == (0, 0)
@@ -48,7 +48,7 @@ def pressed(engine: OnnxEngine) -> Pressure:
 def test_a_sound_engine_answers_in_a_full_pool_as_with_room(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", policy)
     chunk, most = engine.prefill_chunk, engine.pool.max_pages
-    found = pressed(engine)
+    found = in_a_full_pool(engine)
     assert not found.deviations, str(found.deviations[0])
     assert found.requests == 2 * REQUESTS
     assert found.pages < found.wanted_pages // 2
@@ -115,7 +115,7 @@ def test_a_planted_fault_of_a_full_pool_is_refused_and_the_requests_that_it_met_
     assert found is not None
     assert 0 < len(found.deviations) < found.requests
     assert all(map(says, found.deviations))
-    line = pressure_line(found)
+    line = full_pool_line(found)
     assert line.status == "FAIL"
     assert f"{len(found.deviations)} of 32 requests differ" in line.reason
     assert str(found.deviations[0]) in line.reason

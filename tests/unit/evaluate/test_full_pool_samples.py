@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from fake_engine import VOCAB, FakeEngine
-from gate_reports import pressure_line
+from gate_reports import full_pool_line
 
-from stages.core.records import Pressed, Sample, no_progress
+from stages.core.records import Sample, ServedRequest, no_progress
 from stages.engines.interface import ForcedRequest
 from stages.evaluate.decoding.full_pool import LEAST_KL, fill_pool_with_samples, requests
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.verdict.coverage import PoolDeviation, Pressure
+from stages.verdict.coverage import FullPool, PoolDeviation
 
 ITEMS = [
     EncodedSample(
@@ -24,7 +24,7 @@ DEVIATION = PoolDeviation(
 )  # fmt: skip
 
 
-class PressedEngine(FakeEngine):
+class FullPoolEngine(FakeEngine):
     """An engine whose rows depend only on the request.
 
     The noise grows from round to round, and one request gets another request's rows.
@@ -34,21 +34,23 @@ class PressedEngine(FakeEngine):
     wrong_request = -1
     asked: int = 0
 
-    def press(self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None) -> list[list[Pressed]]:
-        return [[self._pressed(rows, request, number, pages) for number, request in enumerate(part)] for part in rounds]
+    def serve_rounds(
+        self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None
+    ) -> list[list[ServedRequest]]:
+        return [[self._served(rows, request, number, pages) for number, request in enumerate(part)] for part in rounds]
 
-    def _pressed(self, rows: int, request: tuple[Sequence[int], int], number: int, pages: int | None) -> Pressed:
+    def _served(self, rows: int, request: tuple[Sequence[int], int], number: int, pages: int | None) -> ServedRequest:
         self.asked += 1
         tokens = request[0] if pages is None or number != self.wrong_request else request[0][:-1]
         seed = int(np.dot(np.arange(1, len(tokens) + 1), tokens))
         logits = np.random.default_rng(seed).normal(size=(min(4, rows), VOCAB))
         logits += self.noise_of_rounds * np.random.default_rng(self.asked).normal(size=logits.shape)
-        return Pressed(logits.astype(np.float32), preempted=int(pages is not None), reused=64, pages=(3, 5))
+        return ServedRequest(logits.astype(np.float32), preempted=int(pages is not None), reused=64, pages=(3, 5))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
-    engine = PressedEngine({})
+    engine = FullPoolEngine({})
     engine.noise_of_rounds, engine.wrong_request = noise, 17
     found = fill_pool_with_samples(engine, ITEMS, 200, no_progress)
     assert found is not None
@@ -56,31 +58,31 @@ def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
     assert len(found.deviations) == 2  # the 18th request of each order
     names = {name for name, _ in requests(ITEMS, 200, None)}
     assert {one.request for one in found.deviations} < names
-    assert pressure_line(found).status == "FAIL"
+    assert full_pool_line(found).status == "FAIL"
 
 
 def test_noise_of_the_engine_itself_is_no_deviation() -> None:
-    engine = PressedEngine({})
+    engine = FullPoolEngine({})
     engine.noise_of_rounds = 0.05
     found = fill_pool_with_samples(engine, ITEMS, 40, no_progress)
     assert found is not None
     assert not found.deviations
     assert found.limit_kl is not None
     assert found.limit_kl > 10 * LEAST_KL, "the noise decides the limit"
-    assert pressure_line(found).status == "PASS"
+    assert full_pool_line(found).status == "PASS"
 
 
 def test_logits_that_are_not_finite_deviate() -> None:
-    engine = PressedEngine({})
-    sound, engine.asked = engine._pressed, 0
-    broken = Pressed(np.full((4, VOCAB), np.nan, np.float32), 1, 0, ())
-    engine._pressed = lambda rows, request, number, pages: (  # type: ignore[method-assign]
+    engine = FullPoolEngine({})
+    sound, engine.asked = engine._served, 0
+    broken = ServedRequest(np.full((4, VOCAB), np.nan, np.float32), 1, 0, ())
+    engine._served = lambda rows, request, number, pages: (  # type: ignore[method-assign]
         broken if pages is not None and number == 3 else sound(rows, request, number, pages)
     )
     found = fill_pool_with_samples(engine, ITEMS, 40, no_progress)
     assert found is not None
     assert [one.kl for one in found.deviations] == [None, None]
-    assert "not finite" in pressure_line(found).reason
+    assert "not finite" in full_pool_line(found).reason
 
 
 def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
@@ -97,24 +99,24 @@ def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
 @pytest.mark.parametrize(
     ("found", "status", "says"),
     [
-        (Pressure(asked=24), "INCONCLUSIVE", "cannot be given a small pool, and nothing was seen under load"),
-        (Pressure(asked=24, requests=48), "INCONCLUSIVE", "ask more requests with workloads.pressure=48"),
-        (Pressure(asked=24, requests=48, preempted=3), "PASS", "so that at most 12 % of requests change"),
+        (FullPool(asked=24), "INCONCLUSIVE", "cannot be given a small pool, and nothing was seen under load"),
+        (FullPool(asked=24, requests=48), "INCONCLUSIVE", "ask more requests with workloads.full_pool=48"),
+        (FullPool(asked=24, requests=48, preempted=3), "PASS", "so that at most 12 % of requests change"),
         (
-            Pressure(asked=24, requests=48, preempted=3, limit_kl=1e-5, deviations=(DEVIATION,)),
+            FullPool(asked=24, requests=48, preempted=3, limit_kl=1e-5, deviations=(DEVIATION,)),
             "FAIL",
             "sample 3 (round 2): KL 5.0e-01 from itself with room, most at position 201, 4 of its tokens changed; it gave way "
             "1 times, reused 64 tokens, held pages 7, 9",
         ),
     ],
 )
-def test_the_gate_fails_what_deviates_and_passes_only_a_pool_that_was_full(found: Pressure, status: str, says: str) -> None:
-    line = pressure_line(found)
+def test_the_gate_fails_what_deviates_and_passes_only_a_pool_that_was_full(found: FullPool, status: str, says: str) -> None:
+    line = full_pool_line(found)
     assert line.status == status
     assert says in line.reason
 
 
-def test_an_engine_that_cannot_be_pressed_is_said_to_and_none_is_pressed_unless_asked() -> None:
+def test_an_engine_without_a_small_pool_is_named_and_none_is_tested_unless_asked() -> None:
     engine = FakeEngine({})
-    assert fill_pool_with_samples(engine, ITEMS, 24, no_progress) == Pressure(asked=24)
+    assert fill_pool_with_samples(engine, ITEMS, 24, no_progress) == FullPool(asked=24)
     assert fill_pool_with_samples(engine, ITEMS, 0, no_progress) is None
