@@ -19,7 +19,8 @@ from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.policies.policy import whole_pages
-from stages.verdict.coverage import EngineTests, Exercised
+from stages.verdict.coverage import Exercised
+from stages.verdict.engine_tests import EngineTests
 from stages.workloads.config import LEAST_STRESS_TOKENS, StressTestConfig, WorkloadsConfig
 
 

@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from stages.verdict.conformance import Conformance
-from stages.verdict.coverage import EngineTests, Exercised, Limits, covered
+from stages.verdict.coverage import Exercised, Limits, covered
 from stages.verdict.delivery import ScaleChange
+from stages.verdict.engine_tests import EngineTests
 from stages.verdict.record import Number, Record
 
 SCHEMA_VERSION = 1

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from stages.verdict.coverage import EngineTests, FreeAnswers, FullPool
+from stages.verdict.engine_tests import EngineTests, FreeAnswers, FullPool
 from stages.verdict.gate import GateInput
 from stages.verdict.gates import GATES as ALL_GATES
 from stages.verdict.gates import decide

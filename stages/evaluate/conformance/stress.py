@@ -20,7 +20,7 @@ from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.free import contradiction
 from stages.evaluate.decoding.system import allocation
 from stages.policies.policy import PAGE_TOKENS
-from stages.verdict.coverage import Allocation
+from stages.verdict.engine_tests import Allocation
 from stages.workloads.config import StressTestConfig
 
 

@@ -19,7 +19,7 @@ from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.decoding.system import allocation, process_memory
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
-from stages.verdict.coverage import StressResult
+from stages.verdict.engine_tests import StressResult
 from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50

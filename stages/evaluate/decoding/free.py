@@ -15,7 +15,7 @@ from stages.engines.interface import Engine, SupportsRequests, SupportsReuse
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.verdict.coverage import FreeAnswers, ReusedPrefixes
+from stages.verdict.engine_tests import FreeAnswers, ReusedPrefixes
 from stages.verdict.record import finite
 
 TIE = 1e-2

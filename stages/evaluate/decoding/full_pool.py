@@ -15,7 +15,7 @@ from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import PAGE_TOKENS, page_count
-from stages.verdict.coverage import FullPool, PoolDeviation
+from stages.verdict.engine_tests import FullPool, PoolDeviation
 from stages.verdict.record import finite, or_infinite
 
 ROWS = 32

@@ -33,7 +33,7 @@ from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.rows import Answer
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import FP16_POLICY
-from stages.verdict.coverage import Speculated
+from stages.verdict.engine_tests import Speculated
 from stages.workloads.config import DRAFT_TOKENS, LOOKUP_NGRAM, LOOKUP_TOKENS, SpeculationConfig
 
 Drafter = Callable[[Sequence[int], Sequence[int]], int]

@@ -22,8 +22,9 @@ from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import EngineConformance
-from stages.verdict.coverage import EngineTests, Exercised
+from stages.verdict.coverage import Exercised
 from stages.verdict.delivery import ScaleChange
+from stages.verdict.engine_tests import EngineTests
 from stages.verdict.report import Fidelity, MustFailControl, SystemMetrics, jsonl_lines
 
 LOGPROBS = "logprobs.safetensors"

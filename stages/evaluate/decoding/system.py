@@ -16,7 +16,7 @@ from stages.core.memory import collect_memory, return_freed
 from stages.core.records import LoadTimes, Progress, no_progress
 from stages.engines.interface import Engine, SupportsRequests, SupportsTiming
 from stages.policies.policy import PAGE_TOKENS, live_tokens
-from stages.verdict.coverage import Allocation, ProcessMemory
+from stages.verdict.engine_tests import Allocation, ProcessMemory
 from stages.verdict.report import SystemMetrics
 from stages.workloads.config import LIVE_GIB, LIVE_SEQUENCE_TOKENS, WARMUP_STEPS, LoadConfig
 

@@ -20,7 +20,7 @@ from stages.engines.paged.waiting import PrefixCache
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
-from stages.verdict.coverage import FullPool, PoolDeviation
+from stages.verdict.engine_tests import FullPool, PoolDeviation
 
 REQUESTS = 16
 ROOM = 100

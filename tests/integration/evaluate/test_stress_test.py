@@ -31,7 +31,7 @@ from stages.evaluate.conformance.scenarios import SCENARIOS
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.system import process_memory
 from stages.policies.policy import PAGE_TOKENS, KVShape
-from stages.verdict.coverage import ProcessMemory, StressResult
+from stages.verdict.engine_tests import ProcessMemory, StressResult
 from stages.workloads.config import StressTestConfig
 
 SMALL = StressTestConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)

@@ -15,7 +15,8 @@ from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import encode
-from stages.verdict.coverage import Allocation, EngineTests, Exercised, FreeAnswers, Limits, ProcessMemory, StressResult
+from stages.verdict.coverage import Exercised, Limits
+from stages.verdict.engine_tests import Allocation, EngineTests, FreeAnswers, ProcessMemory, StressResult
 from stages.verdict.gates import decide
 
 SAMPLES = [

@@ -11,7 +11,7 @@ from test_conformance_gate import SOUND, engine, record, request
 from test_coverage import BAD, LARGER, engine_tests
 
 from stages.verdict.bets import OUTLIER
-from stages.verdict.coverage import ReusedPrefixes
+from stages.verdict.engine_tests import ReusedPrefixes
 from stages.verdict.report import MustFailControl, SampleRow
 from stages.verdict.thresholds import Check, Verdict
 

@@ -1,0 +1,223 @@
+"""Results of an engine's tests beyond the scored samples: stress test, allocated bytes, free answers, prefixes, full pool."""
+
+from stages.policies.policy import PAGE_TOKENS
+from stages.verdict.record import Record
+
+
+class ProcessMemory(Record):
+    """Growth of the process while it held sequences. Only this growth reveals a copy of the cache that the engine does not
+    report."""
+
+    tokens: int
+    """Total tokens of the held sequences."""
+    grown_bytes: int
+    grown_again_bytes: int
+    """Growth beyond the engine's own report when the same sequences were held a second time."""
+    claimed_bytes: int
+    """Bytes that the policy claims for these sequences, or the growth of the pool that the engine reports, if larger."""
+    copy_bytes: int
+    """Bytes of a float16 copy of the held sequences."""
+    noise_bytes: int
+    """Change of the process's memory over the start and release of one sequence."""
+
+    @property
+    def excess_mib(self) -> float:
+        """Growth in MiB that the policy does not explain; 0 if it is less than half a float16 copy."""
+        excess = max(self.grown_bytes - self.claimed_bytes, self.grown_again_bytes)
+        return excess / (1 << 20) if 2 * excess > self.copy_bytes else 0.0
+
+    @property
+    def unsure(self) -> str | None:
+        """Reason why this measurement is inconclusive; None if it can be judged."""
+        if 4 * self.noise_bytes <= self.copy_bytes:
+            return None
+        noise, copy = (size / (1 << 20) for size in (self.noise_bytes, self.copy_bytes))
+        return f"the process's memory moves by {noise:.1f} MiB by itself, too much to see a float16 copy of {copy:.1f} MiB"
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, of which a float16 copy takes {self.copy_bytes / (1 << 20):.1f} MiB"
+
+
+class Allocation(Record):
+    """Allocated bytes of the cache while the stress test held sequences, and the bytes that the policy claims for it."""
+
+    pages: int
+    pool_bytes: int
+    claimed_pool_bytes: int
+    exact_bytes: int
+    exact_unit_bytes: int
+    """Bytes that the policy claims for the exact tokens of one sequence; `exact_bytes` must be a multiple."""
+    window_bytes: int
+    window_pages: int
+    window_unit_bytes: int
+    """Bytes that the policy claims for the second copy of one page."""
+    process: ProcessMemory | None = None
+    """None if the cache belongs to another process, or if the process's memory cannot be read."""
+
+    @property
+    def problem(self) -> str | None:
+        """Description of the first difference; None if the bytes match the policy."""
+        if self.pool_bytes != self.claimed_pool_bytes:
+            per_token = [size / max(1, self.pages * PAGE_TOKENS) for size in (self.pool_bytes, self.claimed_pool_bytes)]
+            return f"{per_token[0]:.5g} bytes a token are allocated, the policy claims {per_token[1]:.5g}"
+        size, unit = self.exact_bytes, self.exact_unit_bytes
+        if size % unit if unit else size:
+            return f"{size} bytes are allocated for the exact tokens, the policy claims {unit} each"
+        if self.window_bytes != (claimed := self.window_pages * self.window_unit_bytes):
+            return f"{self.window_bytes} bytes are allocated for the window, the policy claims {claimed}"
+        if self.process is not None and self.process.excess_mib and not self.process.unsure:
+            return f"the process grows by {self.process.excess_mib:.1f} MiB more than the policy claims for {self.process}"
+        return None
+
+    @property
+    def unsure(self) -> str | None:
+        """Reason why the process's memory is inconclusive; None if it can be judged."""
+        return self.process.unsure if self.process is not None else None
+
+
+class StressResult(Record):
+    """The stress test: an engine compared with its reference engine on random tokens.
+
+    `failures` name the sequences that deviate, and the places.
+    """
+
+    failures: list[str]
+    allocation: Allocation
+    tokens: int = 0
+    """Tokens of the longest sequence."""
+    decoded: int = 0
+    """Maximum decoded tokens of a sequence."""
+    batch: int = 0
+    """Maximum sequences in a decode step."""
+    page_offsets: int = 0
+    """Number of offsets within a page for which a token was compared."""
+    forks: int = 0
+    requests: int = 0
+    """Number of sequences that were started and released."""
+    rows: int = 0
+    """Number of decoded tokens and prompts that were compared with the reference engine."""
+    together: int = 0
+    """Length in tokens that two sequences of one batch, or more, reached at once."""
+    prompts: int = 0
+    """Number of prompts and of their later chunks whose logits were compared."""
+    turns: int = 0
+    """Number of prompt chunks that were added to sequences after decoding."""
+    prefixes: int = 0
+    """Number of prompts that began like an earlier prompt, on an engine with prefix caching."""
+    steps: int = 0
+    """Decode steps of the engine."""
+    preempted: int = 0
+    """Number of times that a full pool preempted a request, which was then recomputed."""
+    seed: int = 0
+    """Random seed of the tokens, lengths and order."""
+
+    def __str__(self) -> str:
+        counts = (
+            *(("forks", self.forks), ("turns", self.turns), ("reused prefixes", self.prefixes)),
+            ("preemptions in a full pool", self.preempted),
+        )
+        also = "".join(f", {count} {name}" for name, count in counts if count)
+        prompts = f", {self.prompts} of prompts" if self.prompts else ""
+        return (
+            f"{self.rows} tokens{prompts} as the reference engine computes them, up to {self.tokens:,} tokens, "
+            f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{also}, "
+            f"{self.requests:,} requests, {self.steps:,} decode steps"
+        )
+
+
+class FreeAnswers(Record):
+    """Answers of `generate` to some samples, compared with forced decode of the same tokens."""
+
+    samples: int
+    tokens: int
+    contradictions: list[str]
+    """First contradiction of every sample that has one."""
+
+
+class ReusedPrefixes(Record):
+    """Answers over prefixes that earlier requests left in the cache, compared with answers without reuse."""
+
+    samples: int
+    tokens: int
+    kl_max: float | None
+    """Maximum KL of a token's distribution, nats; null if it is not finite."""
+    contradictions: list[str]
+    """Samples whose answers differ, except by ties between equally likely tokens."""
+
+
+class Speculated(Record):
+    """Second answers to the repeated samples, by an engine with its own speculative decoding."""
+
+    requests: int
+    same: int
+    """Number of answers that speculation did not change."""
+    tokens: int
+    passes: int
+    """Forward passes of the engine, including the prompts."""
+    counted_passes: int
+    """Forward passes that kvgate counts for the same answers."""
+    drafts: int
+    """Number of proposals. This and the next two fields (proposed tokens, accepted tokens) are the engine's own counters."""
+    drafted: int
+    accepted: int
+
+
+class PoolDeviation(Record):
+    """A request whose logits changed in a full pool, with the counters that the engine exposes."""
+
+    request: str
+    round: int
+    """Number of the round, from 1."""
+    kl: float | None
+    """Mean KL over the request's tokens, nats; null if a logit is not finite."""
+    position: int
+    """Position of the token that changed most."""
+    changed: int
+    """Number of positions where another token became the most likely one."""
+    preempted: int
+    reused: int
+    """Prompt tokens that were taken from the prefix cache."""
+    pages: list[int]
+
+    def __str__(self) -> str:
+        off = "logits that are not finite" if self.kl is None else f"KL {self.kl:.1e} from itself with room"
+        held = ", ".join(map(str, self.pages)) if self.pages else "unknown"
+        return (
+            f"{self.request} (round {self.round}): {off}, most at position {self.position}, {self.changed} of its tokens "
+            f"changed; it gave way {self.preempted} times, reused {self.reused} tokens, held pages {held}"
+        )
+
+
+class FullPool(Record):
+    """Requests in a pool with room for a third of all requests, compared with the same requests in a large pool."""
+
+    asked: int
+    """Number of requests per round."""
+    requests: int = 0
+    """Number of compared requests over all rounds; 0 for an engine whose pool cannot be made small."""
+    pages: int = 0
+    """Pages of the pool."""
+    wanted_pages: int = 0
+    """Pages that all requests of a round need without sharing."""
+    preempted: int = 0
+    """Number of times that a request was preempted and then recomputed."""
+    reused: int = 0
+    """Prompt tokens that were taken from the prefix cache."""
+    limit_kl: float | None = None
+    """Maximum mean KL in nats, between a request in the small pool and in the large pool, that counts as noise."""
+    deviations: tuple[PoolDeviation, ...] = ()
+    """Requests that differ by more than noise, the worst first."""
+
+
+class EngineTests(Record):
+    """Results of one engine's tests beyond the scored samples."""
+
+    free_answers: FreeAnswers
+    stress: StressResult | None = None
+    """None if no reference engine could be opened."""
+    reused: ReusedPrefixes | None = None
+    """None for an engine that reuses no prefixes."""
+    speculated: Speculated | None = None
+    """None for an engine that does not speculate, or without `workloads.speculation`."""
+    full_pool: FullPool | None = None
+    """Result in a full pool; None for the baseline, or if it was not requested."""
