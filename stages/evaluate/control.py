@@ -14,24 +14,21 @@ from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.report import MustFailControl
-from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
+from stages.workloads.config import CONTROL_FACTOR
 
 
-def must_fail_control(
-    engine: Engine, encoded: Sequence[EncodedSample], heads: Heads, config: WorkloadsConfig, progress: Progress
-) -> MustFailControl:
+def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: Heads, progress: Progress) -> MustFailControl:
     """Run forced decode with wrong keys: prefill some samples together, corrupt the key scale once, then decode.
 
     Args:
         engine: The candidate. It keeps the fault and must not be used afterwards.
         encoded: The samples of the round.
         heads: The baseline's heads, by sample id.
-        config: Configuration with the size of the must-fail control.
         progress: Called with a label, the amount done, and the total.
     """
     policy = engine.policy
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
-    subset = control_samples(encoded, config, least)
+    subset = control_samples(encoded, least)
     run = SampleRun(subset, heads, labelled(progress, "must-fail control: "))
     corrupt = partial(engine.corrupt_key_scale, CONTROL_FACTOR)
     results = run_samples(engine, run, len(subset), after_prefill=corrupt)  # one batch, so that there is one prefill

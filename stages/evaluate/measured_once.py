@@ -84,7 +84,7 @@ def measure_once(
         noise=noise,
         system=system,
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
-        control=must_fail_control(engine, encoded, StoredHeads(baseline / LOGPROBS).sample, config, named),
+        control=must_fail_control(engine, encoded, StoredHeads(baseline / LOGPROBS).sample, named),
     )
 
 

@@ -133,8 +133,6 @@ class WorkloadsConfig(StrictModel):
     noise_samples: Count
     """Judged samples per workload that both engines repeat in smaller batches, for the A/A noise floor; the longest sample is
     added."""
-    control_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Samples per workload of the must-fail control, at least eight in total: the shortest prompts of at least two pages."""
     conformance_samples: Count = 0
     """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 also
     disables the stress test, so that no candidate passes."""

@@ -41,12 +41,11 @@ SMALL = (
     "workloads.rounds=[0.1, 1.0]",
     "workloads.max_scored_tokens=64",
     "workloads.noise_samples=1",
-    "workloads.control_samples=1",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",
 )
 """A small evaluation that sound caches pass. With 68 answers, `gates.min_recovery` left a sound int8 INCONCLUSIVE."""
 
-DEFAULT = ("workloads.noise_samples=1", "workloads.control_samples=1", SMALL[-1])
+DEFAULT = ("workloads.noise_samples=1", SMALL[-1])
 """The default evaluation: all 664 samples in the default rounds, but timed with a smaller load."""
 
 SMALL_STRESS_TEST = (

@@ -18,7 +18,6 @@ SHORT = (
     "workloads.max_scored_tokens=16",
     "workloads.batch_size=2",
     "workloads.noise_samples=1",
-    "workloads.control_samples=1",
     "workloads.full_pool=0",
     "workloads.stress_test={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 1}",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8}",

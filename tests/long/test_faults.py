@@ -20,7 +20,6 @@ FEW = (
     "workloads.samples={prose: 2, retrieval: 3, tool_call: 0, copy: 3, multi_turn: 0}",
     "workloads.rounds=[1.0]",
     "workloads.noise_samples=1",
-    "workloads.control_samples=1",
     "workloads.max_scored_tokens=32",
     "workloads.stress_test={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 17, requests: 1, seed: 0}",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",

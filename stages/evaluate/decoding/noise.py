@@ -9,8 +9,8 @@ from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.report import Fidelity
 from stages.workloads.config import WorkloadsConfig
 
-LEAST_CONTROL = 8
-"""Minimum samples of the must-fail control.
+CONTROL_SAMPLES = 8
+"""Samples of the must-fail control.
 
 Some answers stand in tokens that the cache keeps exact. Such samples lose nothing, so a control of two samples could pass.
 """
@@ -35,13 +35,14 @@ def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
     return [item for item in encoded if item.judged] or list(encoded)
 
 
-def control_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, least: int | None = None) -> list[EncodedSample]:
-    """Return the samples of the must-fail control: at least LEAST_CONTROL, or `config.control_samples` per workload if more.
+def control_samples(
+    encoded: Sequence[EncodedSample], least: int | None = None, count: int = CONTROL_SAMPLES
+) -> list[EncodedSample]:
+    """Return the samples of the must-fail control.
 
     They are the shortest prompts with at least `least` tokens, or the longest prompts if there are not enough or if `least`
     is None. A short prompt may consist of sink and recent tokens only, which are kept exact, and would then use no scale.
     """
-    count = max(LEAST_CONTROL, len(first_of_each_workload(encoded, config.control_samples)))
     by_length = sorted(answered(encoded), key=lambda item: len(item.prompt))
     enough = [item for item in by_length if least is not None and len(item.prompt) >= least]
     return enough[:count] if len(enough) >= count else by_length[-count:][::-1]

@@ -174,7 +174,7 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(
 ) -> None:
     """Let baseline and candidate share a fault: their logits are equal, so no distance between them shows it."""
     monkeypatch.setattr(stress_test, "SCENARIOS", ())  # the samples show the fault
-    config = conformance_config(conformance_samples=1, noise_samples=0, control_samples=1, stress_test=BRIEF)
+    config = conformance_config(conformance_samples=1, noise_samples=0, stress_test=BRIEF)
     samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"
 

@@ -55,23 +55,19 @@ def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) 
     return {event.sample: event for event in events if isinstance(event, SampleResult)}
 
 
-def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice_are_corrupted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice_are_corrupted() -> None:
     a, b, c, d = encoded()
-    config: Any = SimpleNamespace(noise_samples=1, control_samples=2)
-    monkeypatch.setattr(noise, "LEAST_CONTROL", 1)
+    config: Any = SimpleNamespace(noise_samples=1)
     assert repeated_samples([d, a, b, c], config) == [a, c]
     assert repeated_samples([d], config) == [d]
-    assert control_samples([a, b, c, d], config, 3) == [a, b]
-    assert control_samples([a, b, c, d], config, 4) == control_samples([a, b, c, d], config) == [b, a]
+    assert control_samples([a, b, c, d], 3, 2) == [a, b]
+    assert control_samples([a, b, c, d], 4, 2) == control_samples([a, b, c, d], count=2) == [b, a]
 
 
-def test_the_must_fail_control_has_enough_samples_although_a_configuration_asks_for_one() -> None:
+def test_the_must_fail_control_has_eight_samples_or_all() -> None:
     a = encoded()[0]
-    config: Any = SimpleNamespace(control_samples=1)
-    assert len(control_samples([a] * 20, config, 1)) == noise.LEAST_CONTROL
-    assert len(control_samples([a] * 3, config, 1)) == 3
+    assert len(control_samples([a] * 20, 1)) == noise.CONTROL_SAMPLES
+    assert len(control_samples([a] * 3, 1)) == 3
 
 
 def test_references_end_with_eos_when_judged_and_are_cut_when_not() -> None:
