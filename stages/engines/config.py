@@ -83,5 +83,3 @@ class InterpreterConfig(BackendConfig):
 
     python: PathText | None
     """The Python that has the library: a path or a command on PATH."""
-    request_timeout_s: Annotated[int, Field(ge=1)]
-    """Time limit in seconds for loading a model and for each batch of requests."""

@@ -78,7 +78,6 @@ SAID: tuple[tuple[str, ...], ...] = (
         "backend.max_tokens=32768",
         "2,147,483,647",
     ),
-    ("backend=vllm backend.enable_chunked_prefill=false", "backend.max_num_batched_tokens"),
 )
 """Arguments, then texts that the message must contain (by default the last argument)."""
 

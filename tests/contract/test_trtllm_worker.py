@@ -16,6 +16,7 @@ from processes import await_none_with, processes_with
 from trtllm_exports import make_exports
 
 from stages.core.errors import UserError
+from stages.engines.interpreter import process
 from stages.engines.interpreter.process import CHANNEL, Worker, probe
 from stages.engines.interpreter.protocol import Description
 from stages.engines.trtllm.backend import PROGRAM
@@ -58,7 +59,7 @@ def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str, expe
 
 def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
     with Worker(PROGRAM, make_interpreter(tmp_path / "bin")) as worker:
-        assert worker.call("describe", 30, key="k", answer=Description).release == "1.2.1"
+        assert worker.call("describe", Description, 30).release == "1.2.1"
         assert len(processes_with(tmp_path / "bin")) == 1
         folder = worker.folder
     assert processes_with(tmp_path / "bin") == []
@@ -78,11 +79,14 @@ def test_an_engine_whose_worker_died_between_two_requests_says_so_and_starts_ane
     await_none_with(tmp_path / "bin")
 
 
-def test_a_hang_ends_at_the_timeout_and_leaves_no_process(quantized: Path, tmp_path: Path) -> None:
+def test_a_hang_ends_at_the_timeout_and_leaves_no_process(
+    quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "TIMEOUT_S", 2)
     python = make_interpreter(tmp_path / "bin", mode="hang while building")
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"backend\.build_timeout_s=2: TensorRT-LLM did not answer build in time"):
-        make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, build_timeout_s=2)
+    with pytest.raises(UserError, match=r"TensorRT-LLM did not answer build within 2 s"):
+        make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python)
     assert time.monotonic() - started < 30
     await_none_with(tmp_path / "bin")
 
@@ -90,7 +94,7 @@ def test_a_hang_ends_at_the_timeout_and_leaves_no_process(quantized: Path, tmp_p
 def test_an_answer_without_an_end_is_cut_off(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "exec cat /dev/zero")
     with Worker(PROGRAM, python) as worker, pytest.raises(UserError, match="answered describe with more than 16 MiB"):
-        worker.call("describe", 60, key="k", answer=Description)
+        worker.call("describe", Description, 60)
 
 
 @pytest.mark.parametrize("mode", ["hang while loading", "hang while generating"])
@@ -118,7 +122,7 @@ def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
         "from stages.engines.trtllm.backend import PROGRAM; "
         "from stages.engines.interpreter.protocol import EmptyAnswer; "
         "flags = ['--checkpoint_dir', 'a', '--output_dir', 'b']; "
-        "Worker(PROGRAM, sys.argv[1]).call('build', 600, key='k', answer=EmptyAnswer, flags=flags)"
+        "Worker(PROGRAM, sys.argv[1]).call('build', EmptyAnswer, flags=flags)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, python], cwd=ROOT)
     deadline = time.monotonic() + 30

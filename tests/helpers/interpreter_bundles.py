@@ -16,10 +16,10 @@ from stages.policies.scales import SCALES_FILE
 KEY_SCALE, VALUE_SCALE = 0.04, 0.02
 SMALL: dict[str, dict[str, Any]] = {
     "llamacpp": {"n_ctx": 512, "n_seq_max": 3, "n_batch": 96, "threads": 1},
-    "sglang": {"context_length": 512, "request_timeout_s": 120},
-    "trtllm": {"target": "engine", "max_seq_len": 512, "max_input_len": 500, "request_timeout_s": 60, "build_timeout_s": 60},
+    "sglang": {"context_length": 512},
+    "trtllm": {"target": "engine", "max_seq_len": 512, "max_input_len": 500},
     "vllm": {
-        "max_model_len": 512, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05, "threads": 1, "request_timeout_s": 300
+        "max_model_len": 512, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05, "threads": 1
     },
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ from stages.engines.sglang.backend import PROGRAM, READ, cache_dtype, server_arg
 from stages.engines.sglang.engine import EVALUATION
 
 ON_A_CPU: dict[str, Any] = {
-    "attention_backend": "torch_native", "mem_fraction_static": 0.05, "chunked_prefill_size": 64, "request_timeout_s": 600
+    "attention_backend": "torch_native", "mem_fraction_static": 0.05, "chunked_prefill_size": 64
 }  # fmt: skip
 """Attention by PyTorch, little memory, prompts in several chunks, and time for three processes to import the release."""
 CACHES = {"fp16": "float16", "bf16": "bfloat16", "fp8_uncalibrated": "bfloat16", "fp8_e5m2": "bfloat16"}
@@ -105,7 +105,7 @@ def test_a_gpus_defaults_leave_every_argument_as_it_was_asked(
             for more in ({}, EVALUATION):
                 asked = {**server_args(config, cache_dtype(SHIPPED[kv], config)), **more}
                 given = {"model": str(bundle_of(kv) / "checkpoint"), "server_args": asked}
-                assert worker.call("validate", 600, key="key", answer=Resolved, **given).arguments == asked
+                assert worker.call("validate", Resolved, **given).arguments == asked
 
 
 def test_an_argument_that_the_release_lacks_is_refused_by_its_name(bundle_of: Callable[[str], Path], python: str) -> None:
@@ -114,7 +114,7 @@ def test_an_argument_that_the_release_lacks_is_refused_by_its_name(bundle_of: Ca
         Worker(PROGRAM, python) as worker,
         pytest.raises(WorkerError, match=r"^TypeError: Unexpected keyword argument 'kv_cache_scales'$"),
     ):
-        worker.call("validate", 600, key="k", answer=Resolved, model=checkpoint, server_args={"kv_cache_scales": "x"})
+        worker.call("validate", Resolved, model=checkpoint, server_args={"kv_cache_scales": "x"})
 
 
 def test_forced_tokens_go_through_the_releases_sampler(

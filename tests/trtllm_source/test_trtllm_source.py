@@ -339,7 +339,7 @@ def test_speculation_is_read_as_trtllm_serve_reads_it(method: str, served: Bundl
     serving = {**config_of("trtllm", python).serving.model_dump(), "speculation": speculation}
     asked = config_of("trtllm", python, serving=serving)
     arguments = settings.llm_args(asked, SHIPPED["fp8"])
-    (answer,) = read_llm_args(probe(PROGRAM, python), asked, served["none", "fp8"] / "checkpoint", arguments)
+    (answer,) = read_llm_args(probe(PROGRAM, python), served["none", "fp8"] / "checkpoint", arguments)
     assert answer.pinned["speculative_config"]["decoding_type"] == method
     assert settings.differences(settings.flatten(answer.pinned), answer.arguments) == []
 
@@ -357,7 +357,7 @@ def test_an_argument_that_the_release_lacks_is_refused_in_a_line_with_release_an
 ) -> None:
     bundle, here = served["none", "fp8"], probe(PROGRAM, python)
     with refused(UserError, f"backend.serving: TensorRT-LLM {here.release} refuses these LLM arguments: ", field):
-        read_llm_args(here, config_of("trtllm", python), bundle / "checkpoint", {**pinned_in(bundle), **wrong})
+        read_llm_args(here, bundle / "checkpoint", {**pinned_in(bundle), **wrong})
 
 
 def test_a_checkpoint_that_the_release_does_not_support_is_refused_in_a_line_with_release_and_field(

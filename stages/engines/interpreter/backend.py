@@ -23,7 +23,7 @@ class InterpreterBackend(Backend):
     config: InterpreterConfig
     program: ClassVar[Program]
     libraries: ClassVar[tuple[str, ...]] = ("numpy", "safetensors")
-    running_keys: ClassVar[tuple[str, ...]] = ("request_timeout_s",)
+    running_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the configuration that do not change a bundle."""
 
     @property

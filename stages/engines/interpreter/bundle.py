@@ -70,9 +70,7 @@ def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:
             shutil.copyfile(source / name, out / name)
 
 
-def resolve(
-    interpreter: Interpreter, checkpoint: Path, field: str, arguments: Mapping[str, Any], timeout_s: int
-) -> dict[str, Any]:
+def resolve(interpreter: Interpreter, checkpoint: Path, field: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments as the library resolves them for a checkpoint. The worker receives them as `field`.
 
     Raises UserError if the library refuses or changes an argument.
@@ -81,7 +79,7 @@ def resolve(
     asked = {"model": str(checkpoint.absolute()), field: dict(arguments)}
     with Worker(interpreter.program, interpreter.python) as worker:
         try:
-            resolved = worker.call("validate", timeout_s, key="backend.request_timeout_s", answer=Resolved, **asked).arguments
+            resolved = worker.call("validate", Resolved, **asked).arguments
         except WorkerError as error:
             refused = f"{interpreter.release} refuses these {field.replace('_args', ' arguments')}"
             raise worker.refusal(f"{refused}: {error}") from error

@@ -26,8 +26,11 @@ from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.interpreter.worker import kvgate_channel
 
 CHANNEL = Path(kvgate_channel.__file__).parent
-STRESS_TEST_SECONDS = 300
+DESCRIBE_TIMEOUT_S = 300
 """Time limit of `describe`: importing a library from a cold disk takes a minute."""
+TIMEOUT_S = 7200.0
+"""Time limit of a request in seconds: a build of an engine, or a large model read over a network, may take an hour."""
+
 EXIT_TIMEOUT_S = 30
 """Seconds that a worker has to exit after its input was closed; freeing an engine takes a moment."""
 ANSWER_BYTES = 16 << 20
@@ -125,7 +128,7 @@ def probe(program: Program, python: str | None) -> Interpreter:
     path = find_python(program, python)
     with Worker(program, path) as worker:
         try:
-            described = worker.call("describe", STRESS_TEST_SECONDS, key="backend.python", answer=program.description)
+            described = worker.call("describe", program.description, DESCRIBE_TIMEOUT_S)
         except WorkerError as error:
             raise MissingRequirement(
                 f"backend.python={python}: {program.library} cannot be used there ({error}); {program.hint}"
@@ -209,8 +212,8 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def call(self, op: str, timeout_s: float, *, key: str, answer: type[A], **fields: object) -> A:
-        """Send a request and return its answer.
+    def call(self, op: str, answer: type[A], timeout_s: float | None = None, /, **fields: object) -> A:
+        """Send a request and return its answer. The default time limit is TIMEOUT_S.
 
         Any exception except WorkerError, including KeyboardInterrupt, kills the worker and all its children. Otherwise a later
         request could receive the answer to this one.
@@ -219,8 +222,9 @@ class Worker:
             WorkerError: The worker answered with an error.
             UserError: The worker died, exceeded the time limit, or does not speak the protocol.
         """
+        limit = TIMEOUT_S if timeout_s is None else timeout_s
         try:
-            line = self._exchange(op, json.dumps({"op": op, **fields}).encode() + b"\n", time.monotonic() + timeout_s)
+            line = self._exchange(op, json.dumps({"op": op, **fields}).encode() + b"\n", time.monotonic() + limit)
         except (BrokenPipeError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(EXIT_TIMEOUT_S)
@@ -233,7 +237,8 @@ class Worker:
             ) from None
         except TimeoutError:
             raise self._lost(
-                f"{key}={timeout_s:g}: {self.program.library} did not answer {op} in time; give it longer"
+                f"backend.python={self._python}: {self.program.library} did not answer {op} within {limit:g} s; look at what "
+                "it waits for, and run it again"
             ) from None
         except BaseException:
             self._kill()

@@ -33,7 +33,6 @@ from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded,
 from stages.policies.formats import Format
 from stages.policies.policy import Side, page_count
 
-TIMEOUT_KEY = "backend.request_timeout_s"
 Bytes = npt.NDArray[np.uint8]
 LOOKAHEAD = 32
 """Tokens that are decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
@@ -94,7 +93,7 @@ class RequestEngine(Engine):
     def _opened(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
         """Start a worker that loads a model. If loading fails, stop the worker and raise UserError."""
         said = f"cannot load {model}"
-        return open_model(self._interpreter, environment, self._config.request_timeout_s, said, model=str(model), **fields)
+        return open_model(self._interpreter, environment, said, model=str(model), **fields)
 
     def _checkpoint(self, write_faulted: Callable[[Path, Path, float], None]) -> Path:
         """Return the checkpoint's directory. With a planted fault, `write_faulted(from, to, factor)` writes a faulted copy."""
@@ -237,7 +236,7 @@ class RequestEngine(Engine):
             self._worker = self._only_one()
         library = self._worker.program.library
         try:
-            return self._worker.call(op, self._config.request_timeout_s, key=TIMEOUT_KEY, answer=answer, **fields)
+            return self._worker.call(op, answer, **fields)
         except WorkerError as error:
             raise RuntimeError(f"{library}: {op}: {error}") from error
         except BaseException:  # Worker.call has killed the worker
@@ -295,14 +294,14 @@ class ShowingEngine(RequestEngine):
         return self._shown[number]
 
 
-def open_model(interpreter: Interpreter, environment: Mapping[str, str], timeout_s: int, said: str, **fields: object) -> Worker:
+def open_model(interpreter: Interpreter, environment: Mapping[str, str], said: str, **fields: object) -> Worker:
     """Start a worker that loads a model.
 
     If loading fails, stop the worker and raise a UserError that begins with `said`.
     """
     worker = Worker(interpreter.program, interpreter.python, **environment)
     try:
-        worker.call("open", timeout_s, key=TIMEOUT_KEY, answer=EmptyAnswer, **fields)
+        worker.call("open", EmptyAnswer, **fields)
     except WorkerError as error:
         worker.close()
         raise worker.refusal(f"{said}: {error}") from error

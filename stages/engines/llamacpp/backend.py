@@ -147,7 +147,7 @@ def open_context(
     environment = {"LLAMA_ATTN_ROT_DISABLE": str(int(not rotates))}
     said = f"{interpreter.release} cannot load {gguf}"
     fields = {"model": str(gguf.absolute()), "context": arguments, "types": types, "threads": config.threads}
-    return open_model(interpreter, environment, config.request_timeout_s, said, **fields)
+    return open_model(interpreter, environment, said, **fields)
 
 
 def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -> str:
@@ -161,7 +161,7 @@ class LlamaCppBackend(InterpreterBackend):
     """A backend whose bundle is the user's GGUF and the arguments of llama-server."""
 
     program = PROGRAM
-    running_keys = ("request_timeout_s", "threads")
+    running_keys = ("threads",)
     config: LlamaCppConfig
     compute_dtype = "bfloat16"
     """The type with a comparable rounding error. llama.cpp rounds the activations that it multiplies with quantized weights

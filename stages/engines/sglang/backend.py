@@ -43,7 +43,7 @@ def build_bundle(
     interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
     arguments = server_args(config, cache_dtype(policy, config))
-    resolve(interpreter, out / CHECKPOINT, "server_args", arguments, config.request_timeout_s)
+    resolve(interpreter, out / CHECKPOINT, "server_args", arguments)
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]
     command = f"python -m sglang.launch_server --model-path {CHECKPOINT} {' '.join(flags)}\n"
     (out / COMMAND_FILE).write_text(command, encoding="utf-8")
@@ -66,7 +66,7 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
 
 def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:
     """Return the arguments of serving. The configuration uses the names of SGLang's ServerArgs."""
-    given = config.model_dump(exclude={"name", "python", "request_timeout_s"}, exclude_none=True)
+    given = config.model_dump(exclude={"name", "python"}, exclude_none=True)
     return {**given, "kv_cache_dtype": cache, "load_format": "safetensors", "trust_remote_code": False, "random_seed": 0}
 
 

@@ -7,7 +7,7 @@ from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter.bundle import copy_checkpoint
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Resolved
-from stages.engines.interpreter.requests import TIMEOUT_KEY, RequestEngine
+from stages.engines.interpreter.requests import RequestEngine
 from stages.engines.sglang.backend import PROGRAM
 
 KEY_NORM = "self_attn.k_norm.weight"
@@ -41,7 +41,7 @@ class SglangEngine(RequestEngine):
     def _open(self) -> Worker:
         worker = self._opened({}, self._checkpoint(write_faulted), server_args=self._arguments)
         try:
-            used = worker.call("facts", self._config.request_timeout_s, key=TIMEOUT_KEY, answer=Resolved).arguments
+            used = worker.call("facts", Resolved).arguments
             asked = self._arguments["kv_cache_dtype"]
             if asked != "auto" and used.get("kv_cache_dtype", asked) != asked:
                 raise worker.refusal(f"made {used['kv_cache_dtype']} of a cache of type {asked}")

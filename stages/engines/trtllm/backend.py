@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -150,7 +149,7 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
     if job.judges:
         check_judging(config.target, config, job.policy, interpreter)
     if config.serving.speculation is not None:
-        read_llm_args(interpreter, config, job.checkpoint.path, settings.llm_args(config, job.policy))
+        read_llm_args(interpreter, job.checkpoint.path, settings.llm_args(config, job.policy))
 
 
 def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
@@ -177,12 +176,11 @@ def require_target(target: TargetName, installed: Interpreter) -> None:
         )
 
 
-def read_llm_args(interpreter: Interpreter, config: TrtllmConfig, model: Path, *arguments: settings.Settings) -> list[Pinned]:
+def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Settings) -> list[Pinned]:
     """Return each set of LLM arguments as the release reads it. Raises UserError if the release refuses a set."""
-    ask = partial(Worker.call, op="validate", timeout_s=config.build_timeout_s, key="backend.build_timeout_s", answer=Pinned)
     with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
         try:
-            return [ask(worker, model=str(model.absolute()), llm_args=given) for given in arguments]
+            return [worker.call("validate", Pinned, model=str(model.absolute()), llm_args=given) for given in arguments]
         except WorkerError as error:
             reason = " ".join(str(error).split())
             raise UserError(
@@ -269,7 +267,6 @@ class TrtllmBackend(InterpreterBackend):
 
     build_module = "stages.engines.trtllm.build"
     program = PROGRAM
-    running_keys = ("request_timeout_s", "build_timeout_s")
     config: TrtllmConfig
 
     def check_inputs(self, job: Job) -> None:

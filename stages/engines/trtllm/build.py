@@ -73,14 +73,14 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
     progress("build", STEPS, STEPS)
 
 
-def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interpreter: Interpreter, timeout_s: float) -> None:
+def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interpreter: Interpreter) -> None:
     """Run trtllm-build on a checkpoint. Raises UserError with TensorRT-LLM's last line of output if the build fails."""
     ranks = checkpoints.read_config(checkpoint)["mapping"]["tp_size"]
     title = f"backend.python={interpreter.python}: TensorRT-LLM {interpreter.release}"
     with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
         try:
-            worker.call("build", timeout_s, key="backend.build_timeout_s", answer=EmptyAnswer, flags=arguments)
+            worker.call("build", EmptyAnswer, flags=arguments)
         except WorkerError as error:
             raise UserError(f"{title}: {error}; it last said: {worker.last_line()}") from error
     missing = [f"rank{rank}.engine" for rank in range(ranks) if not (out / f"rank{rank}.engine").is_file()]
@@ -94,7 +94,7 @@ def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: In
     checkpoints.write_checkpoint(export, source, config.tensor_parallel_size)
     checkpoint = checkpoints.read_config(source)
     flags = settings.engine_settings(config, checkpoint["quantization"])
-    compile_engine(source, out / ENGINE, flags, interpreter, config.build_timeout_s)
+    compile_engine(source, out / ENGINE, flags, interpreter)
     expected = settings.expected_config(flags, checkpoint, interpreter.release)
     rewritten = settings.differences(expected, checkpoints.read_config(out / ENGINE))
     settings.refuse_rewrites(rewritten, config.allow_rewrites)
@@ -115,7 +115,7 @@ def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPoli
     }
     serving = settings.llm_args(config, policy)
     rewritten: list[settings.Difference] = []
-    answers = read_llm_args(interpreter, config, source, serving, settings.evaluation_of_served(serving))
+    answers = read_llm_args(interpreter, source, serving, settings.evaluation_of_served(serving))
     for answer in answers:
         if answer.refused:
             reason = " ".join(answer.refused.split())

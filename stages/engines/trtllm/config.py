@@ -50,8 +50,6 @@ class TrtllmConfig(InterpreterConfig):
     finer = ("fp8", "int8_tensor")
     target: Literal["engine", "pytorch"]
     """pytorch: the checkpoint and LLM arguments for `trtllm-serve`. engine: a TensorRT engine, which release 1.2 builds."""
-    build_timeout_s: Annotated[int, Field(ge=1)]
-    """Time limit of a build in seconds."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
     """Number of GPUs that the model is split over."""
     max_batch_size: Annotated[int, Field(ge=1, le=4096)]

@@ -73,7 +73,7 @@ class TrtllmEngine(RequestEngine):
         faulted, prefix = self._checkpoint(write_faulted), "build_config."
         asked = self._described.arguments.items()
         flags = {key.removeprefix(prefix): value for key, value in asked if key.startswith(prefix)}
-        compile_engine(faulted, faulted.parent / ENGINE, flags, self._interpreter, self._config.build_timeout_s)
+        compile_engine(faulted, faulted.parent / ENGINE, flags, self._interpreter)
         return faulted.parent / ENGINE
 
 

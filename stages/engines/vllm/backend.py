@@ -181,7 +181,7 @@ def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
             )
 
 
-def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None:
+def refuse_dtype(policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None:
     """Refuse a cache type or block size that the installed release or this machine does not support."""
     described = interpreter.description
     if dtype not in described.cache_dtypes:
@@ -192,8 +192,6 @@ def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: 
         raise UserError(
             f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
         )
-    if on_cpu(interpreter) and config.block_size % 32:
-        raise UserError(f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64")
 
 
 def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
@@ -212,6 +210,14 @@ def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
 
 
 STEPS = 2
+FIXED = {
+    "block_size": 64,  # a page of kvgate's; attention on a CPU takes multiples of 32
+    "enable_chunked_prefill": True,  # vLLM's own default
+    "trust_remote_code": False,
+    "load_format": "safetensors",
+    "seed": 0,
+}
+"""Engine arguments that no configuration changes."""
 NOT_VLLMS = ("threads", "kv_cache_gib")
 """Keys of the configuration that are not engine arguments, or have another name there."""
 ENGINE_ARGS_FILE = "engine_args.yaml"
@@ -237,7 +243,7 @@ def build_bundle(
     write_checkpoint(info, out / CHECKPOINT, policy, measured)
     arguments = engine_args(config, cache_dtype(policy, config), skipped_layers(policy) or [])
     progress("build", 1, STEPS)
-    resolved = resolve(interpreter, out / CHECKPOINT, "engine_args", arguments, config.request_timeout_s)
+    resolved = resolve(interpreter, out / CHECKPOINT, "engine_args", arguments)
     flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})
     command = f"# vLLM {interpreter.release}: vllm serve {CHECKPOINT} --config {ENGINE_ARGS_FILE}"
     (out / ENGINE_ARGS_FILE).write_text(f"{command}\n{flags}", encoding="utf-8")
@@ -253,8 +259,7 @@ def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = (
     """Return the engine arguments for serving, under the names of vLLM's EngineArgs."""
     given = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
     step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    fixed = {"kv_cache_dtype": cache_dtype, "trust_remote_code": False, "load_format": "safetensors", "seed": 0}
-    arguments: dict[str, Any] = {**given, "max_num_batched_tokens": step_tokens, **fixed}
+    arguments: dict[str, Any] = {**given, "max_num_batched_tokens": step_tokens, "kv_cache_dtype": cache_dtype, **FIXED}
     if skipped:
         arguments["kv_cache_dtype_skip_layers"] = list(skipped)
     if config.kv_cache_gib is not None:
@@ -266,7 +271,7 @@ class VllmBackend(InterpreterBackend):
     """A backend whose bundle is the checkpoint with its scales and the engine arguments of `vllm serve`."""
 
     program = PROGRAM
-    running_keys = ("request_timeout_s", "threads")
+    running_keys = ("threads",)
     config: VllmConfig
 
     @property
@@ -291,7 +296,7 @@ class VllmBackend(InterpreterBackend):
             check_own_scales(job.policy, checkpoint.quantized, self.audit(checkpoint.path))
         check_split(config.tensor_parallel_size, checkpoint.q_heads, checkpoint.shape.kv_heads)
         interpreter = probe(PROGRAM, config.python)
-        refuse_dtype(config, job.policy, dtype, interpreter)
+        refuse_dtype(job.policy, dtype, interpreter)
         if job.judges:
             check_judging(config, interpreter)
 

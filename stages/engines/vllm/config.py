@@ -1,8 +1,8 @@
 """Configuration of backend=vllm."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stages.engines.config import InterpreterConfig
 from stages.policies.policy import PAGE_TOKENS
@@ -18,16 +18,12 @@ class VllmConfig(InterpreterConfig):
     """CPU threads per worker. null: vLLM binds a single worker to all cores, and several workers share the cores."""
     dtype: Literal["float16", "bfloat16", "float32"]
     """Type of activations and of an unquantized cache."""
-    block_size: Literal[16, 32, 64, 128, 256]
-    """Tokens per cache block. vLLM's attention on a CPU needs multiples of 32."""
     max_model_len: Annotated[int, Field(ge=PAGE_TOKENS)]
     """Maximum tokens per sequence, including prompt and answer."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)]
     """Maximum sequences per step."""
     max_num_batched_tokens: Annotated[int, Field(ge=PAGE_TOKENS)]
     """Maximum tokens per step, over all sequences. Longer prompts are prefilled in chunks of this size."""
-    enable_chunked_prefill: bool
-    """Whether a prompt may be prefilled in several steps."""
     enable_prefix_caching: bool
     """Whether the served engine reuses cached prefixes. An evaluation disables reuse and tests reused prefixes separately."""
     enforce_eager: bool
@@ -38,12 +34,3 @@ class VllmConfig(InterpreterConfig):
     """GiB of cache per worker. null: the memory that gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     """Fraction of a GPU's memory that vLLM may use."""
-
-    @model_validator(mode="after")
-    def _a_prompt_fits_a_step(self) -> Self:
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens}: enable_chunked_prefill=false needs at least "
-                f"max_model_len={self.max_model_len}"
-            )
-        return self

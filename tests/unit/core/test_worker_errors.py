@@ -23,7 +23,7 @@ def test_a_long_error_of_a_library_is_cut_to_a_line(program: Program) -> None:
     with Worker(program, sys.executable) as worker:
         for _ in range(2):
             with pytest.raises(WorkerError) as caught:
-                worker.call("open", 60, key="k", answer=EmptyAnswer)
+                worker.call("open", EmptyAnswer, 60)
             assert len(str(caught.value)) == MOST_SAID
             assert str(caught.value).startswith("ValueError: one two xxx")
             assert str(caught.value).endswith("xxx...")
@@ -49,4 +49,4 @@ def test_a_worker_that_ends_is_told_with_the_last_exception_that_it_printed(
         Worker(Program("vllm", "vLLM", script, "pip install vllm"), sys.executable) as worker,
         pytest.raises(UserError, match=rf"vLLM ended with exit code 3 in open; .*; it last said: {told}$"),
     ):
-        worker.call("open", 60, key="k", answer=EmptyAnswer)
+        worker.call("open", EmptyAnswer, 60)

@@ -90,7 +90,7 @@ def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason() -> None:
         (refusing, r"kv=fp8: a cache of type fp8_e4m3 cannot run here \(it needs AVX-512\)"),
     ):
         with pytest.raises(UserError, match=f"^{expected}"):
-            refuse_dtype(config_of("vllm", "python"), SHIPPED["fp8"], "fp8_e4m3", here)
+            refuse_dtype(SHIPPED["fp8"], "fp8_e4m3", here)
 
 
 def test_workers_that_cannot_share_heads_or_have_no_gpus_are_refused() -> None:
@@ -123,7 +123,7 @@ def test_engine_arguments_that_vllm_refuses_or_changes_are_told(
     started.call.side_effect = [answer if isinstance(answer, Exception) else SimpleNamespace(arguments=answer)]
     monkeypatch.setattr(bundle, "Worker", worker)
     with pytest.raises(UserError, match=expected):
-        bundle.resolve(interpreter(), Path("checkpoint"), "engine_args", {"block_size": 64, "dtype": "auto"}, 5)
+        bundle.resolve(interpreter(), Path("checkpoint"), "engine_args", {"block_size": 64, "dtype": "auto"})
 
 
 def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
