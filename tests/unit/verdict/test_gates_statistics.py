@@ -125,6 +125,17 @@ def test_ten_documents_can_pass_and_nine_cannot() -> None:
     assert [bets.can_pass(n, 0.045) for n in (9, 10, 11)] == [False, True, True]
 
 
+@pytest.mark.parametrize(("documents", "whole"), [(20, False), (bets.MANY, True)])
+def test_many_runs_are_decided_like_each_run_alone(documents: int, whole: bool) -> None:
+    drawn = np.random.default_rng(6).exponential(np.linspace(0.01, 0.15, 80)[:, None], (80, documents))
+    runs = Mean(drawn, LIMIT, -CUT, 2 * LIMIT if whole else math.nan, whole=whole)
+    alone = [Mean(one, LIMIT, runs.best, runs.worst, whole=whole).test(0.01, 0.01, 0.01).decision for one in drawn]
+    together = np.select([runs.fails(0.01), runs.passes(0.01, 0.01)], ["FAIL", "PASS"], "")
+    assert [decision or "" for decision in alone] == together.tolist()
+    assert set(alone) == {"PASS", "FAIL", None}
+    assert whole == bool((runs.passes(0.01, 0.01) & ~runs.passes(0.01)).any()), "Student's t decides from MANY documents on"
+
+
 def test_student_s_t_allows_for_skewed_values_and_is_plain_where_there_is_no_skew() -> None:
     even = np.array([-1.0, 1.0] * 20)
     plain = float(even.std(ddof=1)) / math.sqrt(40) * float(student.isf(0.01, 39))
