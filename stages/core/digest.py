@@ -131,7 +131,9 @@ def reachable_modules(entry: str) -> dict[str, Path]:
 @cache
 def code_digest(entry: str) -> str:
     """Return the digest of the code of `entry` and of every module that it can import, without comments and docstrings."""
-    return json_digest({name: compiled_digest(path) for name, path in reachable_modules(entry).items()})
+    modules = reachable_modules(entry)
+    assert modules, f"{entry} is no module of kvgate"
+    return json_digest({name: compiled_digest(path) for name, path in modules.items()})
 
 
 @cache

@@ -48,9 +48,11 @@ class ReferenceEngine:
 
     @property
     def rounding(self) -> float:
-        # A query in 8-bit blocks that gets a neighbouring code moves its token less than float16 activations do.
-        unknown = "float16" if self.engine.rounds_queries else "float32"
-        return ROUNDING[self.compute_dtype or unknown] if self.measured is None else self.measured
+        if self.measured is not None:
+            return self.measured
+        if self.compute_dtype is None and self.engine.rounds_queries:
+            return ROUNDING["float16"]  # a query that gets a neighbouring code moves its token less than that
+        return ROUNDING[self.compute_dtype or "float32"]
 
     def allowing(self, baseline: EngineConformance | None) -> "ReferenceEngine":
         """Return the reference engine with limits that allow a candidate the distances of its baseline.

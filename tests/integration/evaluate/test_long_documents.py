@@ -53,7 +53,7 @@ def test_a_verdict_on_the_users_texts_claims_the_longest_length_and_reports_ever
 ) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text(" ".join(word for page in pages("train") for paragraph in page for word in paragraph.split()))
-    cheap: dict[str, Any] = {"conformance_samples": 0, "noise_samples": 1, "control_samples": 1, "max_scored_tokens": 16}
+    cheap: dict[str, Any] = {"conformance_samples": 0, "noise_samples": 1, "max_scored_tokens": 16}
     config = conformance_config(samples={}, lengths=[1216, 1664], length_documents=1, documents=str(texts), **cheap)
     tokenizer, decoder = BundleTokenizer(tiny_checkpoint), tiny_decoder(tmp_path_factory, tiny_checkpoint)
     samples, stored = fit_lengths(load_samples(config), tokenizer, config), tmp_path / "baseline"

@@ -81,7 +81,7 @@ def test_evidence_that_cannot_be_read_is_said_on_the_page(work: Path) -> None:
     shown = candidate(directory)
     (directory / IDENTITY_FILE).write_text("{}")
     show(work, shown, None)
-    assert f"{directory / IDENTITY_FILE}: schema_version: Field required" in (work / showing.PAGE).read_text(encoding="utf-8")
+    assert f"{directory / IDENTITY_FILE}: kvgate: Field required" in (work / showing.PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("fault", ["a directory", "a library", "a store"])
