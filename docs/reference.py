@@ -40,9 +40,9 @@ RECORDS = {
         "pipeline.evidence.identity.BUNDLE_FILE": "what the engine was built from, for which device, and the engine's limits",
         "stages.policies.policy.POLICY_FILE": "the KV policy",
         "stages.policies.scales.SCALES_FILE": "the static scales",
-        "stages.engines.vllm.backend.ENGINE_ARGS_FILE": "arguments for `vllm serve`, as judged",
-        "stages.engines.trtllm.build.LLM_ARGS_FILE": "arguments for `trtllm-serve`, as judged",
-        "stages.engines.sglang.backend.COMMAND_FILE": "the command of the server of SGLang or llama.cpp, as judged",
+        "stages.engines.vllm.backend.ENGINE_ARGS_FILE": "arguments for `vllm serve` of the judged engine",
+        "stages.engines.trtllm.build.LLM_ARGS_FILE": "arguments for `trtllm-serve` of the judged engine",
+        "stages.engines.sglang.backend.COMMAND_FILE": "the command that serves the judged engine with SGLang or llama.cpp",
     },
     "of the evidence": {
         "pipeline.evidence.identity.IDENTITY_FILE": "the digests of all that the verdict rests on",

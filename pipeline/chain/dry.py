@@ -16,7 +16,7 @@ from statistics import median
 from rich.markup import escape
 
 from pipeline.chain.inputs import TRACKED, checks
-from pipeline.chain.job import Run
+from pipeline.chain.run import Run
 from pipeline.chain.serving import candidates_of, promoted_sweep
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Row

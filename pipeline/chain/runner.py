@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pipeline.chain import serving
 from pipeline.chain.inputs import UNRECORDED
-from pipeline.chain.job import Run, open_store
 from pipeline.chain.planning import recommend_policy, show_capacity
+from pipeline.chain.run import Run, open_store
 from pipeline.chain.showing import replace_page, show
 from pipeline.chain.tuning import tune
 from pipeline.cli import commands, console, next_steps, tables

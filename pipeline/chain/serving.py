@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from pipeline.chain.job import Run
+from pipeline.chain.run import Run
 from pipeline.chain.showing import compare_in_mlflow, show, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.tables import REPORT

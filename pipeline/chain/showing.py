@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from pipeline import __version__
-from pipeline.chain.job import open_store
+from pipeline.chain.run import open_store
 from pipeline.cli import console
 from pipeline.config.config import Config
 from pipeline.evidence.reading import read_evidence

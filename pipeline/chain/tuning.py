@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from pipeline.chain.job import Run
+from pipeline.chain.run import Run
 from pipeline.cli import console, next_steps
 from pipeline.cli.grids import Column, Grid, Row
 from pipeline.config.policies import policy_yaml

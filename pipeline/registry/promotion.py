@@ -1,9 +1,9 @@
 """Promotion decides which engine serves: it chooses a candidate, verifies its evidence again and moves aliases.
 
-The aliases are `candidate` (the version that was registered last, unless it failed), `champion` (the version that serves) and
-`previous` (the version that the champion replaced). Evidence is found by the digest that the registry cites. Before a
-promotion it is replayed, and the gates decide again (`RegisteredEngine.verify`). This module does not use MLflow;
-`pipeline.registry.mlflow_store` implements `Registry`.
+The aliases are `candidate` (the last registered version that did not fail; removed if the same engine then fails), `champion`
+(the version that serves) and `previous` (the version that the champion replaced). Evidence is found by the digest that the
+registry cites. Before a promotion it is replayed, and the gates decide again (`RegisteredEngine.verify`). This module does
+not use MLflow; `pipeline.registry.mlflow_store` implements `Registry`.
 
 A promotion tags the version with its author, the time and the replaced version, then moves `previous`, then `champion`. To
 finish a promotion that was killed, run it again. A rollback makes `previous` the champion and removes `previous`, so a second

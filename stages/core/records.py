@@ -43,7 +43,7 @@ class Sample:
     """Rule that judges the answer: none, exact text, required mentions, JSON, a call of a tool in `tools`, or the last
     number."""
     document: str = ""
-    """Document that the sample belongs to; the bootstrap resamples a document's samples together. Empty: only this sample."""
+    """Document that the sample belongs to; a verdict counts a document's samples as one number. Empty: only this sample."""
     depth: float | None = None
     """Retrieval: relative position of the needle in the prompt, 0 to 1."""
     tools: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -41,7 +41,7 @@ from stages.verdict.delivery import ScaleChange, describe_changes, scale_changes
 from stages.verdict.thresholds import ScaleChangeKind
 from stages.workloads.config import WorkloadsConfig
 
-NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
+BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
 
 
 def measure(
@@ -170,7 +170,7 @@ class _Runner:
 
         def save(result: SampleResult) -> None:
             if self.baseline is None and not np.isfinite(result.statistics.baseline_nll).all():
-                raise UserError(f"{NOT_FINITE} on sample {items[result.sample].sample.id}")
+                raise UserError(f"{BASELINE_NOT_FINITE} on sample {items[result.sample].sample.id}")
             folder.save(result)
 
         run = SampleRun(items, self.baseline, progress, greedy, folder.load(), save, self.interruption, self.repeated)

@@ -73,7 +73,7 @@ def measure_once(
         speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
         stress=None
         if reference is None
-        else run_stress_test(engine, reference, bounded(config.stress_test, longest), batch, longest, named, usual),
+        else run_stress_test(engine, reference, limited_to_samples(config.stress_test, longest), batch, longest, named, usual),
     )
     system, noise = measure_system(engine, config.load, named), noise_floor(second)
     if baseline is None:
@@ -88,7 +88,7 @@ def measure_once(
     )
 
 
-def bounded(config: StressTestConfig, longest: int) -> StressTestConfig:
+def limited_to_samples(config: StressTestConfig, longest: int) -> StressTestConfig:
     """Return the limits of the stress test, with sequences up to twice the longest question, in whole pages.
 
     The reference engine needs time for every token, so short questions have a short test. Twice the questions is beyond the

@@ -73,7 +73,7 @@ def quantize_weights(
     report = {
         "modelopt": version("nvidia-modelopt"),
         "transformers": transformers.__version__,
-        "device": runs_on.type,
+        "device": runs_on.type if weights != "none" else "cpu",  # an export needs the same device to repeat the quantization
         "weights": weights,
         "quantizers": sorted(weight_recipe(weights, info.shape.layers).expected),
         "calibration": {"texts": len(used), "tokens": sum(map(len, used)), "max_length": max_length},

@@ -12,8 +12,8 @@ from stages.core.strict import PathText, StrictModel
 Workload = Literal[
     "prose", "retrieval", "tool_call", "copy", "multi_turn", "documentation", "lookup", "extraction", "quotation", "recall"
 ]
-"""The built-in workloads of `stages.workloads.WORKLOADS`: first the tiny model's training tasks, then tasks for any chat
-model."""
+"""The built-in workloads of `stages.workloads.generated.WORKLOADS`: first the tiny model's training tasks, then tasks for any
+chat model."""
 
 TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
 PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}

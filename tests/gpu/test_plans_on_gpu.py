@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.job import Run
+from pipeline.chain.run import Run
 from pipeline.config.compose import plan
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
 from stages.core.errors import MissingRequirement

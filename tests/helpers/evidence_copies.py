@@ -7,7 +7,7 @@ from typing import Any
 
 from judged_engine import config_of
 
-from pipeline.chain.job import Run
+from pipeline.chain.run import Run
 from pipeline.chain.serving import verify
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence

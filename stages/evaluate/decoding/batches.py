@@ -17,7 +17,7 @@ from stages.verdict.coverage import Exercised
 
 Logits = npt.NDArray[np.float32]
 
-NOT_FINITE = -1
+NO_TOKEN = -1
 """Stands for the most likely token of a row with non-finite logits. It equals no token id and ends an answer."""
 
 
@@ -30,7 +30,7 @@ class DecodeStep:
     positions: list[int]
     """Position in the sample's reference, from 0, of the token that each row predicts."""
     greedy: list[int]
-    """Most likely token per row, or NOT_FINITE."""
+    """Most likely token per row, or NO_TOKEN."""
     logits_BV: Logits
     sequences: list[int] | None = None
     """Sequence handle per row, valid until the next step; None in a one-pass decode."""
@@ -53,7 +53,7 @@ class Greedy:
 
     def add(self, answer: list[int], token: int, item: EncodedSample) -> bool:
         """Append the next token to an answer; return whether the answer has ended."""
-        if token == NOT_FINITE:
+        if token == NO_TOKEN:
             return True
         answer.append(token)
         return token in self.stop_tokens or len(answer) >= self.limit(item)
@@ -77,9 +77,9 @@ class Greedy:
 
 
 def most_likely(logits_BV: Logits) -> list[int]:
-    """Return the most likely token per row, or NOT_FINITE if the row has a non-finite logit."""
+    """Return the most likely token per row, or NO_TOKEN if the row has a non-finite logit."""
     finite = np.isfinite(logits_BV.min(axis=1)) & np.isfinite(logits_BV.max(axis=1))  # both propagate NaN
-    tokens: list[int] = np.where(finite, logits_BV.argmax(axis=1), NOT_FINITE).tolist()
+    tokens: list[int] = np.where(finite, logits_BV.argmax(axis=1), NO_TOKEN).tolist()
     return tokens
 
 

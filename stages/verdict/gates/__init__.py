@@ -23,7 +23,7 @@ from stages.verdict.thresholds import ALPHA, FAR_KL, MOST_SAMPLES, RULES, Check,
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
 
-_CUT = "; but for a FAIL, a document counts as three times the limit at most"
+_CUT = "; for a PASS, a document counts as three times the limit at most"
 GATES = (
     Gate({"complete": Line("Complete", "nothing where all samples are whole")}),
     Gate({RECOVERY: Line("Recovery", "share of the probability of right answers that is kept")}, figures=recovery),
@@ -54,13 +54,20 @@ GATES = (
         },
         figures=distances.rare,
     ),
-    Gate({"noise_floor": Line("A/A noise", "distance of an engine from itself")}, check=evaluation.noise_floor),
+    Gate(
+        {"noise_floor": Line("A/A noise", "distance of an engine from itself", samples_decide=False)},
+        check=evaluation.noise_floor,
+    ),
     Gate(
         {"must_fail_control": Line("Must-fail control", "mean KL with corrupted key scales", samples_decide=False)},
         check=distances.must_fail_control,
     ),
     Gate(
-        {"conformance": Line("Conformance", "distance from the reference engine, as a share of rounding")},
+        {
+            "conformance": Line(
+                "Conformance", "distance from the reference engine, as a share of rounding", samples_decide=False
+            )
+        },
         check=engine.conformance,
     ),
     Gate(

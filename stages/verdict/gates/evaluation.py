@@ -120,4 +120,6 @@ def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
             if value is None or value >= limit:
                 shown = "not a number" if value is None else f"{value:.3g}"
                 reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {shown})"
-                yield Check(gate=key, where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason)
+                yield Check(
+                    gate="noise_floor", where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason
+                )

@@ -30,7 +30,7 @@ level (`python -m benchmarks.gates`)."""
 
 def kept(value: float, bound: float, status: str) -> str:
     """Return a clause with a recovery and its bound, both given as shares."""
-    judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "no more is shown than")
+    judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "the questions show only that it is at least")
     return f"keeps {100 * value:.1f} % of the probability of right answers ({judgement} {100 * bound:.1f} %)"
 
 

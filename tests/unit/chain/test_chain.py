@@ -14,7 +14,7 @@ from stores import make_artifact
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.job import Run
+from pipeline.chain.run import Run
 from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.config import CONF
 from pipeline.config.compose import plan

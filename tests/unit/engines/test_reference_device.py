@@ -10,7 +10,7 @@ from shipped import SHIPPED
 
 from benchmarks import benchlib
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.job import Run
+from pipeline.chain.run import Run
 from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement
 from stages.engines.reference.device import LEAST_BYTES, reference_device

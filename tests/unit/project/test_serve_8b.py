@@ -12,7 +12,7 @@ from pipeline.chain.dry import foretell
 from pipeline.chain.planning import show_capacity
 from pipeline.config.compose import plan
 from stages.evaluate.inputs.samples import read_jsonl
-from stages.evaluate.measured_once import bounded
+from stages.evaluate.measured_once import limited_to_samples
 from stages.verdict.gates.evaluation import too_few
 from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import StressTestConfig
@@ -61,4 +61,4 @@ def test_the_examples_60_questions_can_pass_and_20_of_them_cannot() -> None:
 
 @pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 832), (448, 896), (16_384, 2048)])
 def test_the_stress_test_is_no_longer_than_twice_the_longest_question(longest: int, bound: int) -> None:
-    assert bounded(StressTestConfig(), longest).max_tokens == bound
+    assert limited_to_samples(StressTestConfig(), longest).max_tokens == bound

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from pydantic import ValidationError
 
-from pipeline.chain.job import open_store
+from pipeline.chain.run import open_store
 from pipeline.registry.tracking import Tracking, compare_url, locate, server_command
 from stages.core.errors import UserError
 

@@ -12,7 +12,7 @@ import pytest
 from gate_reports import row
 from judged_candidates import judged_candidate
 
-from pipeline.chain.job import open_store
+from pipeline.chain.run import open_store
 from pipeline.registry.mlflow_client import path_of
 from pipeline.registry.mlflow_store import LOCK, MlflowStore, download_engine
 from pipeline.registry.pages import COLOURS
@@ -216,7 +216,7 @@ def leave_a_run_open(work: Path) -> str:
 import os, signal
 from pathlib import Path
 from pipeline.registry.tracking import Tracking
-from pipeline.chain.job import open_store
+from pipeline.chain.run import open_store
 store = open_store(Tracking(), Path({str(work)!r}), "tiny")
 with store.candidate("s", "killed", "onnxruntime", {{}}) as run_id:
     print(run_id, flush=True)

@@ -131,10 +131,10 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "a must-fail control that did not run": (
         every_class(), {"control": ABSENT}, "FAIL", {"must_fail_control"}, "it did not run"),
     "noise of the baseline itself": (
-        every_class(), {"noise": fidelity(kl_mean=0.06)}, "INCONCLUSIVE", {"max_mean_kl"},
+        every_class(), {"noise": fidelity(kl_mean=0.06)}, "INCONCLUSIVE", {"noise_floor"},
         "max_mean_kl=0.05 is finer than the baseline's own noise"),
     "noise of the candidate itself": (
-        every_class(), {"candidate_noise": fidelity(kl_mean=1.0)}, "INCONCLUSIVE", {"max_mean_kl"},
+        every_class(), {"candidate_noise": fidelity(kl_mean=1.0)}, "INCONCLUSIVE", {"noise_floor"},
         "the candidate's own noise"),
     "noise that nobody measured": (every_class(), {"noise": None}, "INCONCLUSIVE", {"noise_floor"}, ""),
     "a code that one request of seven stores wrong": (

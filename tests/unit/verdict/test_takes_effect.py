@@ -1,7 +1,9 @@
-"""A policy that only changes long sequences passes only on samples that are long enough."""
+"""Verdicts that more samples cannot decide: a policy that only changes long sequences, and noise that cannot be judged."""
+
+from typing import Any
 
 import pytest
-from gate_reports import CLASSES, answered, report, verdict
+from gate_reports import CLASSES, answered, fidelity, report, verdict
 from shipped import SHIPPED
 
 from stages.policies.policy import KVPolicy, KVShape
@@ -27,6 +29,14 @@ def test_a_policy_is_open_until_a_sample_is_long_enough(policy: KVPolicy) -> Non
     assert f"the longest sample has {needed - 1:,} tokens" in reason
     assert f"takes effect from {needed:,} tokens on; ask longer samples, or lower kv." in reason
     assert is_final(outcome, report(short)), "more samples of the same length decide nothing"
+
+
+@pytest.mark.parametrize("measured", [{"noise": None}, {"noise": fidelity(kl_mean=0.06)}], ids=["not measured", "too large"])
+def test_no_more_rounds_run_if_the_noise_cannot_be_judged(measured: dict[str, Any]) -> None:
+    rows = rows_of(100)
+    outcome = verdict(rows, **measured)
+    assert outcome.status == "INCONCLUSIVE"
+    assert is_final(outcome, report(rows, planned_rounds=[0.1, 1.0]))
 
 
 @pytest.mark.parametrize("policy", SHIPPED.values(), ids=SHIPPED)
