@@ -169,7 +169,7 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
         "3": {"content": "<|user|>", "lstrip": True, "special": True}}), ("tokenizer.json itself", "added_tokens_decoder")),
     ("a token of its own", tokenizer_config_with(extra_special_tokens={"image_token": "<image>"}),
      ("<image>", "tokenizer.json itself")),
-    ("an end that is no token", tokenizer_config_with(eos_token="<nope>"), ("makes token 1344", "1344")),
+    ("an end that is no token", tokenizer_config_with(eos_token="<nope>"), ("<nope>", "tokenizer.json itself")),
     ("no end", tokenizer_config_with(eos_token=None), ("no eos_token",)),
     ("a tokenizer that deletes everything",
      tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("makes the same",)),
