@@ -79,8 +79,8 @@ def _large_batch(desk: _Desk) -> None:
 
 
 def _alone(desk: _Desk) -> None:
-    """Serve one long prompt, then one long answer."""
-    for prompt, steps in ((1190, 6), (20, 345)):
+    """Serve a long prompt, a long answer, and a prompt of 64 + 51 tokens."""
+    for prompt, steps in ((1190, 6), (20, 345), (115, 5)):
         handles = desk.start([desk.tokens(prompt)])
         desk.decode(handles, steps)
         desk.engine.release(handles)
@@ -202,10 +202,10 @@ def _schedule(desk: _Desk) -> None:
 
 def _answers(desk: _Desk) -> None:
     """Generate a long answer, many queued answers, one prompt with two limits, equal first pages, and stop tokens."""
-    say, page, again = desk.engine.generate, desk.tokens(64), desk.tokens(50)
+    say, pages, again = desk.engine.generate, desk.tokens(130), desk.tokens(50)
     said = [*say([desk.tokens(40)], 200, ()), *say([again], 4, ()), *say([again], 10, ())]
-    said += say([desk.tokens(3 + row % 10) for row in range(80)], 3, (), max_sequences=16)
-    said += say([[*page, *desk.tokens(9)] for _ in range(3)], 6, ())
+    said += say([desk.tokens(3 + row % 10) for row in range(150)], 3, (), max_sequences=16)
+    said += say([[*pages, *desk.tokens(9)] for _ in range(3)], 6, ())
     desk.day.answers += [*said, *say([again], 10, said[1][:1]), *say([again], 10, said[2][5:6])]
 
 

@@ -71,9 +71,9 @@ slides = partial(mutant, kind="evictions")
 
 FAULTS = [
     of("evicted_page_early", "fp8_streaming", "a page is evicted one page too early",
-       keeps("eviction", window_tokens=-PAGE_TOKENS)),
+       keeps("eviction", window_tokens=-PAGE_TOKENS), by="conformance"),
     of("evicted_page_late", "fp8_streaming", "a page is evicted one page too late",
-       keeps("eviction", window_tokens=PAGE_TOKENS)),
+       keeps("eviction", window_tokens=PAGE_TOKENS), by="conformance"),
     of("evicted_under_a_fork", "fp8_streaming", "an evicted page is reused while a fork still reads it", freed_for_all),
     of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed, harm="memory"),
     slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",

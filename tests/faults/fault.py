@@ -37,7 +37,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
         "kv.name=fp8_windowed",
         "kv.window={tokens: 128, key: null, value: {dtype: fp8_e4m3, granularity: per_tensor, scale: calibrated}}",
     ),
-    "fp8_streaming": ("kv=fp8_streaming", "kv.eviction={window_tokens: 832, sink_tokens: 64}"),
+    "fp8_streaming": ("kv=fp8_streaming", "kv.eviction={window_tokens: 768, sink_tokens: 64}"),
     "fp8_mistral": ("kv=fp8", "kv.name=fp8_mistral"),
 }
 """Configuration overrides of every cache that faults are planted in.

@@ -127,11 +127,13 @@ def remembering(reference: Any) -> Any:
     def in_one_pass(tokens: Sequence[int], first: int) -> Any:
         return known((tuple(tokens), first), lambda: forced(tokens, first))
 
-    def over_own_cache(sequences: Sequence[Any], caches: Sequence[Any] = (), **options: Any) -> Any:
+    def over_own_cache(
+        sequences: Sequence[Any], caches: Sequence[Any] = (), *, rounding: float = 0.0, origins: Sequence[Any] = ()
+    ) -> Any:
         if any(caches):
-            return replay(sequences, caches, **options)
+            return replay(sequences, caches, rounding=rounding, origins=origins)
         asked = tuple((tuple(one.tokens), tuple(one.pieces)) for one in sequences)
-        return known((asked, *sorted(options.items())), lambda: replay(sequences, **options))
+        return known((asked, rounding, tuple(origins)), lambda: replay(sequences, rounding=rounding, origins=origins))
 
     torch_engine.forced, torch_engine.replay = in_one_pass, over_own_cache
     return reference

@@ -92,7 +92,7 @@ def last_of_tile(tile: int) -> Callable[[Step], Any]:
 def again_the_last(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int, int]:
     """Resume a prompt that is itself a kept prefix behind its last token, which is then appended again."""
     cache = engine.prefixes
-    key = cache.keys([*prompt, 0])[-1:]
+    key = [] if cache is None else cache.keys([*prompt, 0])[-1:]
     if len(prompt) % KEPT_CHUNK == 0 and key and key[0] in cache.kept:
         return engine.fork(cache.kept[key[0]]), len(prompt) - 1
     found: tuple[int, int] = resume(prompt)
@@ -102,7 +102,7 @@ def again_the_last(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int
 def kept_too_early(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int, int]:
     """Keep a prefix that grew by a chunk without its last token."""
     cache, pool = engine.prefixes, engine.pool
-    keys = cache.keys(prompt)
+    keys = [] if cache is None else cache.keys(prompt)
     grown = len(keys) > 1 and keys[0] in cache.kept and keys[-1] not in cache.kept
     found: tuple[int, int] = resume(prompt)
     if grown and keys[-1] in cache.kept:
