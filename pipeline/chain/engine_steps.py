@@ -51,8 +51,12 @@ class EngineSteps:
 
     def digest_of(self, path: Path) -> str:
         """Return the digest of a user's file. The command fails if the file changes before its artifact is made."""
-        self._given.setdefault(path, _state(path))
+        self.watch(path)
         return file_digest(path)
+
+    def watch(self, path: Path) -> None:
+        """Let the command fail if the user's file changes before its artifact is made."""
+        self._given.setdefault(path, _state(path))
 
     def digest_of_model(self, checkpoint: Path) -> str:
         """Return the digest of a model's files. Files of other formats in the same repository are not included."""

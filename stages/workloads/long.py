@@ -35,7 +35,7 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
     Args:
         document: The slot from `document_of`.
         prose_words: Number of words of prose in the document, without its records.
-        texts: Words to quote, each with the white space after it; a document begins anywhere in them. None quotes Python's
+        texts: Words to quote, each followed by its white space; a document begins at a random word. None quotes Python's
             documentation.
     """
     rng = document.rng()
