@@ -26,11 +26,10 @@ class VllmConfig(InterpreterConfig):
     """Maximum tokens per step, over all sequences. Longer prompts are prefilled in chunks of this size."""
     enable_prefix_caching: bool
     """Whether the served engine reuses cached prefixes. An evaluation disables reuse and tests reused prefixes separately."""
-    enforce_eager: bool
-    """Whether the model runs in eager mode, without torch.compile and CUDA graphs."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
     """Workers that split the model and its KV heads: one per GPU, or processes on a CPU."""
     kv_cache_gib: Annotated[float, Field(gt=0, le=4096)] | None
-    """GiB of cache per worker. null: the memory that gpu_memory_utilization leaves."""
+    """GiB of cache per worker. null: vLLM's own default when serving, the memory that gpu_memory_utilization leaves; an
+    evaluation then takes 2 GiB, or room for two of the longest sequences in 16 bits."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     """Fraction of a GPU's memory that vLLM may use."""

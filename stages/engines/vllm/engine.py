@@ -26,13 +26,19 @@ from stages.policies.scales import LayerDelivery
 LOGPROBS = 20
 """Maximum log-probabilities per token that a request may ask for. An evaluation needs only the chosen token's."""
 EVALUATED: dict[str, object] = {
+    "enforce_eager": True,
     "enable_prefix_caching": False,
     "async_scheduling": False,
     "max_logprobs": LOGPROBS,
     "disable_log_stats": False,
 }
-"""Engine arguments of an evaluation. Prompts are not reused from the cache, except when reuse itself is tested. Asynchronous
-scheduling is off, because a logits processor would see each token one step late."""
+"""Engine arguments of an evaluation. CUDA graphs are off, because a captured step may ignore the must-fail control's fault.
+Prompts are not reused from the cache, except when reuse itself is tested. Asynchronous scheduling is off, because a logits
+processor would see each token one step late."""
+CACHE = "kv_cache_memory_bytes"
+LEAST_CACHE = 2 << 30
+"""Minimum bytes of an evaluation's cache per worker, if the bundle does not set the size. vLLM's default would take the memory
+of the reference engine."""
 
 
 class VllmEngine(ShowingEngine):
@@ -142,7 +148,9 @@ class VllmEngine(ShowingEngine):
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
         carried = self._described.kv_scales_in_checkpoint  # otherwise the worker multiplies the keys
         model = self._checkpoint(partial(write_faulted, self._scales)) if carried else self._bundle / CHECKPOINT
-        arguments = {**self._described.arguments, **self._evaluated}
+        shape = self.shape
+        two_longest = 2 * self.max_tokens * 4 * shape.layers * shape.kv_heads * shape.head_dim
+        arguments = {CACHE: max(LEAST_CACHE, two_longest), **self._described.arguments, **self._evaluated}
         return self._opened(bound, model, engine_args=arguments, key_fault=self._fault)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:

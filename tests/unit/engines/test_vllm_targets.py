@@ -20,11 +20,12 @@ from stages.engines.vllm.backend import (
     check_boundaries,
     check_judging,
     check_split,
+    engine_args,
     refuse_dtype,
     skipped_layers,
 )
-from stages.engines.vllm.engine import VllmEngine
-from stages.policies.policy import KVPolicy
+from stages.engines.vllm.engine import EVALUATED, VllmEngine
+from stages.policies.policy import KVPolicy, KVShape
 
 EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 
@@ -132,3 +133,33 @@ def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.M
     engine._described, engine._interpreter = SimpleNamespace(platform="cpu"), interpreter(platform="tpu")
     with pytest.raises(MissingRequirement, match=r"pinned for vLLM on cpu, .* has it on tpu"):
         engine._check_machine(Path("bundle"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "served", "judged"),
+    [
+        ({"kv_cache_gib": None}, None, 2 << 30),
+        ({"kv_cache_gib": None, "max_model_len": 1 << 17}, None, 32 << 30),
+        ({"kv_cache_gib": 0.5}, 1 << 29, 1 << 29),
+    ],
+)
+def test_the_served_engine_has_vllms_defaults_and_the_judged_one_is_eager_with_a_cache_of_its_own(
+    changes: dict[str, Any], served: int | None, judged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("vllm", "python", **changes)
+    arguments = engine_args(config, "fp8_e4m3")
+    assert "enforce_eager" not in arguments
+    assert arguments.get("kv_cache_memory_bytes") == served
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(VllmEngine, "_opened", lambda *_, engine_args, **__: opened.update(engine_args))
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._described = SimpleNamespace(arguments=arguments, kv_scales_in_checkpoint=False)
+    engine._config, engine._interpreter, engine._evaluated = config, interpreter(platform="cuda"), EVALUATED
+    engine._bundle, engine._fault, engine.max_tokens = Path("bundle"), 1.0, config.max_model_len
+    engine.shape = KVShape(layers=32, kv_heads=8, head_dim=128)
+    engine._open()
+    assert opened["enforce_eager"] is True
+    assert opened["kv_cache_memory_bytes"] == judged
+    assert {name: opened[name] for name in arguments if name not in EVALUATED} == {
+        name: value for name, value in arguments.items() if name not in EVALUATED
+    }
