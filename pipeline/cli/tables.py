@@ -35,7 +35,7 @@ MEASURES = (
             f"quality/acceptance_{drafter}_candidate",
             f"quality/acceptance_{drafter}_baseline",
         )
-        for drafter in ("lookup", "draft", "engine")
+        for drafter in ("lookup", "draft")
     ),
 )
 """Columns of the comparison, with the candidate's metric and the baseline's metric or its value by definition.

@@ -109,22 +109,6 @@ class LoadTimes:
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """Answers and counters of an engine with speculative decoding."""
-
-    answers: list[list[int]]
-    """Tokens of each request."""
-    passes: list[int]
-    """Forward passes per request, including its prefill."""
-    drafts: int
-    """Number of proposals, from the engine's own counters."""
-    drafted: int
-    """Number of proposed tokens."""
-    accepted: int
-    """Number of accepted tokens."""
-
-
-@dataclass(frozen=True)
 class ServedRequest:
     """Result of a request that was served together with other requests, as reported by the engine."""
 

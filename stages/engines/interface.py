@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from stages.core.errors import UserError
-from stages.core.records import PREFILL_CHUNK, Drafting, LoadTimes, MemoryReport, ServedRequest, StoredCopy
+from stages.core.records import PREFILL_CHUNK, LoadTimes, MemoryReport, ServedRequest, StoredCopy
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import LayerDelivery
 
@@ -273,23 +273,6 @@ class SupportsRequests(Protocol):
 
     def forced_together(self, requests: Sequence[ForcedRequest]) -> list[Logits]:
         """Return the logits of `SupportsForced.forced` for each request, with all requests in flight at once."""
-        ...
-
-
-@runtime_checkable
-class SupportsReuse(SupportsRequests, Protocol):
-    def forced_reusing(self, requests: Sequence[ForcedRequest]) -> list[Logits]:
-        """Return the same logits as `forced_together`; every prefix comes from the cache of earlier requests."""
-        ...
-
-
-@runtime_checkable
-class SupportsDrafting(Protocol):
-    def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
-        """Answer each (prompt, number of tokens) greedily, with the engine's own prompt lookup.
-
-        The lookup matches at most the last `ngram` tokens and proposes at most `tokens` tokens.
-        """
         ...
 
 

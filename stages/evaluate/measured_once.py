@@ -9,11 +9,10 @@ from stages.engines.interface import Engine, SupportsForced, SupportsRequests
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.control import must_fail_control
-from stages.evaluate.decoding.free import free_answers, reused_prefixes
+from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.noise import noise_floor, repeated_samples
 from stages.evaluate.decoding.rows import SampleRun, greedy_of, labelled, run_samples
-from stages.evaluate.decoding.speculation import speculated_by
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import StoredHeads
@@ -69,8 +68,6 @@ def measure_once(
     longest = max(map(greedy.longest, [*planned, *encoded]))
     tests = EngineTests(
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
-        reused=reused_prefixes(engine, subset),
-        speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
         stress=None
         if reference is None
         else run_stress_test(engine, reference, limited_to_samples(config.stress_test, longest), batch, longest, named, usual),

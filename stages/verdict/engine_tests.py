@@ -1,4 +1,4 @@
-"""Results of an engine's tests beyond the scored samples: stress test, allocated bytes, free answers, prefixes, full pool."""
+"""Results of an engine's tests beyond the scored samples: stress test, allocated bytes, free answers, full pool."""
 
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.record import Record
@@ -134,34 +134,6 @@ class FreeAnswers(Record):
     """First contradiction of every sample that has one."""
 
 
-class ReusedPrefixes(Record):
-    """Answers over prefixes that earlier requests left in the cache, compared with answers without reuse."""
-
-    samples: int
-    tokens: int
-    kl_max: float | None
-    """Maximum KL of a token's distribution, nats; null if it is not finite."""
-    contradictions: list[str]
-    """Samples whose answers differ, except by ties between equally likely tokens."""
-
-
-class Speculated(Record):
-    """Second answers to the repeated samples, by an engine with its own speculative decoding."""
-
-    requests: int
-    same: int
-    """Number of answers that speculation did not change."""
-    tokens: int
-    passes: int
-    """Forward passes of the engine, including the prompts."""
-    counted_passes: int
-    """Forward passes that kvgate counts for the same answers."""
-    drafts: int
-    """Number of proposals. This and the next two fields (proposed tokens, accepted tokens) are the engine's own counters."""
-    drafted: int
-    accepted: int
-
-
 class PoolDeviation(Record):
     """A request whose logits changed in a full pool, with the counters that the engine exposes."""
 
@@ -215,9 +187,5 @@ class EngineTests(Record):
     free_answers: FreeAnswers
     stress: StressResult | None = None
     """None if no reference engine could be opened."""
-    reused: ReusedPrefixes | None = None
-    """None for an engine that reuses no prefixes."""
-    speculated: Speculated | None = None
-    """None for an engine that does not speculate, or without `workloads.speculation`."""
     full_pool: FullPool | None = None
     """Result in a full pool; None for the baseline, or if it was not requested."""

@@ -7,7 +7,7 @@ from pydantic import Field
 from stages.core.strict import StrictModel
 from stages.verdict.record import Record
 
-RULES = 15
+RULES = 16
 """Version of the gates' rules; docs/verdict.md lists the rules of every version."""
 
 MOST_SAMPLES = 1_000_000

@@ -29,9 +29,6 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         if part.accuracy is not None and part.accuracy.recovery is not None:
             yield f"{prefix}recovery", part.accuracy.recovery
         yield from ((f"{prefix}{name}", length) for name, length in part.acceptance_lengths.items())
-    for side, tests in (("candidate", report.tests), ("baseline", report.baseline_tests)):
-        if tests.speculated is not None:
-            yield f"quality/acceptance_engine_{side}", tests.speculated.tokens / tests.speculated.passes
     yield "quality/samples", float(report.samples)
     yield from _numbers("noise/", report.noise)
     for name, value in _numbers("covered_", report.limits):

@@ -33,7 +33,7 @@ CODE = (
 )
 """Entry modules of the evaluation and of the judged engines."""
 
-ASKS_NO_SAMPLE = {"stress_test", "allocation", "must_fail_control", "free_answers", "reused_prefixes", "memory", "error"}
+ASKS_NO_SAMPLE = {"stress_test", "allocation", "must_fail_control", "free_answers", "memory", "error"}
 """Gates that the default evaluation checks like the small one. An engine that they refuse needs no default evaluation."""
 
 

@@ -19,7 +19,7 @@ FACTS = Path(__file__).resolve().parents[1] / "contract" / "facts" / "vllm.json"
 LAYERS = "model_executor/layers"
 CALLED = {
     "engine/arg_utils.py": ("EngineArgs.create_engine_config",),
-    "entrypoints/llm.py": ("LLM.__init__", "LLM.get_metrics"),
+    "entrypoints/llm.py": ("LLM.__init__",),
     "v1/engine/llm_engine.py": ("LLMEngine.add_request", "LLMEngine.step", "LLMEngine.has_unfinished_requests"),
     "v1/executor/abstract.py": ("Executor.collective_rpc",),
     "v1/core/kv_cache_manager.py": ("KVCacheManager.free", "KVCacheManager.get_block_ids"),
@@ -58,14 +58,14 @@ def recorded() -> dict[str, Any]:
 
 
 def engine_arguments() -> set[str]:
-    """Return the engine arguments that kvgate sets: for serving, evaluation, memory pressure and speculation."""
+    """Return the engine arguments that kvgate sets: for serving, evaluation and memory pressure."""
     from interpreter_bundles import config_of
 
     from stages.engines.vllm.backend import engine_args
     from stages.engines.vllm.engine import EVALUATED
 
     serving = engine_args(config_of("vllm", "python3", kv_cache_gib=1), "auto", ["0"])
-    return {"model", *serving, *EVALUATED, "num_gpu_blocks_override", "speculative_config"}
+    return {"model", *serving, *EVALUATED, "num_gpu_blocks_override"}
 
 
 def facts(source: Path) -> dict[str, Any]:

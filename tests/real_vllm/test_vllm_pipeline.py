@@ -30,9 +30,6 @@ def check(report: EvaluationReport) -> None:
     assert report.noise.kl_max < 0.02, "a request alone and among others, in bfloat16"
     for tests in (report.tests, report.baseline_tests):
         assert tests.free_answers.contradictions == []
-        assert tests.reused is not None
-        assert tests.reused.contradictions == []
-        assert tests.reused.tokens > 0
     assert report.system.kib_per_token_allocated == report.system.kib_per_token
     assert report.system.time_to_first_token_ms > 0
 

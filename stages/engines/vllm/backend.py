@@ -59,16 +59,6 @@ class VllmFacts(StrictModel):
     """The attention kernel: the CPU's instruction set, or the name of the attention backend."""
 
 
-class Drafted(StrictModel):
-    """Answer to `draft`: tokens and forward passes per request, and vLLM's own counters."""
-
-    tokens: list[list[int]]
-    passes: list[int]
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-
-
 PROGRAM = Program(
     "vllm",
     "vLLM",

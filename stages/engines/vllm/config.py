@@ -25,7 +25,7 @@ class VllmConfig(InterpreterConfig):
     max_num_batched_tokens: Annotated[int, Field(ge=PAGE_TOKENS)]
     """Maximum tokens per step, over all sequences. Longer prompts are prefilled in chunks of this size."""
     enable_prefix_caching: bool
-    """Whether the served engine reuses cached prefixes. An evaluation disables reuse and tests reused prefixes separately."""
+    """Whether the served engine reuses cached prefixes. An evaluation disables reuse, except in a full pool."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
     """Workers that split the model and its KV heads: one per GPU, or processes on a CPU."""
     kv_cache_gib: Annotated[float, Field(gt=0, le=4096)] | None

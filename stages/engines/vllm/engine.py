@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from stages.core.errors import MissingRequirement
-from stages.core.records import Drafting, MemoryReport, ServedRequest, StoredCopy
-from stages.engines.base import LOGIT_STEP, Logits
+from stages.core.records import MemoryReport, ServedRequest, StoredCopy
+from stages.engines.base import LOGIT_STEP
 from stages.engines.interface import ForcedRequest
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import Bytes, ShowingEngine, whole
-from stages.engines.vllm.backend import PROGRAM, Drafted, LayerScales, VllmBundle, VllmFacts, on_cpu
+from stages.engines.vllm.backend import PROGRAM, LayerScales, VllmBundle, VllmFacts, on_cpu
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import Format
@@ -33,8 +33,8 @@ EVALUATED: dict[str, object] = {
     "disable_log_stats": False,
 }
 """Engine arguments of an evaluation. CUDA graphs are off, because a captured step may ignore the must-fail control's fault.
-Prompts are not reused from the cache, except when reuse itself is tested. Asynchronous scheduling is off, because a logits
-processor would see each token one step late."""
+Prompts are not reused from the cache, except in a full pool. Asynchronous scheduling is off, because a logits processor would
+see each token one step late."""
 CACHE = "kv_cache_memory_bytes"
 LEAST_CACHE = 2 << 30
 """Minimum bytes of an evaluation's cache per worker, if the bundle does not set the size. vLLM's default would take the memory
@@ -69,22 +69,6 @@ class VllmEngine(ShowingEngine):
                 f"{bundle}: its engine arguments are pinned for vLLM on {built}, {self._interpreter.python} has it on "
                 f"{here}: build it again with stage=build, or give that platform's python as backend.python"
             )
-
-    def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """Compute `forced` for each (tokens, first), reusing the prefix that an earlier request left in the cache."""
-        with self._restarted(enable_prefix_caching=True):
-            self._run([(list(tokens[:first]), [], 1, 0) for tokens, first in requests])
-            return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests])]
-
-    def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
-        """Draft with vLLM's method `ngram`. It does not support logits processors, so no token is forced."""
-        for prompt, count in requests:
-            self._check_fits(len(prompt), count)
-        lookup = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_min": 1, "prompt_lookup_max": ngram}
-        asked = [{"prompt": list(prompt), "tokens": count} for prompt, count in requests]
-        with self._restarted(speculative_config=lookup):
-            seen = self._call("draft", Drafted, requests=asked)
-        return Drafting(seen.tokens, seen.passes, seen.drafts, seen.draft_tokens, seen.accepted_tokens)
 
     def serve_rounds(
         self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None

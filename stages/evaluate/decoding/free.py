@@ -11,12 +11,10 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.core.records import Progress, no_progress
 from stages.engines.base import Logits
-from stages.engines.interface import Engine, SupportsRequests, SupportsReuse
+from stages.engines.interface import Engine, SupportsRequests
 from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.verdict.engine_tests import FreeAnswers, ReusedPrefixes
-from stages.verdict.record import finite
+from stages.verdict.engine_tests import FreeAnswers
 
 TIE = 1e-2
 """Difference of two logits, relative to the row's standard deviation, below which rounding may swap their order."""
@@ -117,33 +115,3 @@ def _forced(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int
     finally:
         engine.release(handles)
     return [np.stack(row) for row in rows]
-
-
-def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedPrefixes | None:
-    """Compare forced decode after prefilled prompts with forced decode after the same prompts reused from the cache.
-
-    Args:
-        engine: The engine. It holds no sequences afterwards.
-        encoded: The tokenized samples.
-
-    Returns:
-        The differences; None if the engine cannot reuse prefixes.
-    """
-    if not isinstance(engine, SupportsReuse) or not encoded:
-        return None
-    requests = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for item in encoded]
-    alone, reused = engine.forced_together(requests), engine.forced_reusing(requests)
-    contradictions, largest = [], 0.0
-    for item, exact, again in zip(encoded, alone, reused, strict=True):
-        largest = float(np.maximum(largest, kl_of_logits(exact, again).max()))  # NaN stays NaN, which max() may drop
-        chosen = again.argmax(axis=1).tolist()
-        found = contradiction(engine, exact, chosen)
-        if found is not None:
-            first, gap = found
-            contradictions.append(
-                f"sample {item.sample.id}: over a reused prefix, token {first} is {chosen[first]}, which is {gap:.2g} less "
-                "likely (logits) without it"
-            )
-    return ReusedPrefixes(
-        samples=len(encoded), tokens=sum(map(len, alone)), kl_max=finite(largest), contradictions=contradictions
-    )

@@ -27,13 +27,11 @@ import torch
 from stages.checkpoints.loading import load_causal_lm
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.records import Progress
-from stages.engines.interface import Engine, SupportsDrafting
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.rows import Answer
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import FP16_POLICY
-from stages.verdict.engine_tests import Speculated
 from stages.workloads.config import DRAFT_TOKENS, LOOKUP_NGRAM, LOOKUP_TOKENS, SpeculationConfig
 
 Drafter = Callable[[Sequence[int], Sequence[int]], int]
@@ -139,40 +137,6 @@ def speculated(
             drafted[i] = replace(answer, passes=passes)
         progress("speculation [answers]", i + 1, len(answers))
     return drafted
-
-
-def speculated_by(
-    engine: Engine,
-    answers: Sequence[Answer | None],
-    encoded: Sequence[EncodedSample],
-    config: SpeculationConfig | None,
-    greedy: Greedy,
-) -> Speculated | None:
-    """Compare an engine's own prompt lookup with its answers and with the counted passes.
-
-    Returns None if the engine has no prompt lookup or the configuration does not ask for it. The engine starts drafting after
-    its first token, so the passes are counted from there, too.
-    """
-    pairs = zip(answers, encoded, strict=True)
-    asked = [(item.prompt, greedy.said(answer.tokens, item)) for answer, item in pairs if answer is not None]
-    if config is None or not asked or not isinstance(engine, SupportsDrafting):
-        return None
-    seen = engine.drafting([(prompt, len(said)) for prompt, said in asked], LOOKUP_TOKENS, LOOKUP_NGRAM)
-    counted = 0
-    for (prompt, _), answer in zip(asked, seen.answers, strict=True):
-        counted += 1
-        if len(answer) > 1:
-            counted += lookup_passes([*prompt, answer[0]], answer[1:], LOOKUP_TOKENS, LOOKUP_NGRAM)
-    return Speculated(
-        requests=len(asked),
-        same=sum(answer == list(said) for answer, (_, said) in zip(seen.answers, asked, strict=True)),
-        tokens=sum(map(len, seen.answers)),
-        passes=sum(seen.passes),
-        counted_passes=counted,
-        drafts=seen.drafts,
-        drafted=seen.drafted,
-        accepted=seen.accepted,
-    )
 
 
 def _drafters(config: SpeculationConfig) -> dict[str, Drafter]:

@@ -75,7 +75,6 @@ GATES = (
             "stress_test": Line("Stress test", "sequences of random tokens that deviate from the reference engine"),
             "allocation": Line("Allocation", "bytes that differ from the policy's"),
             "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one"),
-            "reused_prefixes": Line("Reused prefixes", "samples that differ over reused prefixes"),
         },
         check=engine.stress_test,
     ),

@@ -35,10 +35,10 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     """Yield the checks of candidate and baseline.
 
     An engine fails if it deviates from the reference engine on random tokens, allocates other bytes than its policy claims,
-    gives a free answer that contradicts forced decode, or answers differently over reused prefixes.
+    or gives a free answer that contradicts forced decode.
     """
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
-        stress, free, reused = tests.stress, tests.free_answers, tests.reused
+        stress, free = tests.stress, tests.free_answers
         if stress is not None:
             yield _line("stress_test", where, stress.failures, str(stress))
             problem = stress.allocation.problem
@@ -50,10 +50,6 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         if free.samples:
             told += f", {bounded(free.samples, 'contradict themselves')}"
         yield _line("free_answers", where, free.contradictions, told)
-        if reused is not None:
-            broken = ["logits over reused prefixes are not finite"] if reused.kl_max is None else []
-            told = f"{reused.tokens} tokens of {reused.samples} samples are the same over reused prefixes, KL at most "
-            yield _line("reused_prefixes", where, [*reused.contradictions, *broken], f"{told}{reused.kl_max or 0.0:.1e}")
 
 
 def _listed(failures: Sequence[object]) -> str:

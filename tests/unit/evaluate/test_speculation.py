@@ -3,25 +3,21 @@
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from evaluations import brief_workloads, evaluate, measure_baseline
-from fake_engine import CharTokenizer, FakeEngine, fake_engine
+from fake_engine import CharTokenizer, fake_engine
 from gate_reports import GATES, prose, verdict
 from test_evaluate_measure import SAMPLES
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from stages.core.records import Drafting
 from stages.evaluate.decoding import speculation
 from stages.evaluate.decoding.speculation import draft_passes, lookup_passes
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Check, Verdict
 from stages.verdict.tracked import flat_metrics
-from stages.workloads.config import SpeculationConfig
 
 STOP = 0
 
@@ -127,28 +123,6 @@ def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Pat
     assert [(line.where, line.status) for line in lines] == [
         ("copy, drafts by lookup", "PASS"), ("find, drafts by lookup", "PASS"),
     ]  # fmt: skip
-
-
-def test_an_engine_that_speculates_itself_says_its_counters_beside_our_count() -> None:
-    class Drafts(FakeEngine):
-        def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:  # noqa: ARG002
-            return Drafting([[7, 8, 7, 8, 7][:count] for _, count in requests], [4] * len(requests), 3, 9, 1)
-
-    class Item:
-        prompt = (8, 7, 8, 7)
-
-    greedy: Any = SimpleNamespace(said=lambda tokens, _: tokens)
-    answers: Any = [SimpleNamespace(tokens=(7, 8, 7, 8, 7)), None, SimpleNamespace(tokens=(9,))]
-    items: Any = [Item, Item, Item]
-    engine = Drafts.__new__(Drafts)
-    seen = speculation.speculated_by(engine, answers, items, SpeculationConfig(), greedy)
-    assert seen is not None
-    # The prompt's pass gives 7. The next proposes 8, 7, 7 (two are right) and adds 8. The last gives 7. The one-token
-    # answer takes 1 pass.
-    assert (seen.requests, seen.same, seen.tokens, seen.passes, seen.counted_passes) == (2, 1, 6, 8, 4)
-    assert (seen.drafts, seen.drafted, seen.accepted) == (3, 9, 1)
-    for plain, config in ((FakeEngine.__new__(FakeEngine), SpeculationConfig()), (engine, None)):
-        assert speculation.speculated_by(plain, answers, items, config, greedy) is None
 
 
 def test_answers_that_the_baseline_gave_too_are_not_drafted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

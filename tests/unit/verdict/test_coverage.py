@@ -1,18 +1,16 @@
 """The coverage of an evaluation is counted during decoding, written into verdicts, and limits promotions."""
 
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock, patch
 
-import numpy as np
 import pytest
-from fake_engine import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_engine
+from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, lines, report
 
 from stages.core.records import Sample
-from stages.evaluate.decoding.batches import Greedy, Logits
+from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.decode import decode
-from stages.evaluate.decoding.free import free_answers, reused_prefixes
+from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import encode
 from stages.verdict.coverage import Exercised, Limits
@@ -52,21 +50,6 @@ def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     found = free_answers(engine, items, 2, Greedy((EOS,), 4)).contradictions
     assert len(found) == 3
     assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")
-
-
-def test_logits_over_a_reused_prefix_that_are_not_finite_have_no_distance() -> None:
-    class Reusing(OnePassFake):
-        def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-            return [self.forced(*request) for request in requests]
-
-        def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-            rows = self.forced_together(requests)
-            rows[1][0, rows[1][0].argmax()] = np.nan  # NaN at the likeliest token, which argmax still selects
-            return rows
-
-    found = reused_prefixes(Reusing(fake_engine(SAMPLES).answers), encode(SAMPLES, CharTokenizer(), 9))
-    assert found is not None
-    assert (found.kl_max, found.contradictions) == (None, [])
 
 
 def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:

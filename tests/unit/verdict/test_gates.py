@@ -11,7 +11,6 @@ from test_conformance_gate import SOUND, engine, record, request
 from test_coverage import BAD, LARGER, engine_tests
 
 from stages.verdict.bets import OUTLIER
-from stages.verdict.engine_tests import ReusedPrefixes
 from stages.verdict.report import MustFailControl, SampleRow
 from stages.verdict.thresholds import Check, Verdict
 
@@ -67,7 +66,6 @@ OPEN_MEANS = {"max_mean_kl", "min_top10_overlap"}
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (MustFailControl(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
-UNKNOWN = ReusedPrefixes(samples=2, tokens=9, kl_max=None, contradictions=[])
 STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
 
 CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
@@ -145,10 +143,6 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         every_class(), {"tests": engine_tests(LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (
         every_class(), {"tests": engine_tests(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
-    "logits that are not finite where a prefix is reused": (
-        every_class(), {"tests": engine_tests().model_copy(update={"reused": UNKNOWN})},
-        "FAIL", {"reused_prefixes"},
-        "logits over reused prefixes are not finite"),
     "drafts that a cache ruins although its answers are right": (
         drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},
         "loss of acceptance length 0.2647, 99.87 % bound 0.2",

@@ -59,13 +59,12 @@ class VllmModel:
         from kvgate_vllm_forcing import VllmForcedTokens
         from vllm import LLM
 
-        self.operations: kvgate_channel.Operations = {"run": self.run, "load": self.load, "draft": self.draft}
-        processors = [] if "speculative_config" in engine_args else [VllmForcedTokens]  # vLLM refuses both together
+        self.operations: kvgate_channel.Operations = {"run": self.run, "load": self.load}
         workers = engine_args["tensor_parallel_size"]
         if workers > 1:
             # The workers' sockets and rendezvous file are removed together with this process's folder.
             tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"] = os.getcwd()
-        self.llm = LLM(model=model, logits_processors=processors, **engine_args)
+        self.llm = LLM(model=model, logits_processors=[VllmForcedTokens], **engine_args)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         if workers > 1:
@@ -121,21 +120,6 @@ class VllmModel:
             for output in self.engine.step():
                 if output.finished:
                     yield output.request_id, output, self.cache.freed.pop(output.request_id, ([], 0))
-
-    def draft(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Answer requests {"prompt", "tokens"} without forcing; return tokens and passes per request, and vLLM's counters."""
-        said: list[list[int]] = [[] for _ in requests]
-        passes = [0] * len(requests)
-        places = {self._add(request["prompt"], request["tokens"]): i for i, request in enumerate(requests)}
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                i = places[output.request_id]
-                said[i] = list(output.outputs[0].token_ids)
-                passes[i] += 1
-        counters = {metric.name: metric for metric in self.llm.get_metrics()}
-        names = ("drafts", "draft_tokens", "accepted_tokens")
-        counted = {name: int(counters[f"vllm:spec_decode_num_{name}"].value) for name in names}
-        return {"tokens": said, "passes": passes, **counted}
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the times of `tokens` tokens for each prompt, and the peak number of used blocks.
