@@ -79,7 +79,7 @@ ROUTES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("aliases that grow", BOMB, ("alias",)),
     ("a key twice", "routes: {}\nroutes: {}", ("cannot be read",)),
     ("an unknown key", "rutes: {}", ("rutes",)),
-    ("a class that ends like a way back", "routes: {chat-previous: {policy: a}}", ("must not end with -previous",)),
+    ("a class that ends like a way back", "routes: {chat-previous: a}", ("must not end with -previous",)),
 )
 
 GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (

@@ -9,22 +9,20 @@ from pipeline.registry.yaml_files import read_yaml
 from stages.core.errors import UserError
 from stages.core.strict import PathText, StrictModel
 
-DEFAULT = "default"
-"""Name of the route for classes without their own route."""
 MAX_AGE_S = 900
 """Maximum seconds between now and `taken_at` of a snapshot."""
-ALIAS_ENDINGS = ("-previous", "-fallback")
-"""Endings of a route's other aliases. No class name may have such an ending."""
+PREVIOUS = "-previous"
+"""Ending of the alias of a route's previous engine. No class name may have this ending."""
 
 
 def _is_no_other_alias(name: str) -> str:
-    if name.endswith(ALIAS_ENDINGS):
-        raise ValueError(f"must not end with {' or '.join(ALIAS_ENDINGS)}, which routes call their ways back")
+    if name.endswith(PREVIOUS):
+        raise ValueError(f"must not end with {PREVIOUS}, which routes call their way back")
     return name
 
 
 def _number_as_text(name: Any) -> Any:
-    return str(name) if type(name) is int else name  # `policy: 3` is a version
+    return str(name) if type(name) is int else name  # `retrieval: 3` is a version
 
 
 ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
@@ -37,7 +35,7 @@ class RoutingConfig(StrictModel):
     """The action of stage=route: apply a routing file, or move a route back."""
 
     file: PathText | None
-    """The routing file: class of work -> policy and fallback."""
+    """The routing file: class of work -> engine."""
     rollback: Annotated[str, Field(min_length=1)] | None
     """Class of work whose route moves back to its previous engine."""
 
@@ -57,30 +55,10 @@ class MonitorConfig(StrictModel):
     """Maximum share of live tokens among the tokens that fit. A larger share is memory pressure."""
 
 
-class Route(StrictModel):
-    """The engine of a class. Both fields take the name of a registered candidate, or a version's number."""
-
-    policy: EngineName
-    fallback: EngineName | None = None
-    """Engine for a broken route without a previous engine."""
-
-
 class RoutingFile(StrictModel):
-    default: Route | None = None
-    routes: dict[ClassName, Route] = Field(default={})
+    """The engine of every class: the name of a registered candidate, or a version's number."""
 
-    @model_validator(mode="after")
-    def _has_routes(self) -> Self:
-        if DEFAULT in self.routes:
-            raise ValueError("routes.default must stand next to routes, not inside: it is not a class")
-        if self.default is None and not self.routes:
-            raise ValueError("routes must name a class, or give a default")
-        return self
-
-    @property
-    def by_class(self) -> dict[str, Route]:
-        """Every route by class. The default route's key is `default`."""
-        return {**({DEFAULT: self.default} if self.default is not None else {}), **self.routes}
+    routes: Annotated[dict[ClassName, EngineName], Field(min_length=1)]
 
 
 class Share(StrictModel):

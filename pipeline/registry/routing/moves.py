@@ -1,7 +1,6 @@
-"""Moves of routes: aliases of the registered model, three for each class.
+"""Moves of routes: aliases of the registered model, two for each class.
 
-`route-CLASS` is the engine that serves the class, and `route-CLASS-previous` its predecessor. A broken route without a
-predecessor moves to `route-CLASS-fallback`. Servers read the first alias.
+`route-CLASS` is the engine that serves the class, and `route-CLASS-previous` its predecessor. Servers read the first alias.
 
 A command decides on the aliases that it read. If an alias was moved meanwhile, the command moves nothing. The serving alias is
 written last, so that a killed command leaves a way back, and running it again completes the move.
@@ -11,9 +10,10 @@ class again until a routing file names it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeline.registry.promotion import Registry
+from pipeline.registry.routing.files import PREVIOUS
 from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal
@@ -23,16 +23,14 @@ from stages.core.errors import GateRefusal
 class Aliases:
     now: str | None
     previous: str | None = None
-    fallback: str | None = None
 
     def moved_to(self, version: str) -> "Aliases":
         """Return the aliases after a move to a version. The engine that served before becomes the previous engine."""
         before = self.now if self.now not in (None, version) else self.previous
-        return replace(self, now=version, previous=before if before != version else None)
+        return Aliases(version, before if before != version else None)
 
     def named(self, workload: str) -> dict[str, str | None]:
-        alias = alias_of(workload)
-        return {alias: self.now, f"{alias}-previous": self.previous, f"{alias}-fallback": self.fallback}
+        return {alias_of(workload): self.now, f"{alias_of(workload)}{PREVIOUS}": self.previous}
 
 
 @dataclass(frozen=True)
@@ -59,20 +57,15 @@ def aliases_of(model: RegisteredModel, workload: str) -> Aliases:
 
 
 def way_back(model: RegisteredModel, workload: str, why: str) -> Move:
-    """Return the move to the previous engine of a class, or to its fallback if no previous engine can serve.
+    """Return the move to the previous engine of a class. Raises GateRefusal if this engine cannot serve.
 
-    These engines were proven when they were routed. They are not replayed, because a broken engine must not wait for that.
+    The engine was proven when it was routed. It is not replayed, because a broken engine must not wait for that.
     """
-    before, problems = aliases_of(model, workload), []
-    for name, version in (("previous", before.previous), ("fallback", before.fallback)):
-        if version is None or version == before.now:
-            problems.append(f"no {name}")
-        elif version not in model.versions:
-            problems.append(f"its {name}, version {version}, was deleted")
-        else:
-            after = replace(before, now=version, previous=None)
-            return Move(workload, before, after, f"{why}; to its {name}", back=True)
-    raise GateRefusal(f"{alias_of(workload)} cannot go back: {', '.join(problems)}")
+    before = aliases_of(model, workload)
+    if before.previous is None or before.previous not in model.versions:
+        gone = "it has no previous engine" if before.previous is None else f"version {before.previous} was deleted"
+        raise GateRefusal(f"{alias_of(workload)} cannot go back: {gone}")
+    return Move(workload, before, Aliases(before.previous), f"{why}; to its previous engine", back=True)
 
 
 def make_moves(registry: Registry, moves: Sequence[Move]) -> None:

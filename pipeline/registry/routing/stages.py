@@ -16,12 +16,11 @@ An engine that a rollback left is not chosen for the class again until a routing
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipeline.registry.promotion import PASS, Engines, RegisteredEngine
 from pipeline.registry.routing.files import (
-    DEFAULT,
     ClassSnapshot,
     MonitorConfig,
     RoutingConfig,
@@ -174,8 +173,6 @@ def find_engine(engines: Engines, name: str, key: str) -> RegisteredEngine:
 def prove(engines: Engines, engine: RegisteredEngine, workload: str) -> None:
     """Check the engine's evidence again, and check that it covers the class."""
     checks = engines.verify(engine.candidate)[0].checks
-    if workload == DEFAULT:  # the verdict covers all workloads
-        return
     lines = [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
     if not lines or workload not in engine.workloads:
         raise GateRefusal(f"its report has not judged {workload}; it judged {', '.join(sorted(engine.workloads))}")
@@ -185,46 +182,38 @@ def prove(engines: Engines, engine: RegisteredEngine, workload: str) -> None:
 
 
 def route(engines: Engines, routing: RoutingConfig, say: Callable[[str], None]) -> None:
-    """Set the routes of the routing file. Classes that the file does not name keep their routes.
+    """Set the routes of the routing file. Other classes keep their routes.
 
     Raises:
         UserError: kvgate knows no such class, and no engine of the file was judged on it; or another line of the file is wrong.
         GateRefusal: an engine is not proven for its class.
     """
-    named: dict[str, dict[str, RegisteredEngine]] = {}  # class -> key of the routing file -> engine
-    for workload, entry in read_routing_file(routing).by_class.items():
-        place = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
-        keys = {f"{place}.policy": entry.policy, f"{place}.fallback": entry.fallback}
-        named[workload] = {key: find_engine(engines, name, key) for key, name in keys.items() if name is not None}
-    judged = {workload for listed in named.values() for engine in listed.values() for workload in engine.workloads}
+    routes = read_routing_file(routing).routes
+    named = {workload: find_engine(engines, name, f"routing.file: routes.{workload}") for workload, name in routes.items()}
+    judged = {workload for engine in named.values() for workload in engine.workloads}
     for workload in named:
-        if workload not in {DEFAULT, *get_args(Workload), *judged}:
+        if workload not in {*get_args(Workload), *judged}:
             choices = ", ".join(sorted(judged or get_args(Workload)))
             raise UserError(f"routing.file: routes.{workload}: no such class; these engines were judged on {choices}")
     moves, lines = [], []
-    for workload, listed in named.items():
-        for key, engine in listed.items():
-            try:
-                prove(engines, engine, workload)
-            except (GateRefusal, MissingRequirement) as error:
-                raise type(error)(f"{key}={engine.candidate.name}: version {engine.version} is not proven: {error}") from error
-        policy, fallback = (*listed.values(), None)[:2]
-        assert policy is not None
-        if fallback is not None and fallback.version == policy.version:
-            raise UserError(f"{list(listed)[1]}: is version {policy.version}, the policy itself; give another, or leave it out")
+    for workload, engine in named.items():
+        try:
+            prove(engines, engine, workload)
+        except (GateRefusal, MissingRequirement) as error:
+            where = f"routing.file: routes.{workload}={engine.candidate.name}"
+            raise type(error)(f"{where}: version {engine.version} is not proven: {error}") from error
         before = aliases_of(engines.model, workload)
-        after = replace(before.moved_to(policy.version), fallback=None if fallback is None else fallback.version)
+        after = before.moved_to(engine.version)
         if after != before:
             moves.append(Move(workload, before, after, "the routing file"))
-        notes = (", as it was" if after == before else "") + (f"; fallback {fallback}" if fallback is not None else "")
-        lines.append(f"{alias_of(workload)}: {policy}{notes}")
+        lines.append(f"{alias_of(workload)}: {engine}{', as it was' if after == before else ''}")
     make_moves(engines.registry, moves)
     for line in lines:
         say(line)
 
 
 def roll_back(engines: Engines, workload: str, say: Callable[[str], None]) -> None:
-    """Bring the previous engine of a class back, or its fallback."""
+    """Bring the previous engine of a class back."""
     if aliases_of(engines.model, workload).now is None:
         raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
     try:

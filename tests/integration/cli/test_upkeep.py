@@ -301,7 +301,7 @@ def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Pa
 def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     """Run last in the module: it removes, promotes and rolls back."""
     routes = ground.work.parent / "routes.yaml"
-    routes.write_text("routes: {copy: {policy: int8}}")
+    routes.write_text("routes: {copy: int8}")
     command(ground.work, "stage=route", f"routing.file={routes}")
     plan, before = ground.plan("prune.keep_sweeps=1"), distinct_bytes(walk(ground.artifacts))
     command(ground.work, "stage=prune", "prune.keep_sweeps=1", "prune.apply=true")

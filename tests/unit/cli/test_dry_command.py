@@ -67,7 +67,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
         work = folder / "work"
         run_all(plan([f"workdir={work}", *BRIEF, "stage=evaluate", "kv=fp8,int4_tensor"], multirun=True))
         MlflowStore(locate(planned(work, "tracking=mlflow").jobs[0].tracking, work, "tiny"))
-    (folder / "routes.yaml").write_text("default: {policy: fp8}\n")
+    (folder / "routes.yaml").write_text("routes: {copy: fp8}\n")
     snapshot = {"schema_version": 1, "taken_at": "now", "classes": {"default": {"version": "1"}}}
     (folder / "snapshot.json").write_text(json.dumps(snapshot))
     return work

@@ -37,14 +37,14 @@ def int8_then_fp8(fleet: Fleet) -> None:
     """Route `copy` to int8 (version 1), then to fp8 (version 2)."""
     for policy in ("int8", "fp8"):
         fleet.add(policy)
-        fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
+        fleet.routed(f"routes: {{copy: {policy}}}")
 
 
 def fp8_beside(fleet: Fleet, **others: int) -> None:
     """Route `copy` to fp8 (version 1, 1,000 tokens). `others`: policy -> live tokens of the following versions."""
     for policy, live_tokens in {"fp8": 1000, **others}.items():
         fleet.add(policy, live_tokens)
-    fleet.routed("routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: fp8}")
 
 
 def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
@@ -110,13 +110,8 @@ def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: 
     assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
-def test_without_a_previous_engine_the_fallback_serves_and_without_one_the_route_stays(fleet: Fleet) -> None:
-    for policy in ("int8", "fp8"):
-        fleet.add(policy)
-    fleet.routed("routes: {copy: {policy: fp8, fallback: int8}}")
-    with pytest.raises(GateRefusal):
-        monitored(fleet, "2", **NO_JSON)
-    assert fleet.route("copy") == "1"
+def test_without_a_previous_engine_the_route_stays(fleet: Fleet) -> None:
+    fp8_beside(fleet)
     moves = list(fleet.registry.moves)
     with pytest.raises(GateRefusal):
         monitored(fleet, "1", **NO_JSON)
@@ -186,15 +181,15 @@ def test_an_engine_that_was_rolled_back_is_taken_again_only_once_a_routing_file_
     version, said = pressed(fleet)
     assert version == "1"
     assert "copy: not version 2 (fp8k_int4v): was rolled back" in said
-    fleet.routed("routes: {copy: {policy: fp8k_int4v}}")
-    fleet.routed("routes: {copy: {policy: fp8}}")
+    fleet.routed("routes: {copy: fp8k_int4v}")
+    fleet.routed("routes: {copy: fp8}")
     assert pressed(fleet)[0] == "2"
 
 
 def test_one_class_that_breaks_leaves_the_others_where_they_are(fleet: Fleet) -> None:
     for policy in ("int8", "fp8"):
         fleet.add(policy)
-        fleet.routed(f"routes: {{copy: {{policy: {policy}}}, retrieval: {{policy: {policy}}}}}")
+        fleet.routed(f"routes: {{copy: {policy}, retrieval: {policy}}}")
     classes = {"copy": {**WELL, "version": "2", **NO_JSON}, "retrieval": {**WELL, "version": "2"}}
     with pytest.raises(GateRefusal, match=": copy: broken"):
         monitor(fleet.engines, limits(fleet, {"classes": classes}), lambda _line: None)

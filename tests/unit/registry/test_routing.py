@@ -21,7 +21,7 @@ from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.report import REPORT_FILE
 
-BOTH = "routes: {retrieval: {policy: fp8, fallback: bf16}, copy: {policy: int8}}"
+BOTH = "routes: {retrieval: fp8, copy: int8}"
 
 
 @pytest.fixture
@@ -38,42 +38,32 @@ def rolled_back(fleet: Fleet, workload: str) -> None:
 
 
 def test_each_class_gets_its_engine_and_an_engine_is_replayed_once(fleet: Fleet) -> None:
-    said = fleet.routed("default: {policy: fp8}\n" + BOTH)
-    assert fleet.registry.aliases == {
-        "route-default": "2",
-        "route-retrieval": "2",
-        "route-retrieval-fallback": "1",
-        "route-copy": "3",
-    }
-    assert said == [
-        "route-default: version 2 (fp8)",
-        "route-retrieval: version 2 (fp8); fallback version 1 (bf16)",
-        "route-copy: version 3 (int8)",
-    ]
-    assert sorted(fleet.replays) == ["bf16", "fp8", "int8"]
+    said = fleet.routed("routes: {retrieval: fp8, copy: fp8}")
+    assert fleet.registry.aliases == {"route-retrieval": "2", "route-copy": "2"}
+    assert said == ["route-retrieval: version 2 (fp8)", "route-copy: version 2 (fp8)"]
+    assert fleet.replays == ["fp8"]
 
 
 def test_a_number_names_a_version_and_a_name_the_latest_version_that_has_it(fleet: Fleet) -> None:
     fleet.add("fp8")
-    fleet.routed("routes: {copy: {policy: 2}, retrieval: {policy: fp8}}")
+    fleet.routed("routes: {copy: 2, retrieval: fp8}")
     assert (fleet.route("copy"), fleet.route("retrieval")) == ("2", "4")
 
 
 def test_the_same_file_again_moves_nothing_and_leaves_the_way_back(fleet: Fleet) -> None:
-    fleet.routed("routes: {copy: {policy: int8}}")
-    fleet.routed("routes: {copy: {policy: fp8}}")
-    assert fleet.routed("routes: {copy: {policy: fp8}}") == ["route-copy: version 2 (fp8), as it was"]
+    fleet.routed("routes: {copy: int8}")
+    fleet.routed("routes: {copy: fp8}")
+    assert fleet.routed("routes: {copy: fp8}") == ["route-copy: version 2 (fp8), as it was"]
     assert aliases_of(fleet.registry.read(), "copy") == Aliases("2", "3")
 
 
-def test_a_rollback_by_hand_goes_to_the_previous_then_to_the_fallback_then_nowhere(fleet: Fleet) -> None:
-    fleet.routed("routes: {retrieval: {policy: int8}}")
+def test_a_rollback_by_hand_goes_to_the_previous_engine_then_nowhere(fleet: Fleet) -> None:
+    fleet.routed("routes: {retrieval: int8}")
     fleet.routed(BOTH)
-    for expected in ("3", "1"):
-        rolled_back(fleet, "retrieval")
-        assert fleet.route("retrieval") == expected
-    assert fleet.registry.read().left("retrieval") == {"2", "3"}
-    with pytest.raises(UserError, match=r"routing\.rollback=retrieval: .* cannot go back: no previous, no fallback"):
+    rolled_back(fleet, "retrieval")
+    assert fleet.route("retrieval") == "3"
+    assert fleet.registry.read().left("retrieval") == {"2"}
+    with pytest.raises(UserError, match=r"routing\.rollback=retrieval: .* cannot go back: it has no previous engine"):
         rolled_back(fleet, "retrieval")
     with pytest.raises(UserError, match=r"routing\.rollback=tool_call: this model has no such route"):
         rolled_back(fleet, "tool_call")
@@ -81,9 +71,9 @@ def test_a_rollback_by_hand_goes_to_the_previous_then_to_the_fallback_then_nowhe
 
 def test_a_rollback_takes_no_engine_that_was_deleted(fleet: Fleet) -> None:
     for policy in ("int8", "fp8"):
-        fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
+        fleet.routed(f"routes: {{copy: {policy}}}")
     del fleet.registry.versions["3"]
-    with pytest.raises(UserError, match="its previous, version 3, was deleted, no fallback"):
+    with pytest.raises(UserError, match="cannot go back: version 3 was deleted"):
         rolled_back(fleet, "copy")
 
 
@@ -91,32 +81,27 @@ def test_a_rollback_takes_no_engine_that_was_deleted(fleet: Fleet) -> None:
     ("text", "kind", "expected"),
     [
         (
-            "routes: {copy: {policy: fp8}, summaries: {policy: fp8}}",
+            "routes: {copy: fp8, summaries: fp8}",
             UserError,
             "routes.summaries: no such class; .* copy, retr",
         ),
         (
-            "routes: {copy: {policy: fp9}}",
+            "routes: {copy: fp9}",
             UserError,
-            "policy=fp9: no registered engine is called so; there are bf16, fp8, int8",
+            "copy=fp9: no registered engine is called so; there are bf16, fp8, int8",
         ),
-        ("routes: {copy: {policy: 7}}", UserError, "routes.copy.policy=7: no registered engine"),
-        ("routes: {copy: {policy: fp8, fallback: 2}}", UserError, "routes.copy.fallback: is version 2, the policy itself"),
+        ("routes: {copy: 7}", UserError, "routes.copy=7: no registered engine"),
         (
-            "routes: {copy: {policy: fp8}, prose: {policy: fp8}}",
+            "routes: {copy: fp8, prose: fp8}",
             GateRefusal,
-            "prose.policy=fp8: version 2 is .* not judged prose",
-        ),
-        (
-            "routes: {copy: {policy: int8}}",
-            GateRefusal,
-            "copy.policy=int8: version 3 is not proven: copy is INCONCLUSIVE: copy: a",
+            "prose=fp8: version 2 is .* not judged prose",
         ),
         (
-            "routes: {copy: {policy: fp8, fallback: bf16}}",
+            "routes: {copy: int8}",
             GateRefusal,
-            "fallback=bf16: version 1 is not proven: identity: differs",
+            "copy=int8: version 3 is not proven: copy is INCONCLUSIVE: copy: a",
         ),
+        ("routes: {copy: bf16}", GateRefusal, "copy=bf16: version 1 is not proven: identity: differs"),
     ],
 )
 def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
