@@ -28,6 +28,7 @@ OVERVIEW = (
     ("KiB/token", "memory/kib_per_token", "baseline/kib_per_token", ".3f"),
     ("samples", "quality/samples", "", ".0f"),
     ("decode tokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ",.0f"),
+    ("CPU of others", "perf/others_share", "baseline/others_share", ".0%"),
 )
 """Columns: heading, the candidate's metric, the baseline's metric (or its fixed value), number format (empty: `quantity`).
 BOUND stands for the bound of the recovery check."""

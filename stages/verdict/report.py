@@ -228,10 +228,8 @@ class SystemMetrics(Record):
     new_tokens: int
     time_to_first_token_ms: float
     decode_tokens_per_s: Number
-    decode_tokens_per_s_slow: Number = None
-    """Rate of a slow decode step: 5 % of the steps are slower."""
-    decode_tokens_per_s_fast: Number = None
-    """Rate of a fast decode step: 5 % of the steps are faster."""
+    others_share: Number = None
+    """Fraction of the processors that other programs used meanwhile; null if the engine runs in another process."""
     inter_token_p50_ms: Number
     inter_token_p95_ms: Number
     inter_token_p99_ms: Number

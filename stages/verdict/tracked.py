@@ -35,7 +35,7 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         yield "quality/" + name, value
     for name, value in _numbers("", report.system):
         yield ("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name, value
-    for name in ("decode_tokens_per_s", "decode_tokens_per_s_slow", "decode_tokens_per_s_fast", "kib_per_token"):
+    for name in ("decode_tokens_per_s", "others_share", "kib_per_token"):
         value = getattr(report.baseline_system, name)
         if value is not None:
             yield "baseline/" + name, value

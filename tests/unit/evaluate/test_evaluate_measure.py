@@ -1,6 +1,7 @@
 """Baseline and candidate end to end on an engine without a model: reports, rows, noise floor and must-fail control."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ from fake_engine import CharTokenizer, fake_engine
 
 from stages.core.errors import UserError
 from stages.core.records import Sample
+from stages.evaluate.decoding.system import _processor_seconds, measure_system
 from stages.verdict.gates import decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.thresholds import Thresholds, Verdict
 from stages.verdict.tracked import flat_metrics
-from stages.workloads.config import CONTROL_FACTOR
+from stages.workloads.config import CONTROL_FACTOR, LoadConfig
 
 
 def samples(per_class: int = 80) -> list[Sample]:
@@ -173,8 +175,22 @@ def test_system_metrics_are_those_of_the_fixed_load(same: Judged) -> None:
     assert system.time_to_first_token_ms > 0
     assert system.decode_tokens_per_s is not None
     assert system.decode_tokens_per_s > 0
-    assert 0 < (system.decode_tokens_per_s_slow or 0) <= (system.decode_tokens_per_s_fast or 0)
+    assert 0 <= (system.others_share or 0.0) <= 1
     assert system.max_live_tokens == 2**30 // (1024 * 128) * 1024
+
+
+def test_rates_come_with_the_share_of_the_processors_that_other_programs_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hypervisor took 1 s and other programs 1 s of the 10 s of all processors, this process 1 s, and 7 s were idle."""
+    stat, ticks = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    stat.write_text("cpu  " + " ".join(str(ticks * n) for n in (1, 0, 1, 6, 1, 0, 0, 1, 0, 0)) + "\ncpu0 1 1\n")
+    monkeypatch.setattr("stages.evaluate.decoding.system.STAT", stat)
+    monkeypatch.setattr("stages.evaluate.decoding.system.time.process_time", lambda: 1.0)
+    assert _processor_seconds() == pytest.approx((2.0, 10.0))
+    monkeypatch.setattr("stages.evaluate.decoding.system.STAT", tmp_path / "none")
+    engine = fake_engine(SAMPLES)
+    assert measure_system(engine, LoadConfig(batch=2, context_tokens=4, new_tokens=4)).others_share is None
 
 
 def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) -> None:
