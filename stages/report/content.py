@@ -100,7 +100,6 @@ def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[Overv
         note = occasion.passed_over.get(candidate.name, "")
         if not note:
             note = candidate.reasons[0] if candidate.verdict != "PASS" and candidate.reasons else candidate.covered or ""
-        note = "; ".join(filter(None, (note, candidate.contradiction)))
         cells = tuple(_figure(candidate, metric, form) for _, metric, _, form in OVERVIEW)
         yield OverviewRow(candidate.name, candidate.verdict, candidate.name == occasion.champion, note, cells)
 

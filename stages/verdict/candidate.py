@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.strict import StrictModel
-from stages.verdict.gates.answers import contradiction
 from stages.verdict.gates.recovery import ALL, RECOVERY, kept
 from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.thresholds import Check, Status, Verdict
@@ -92,12 +91,6 @@ class Candidate(StrictModel):
         line = self.recovery
         return None if line is None or line.value is None or line.bound is None else kept(line.value, line.bound, line.status)
 
-    @property
-    def contradiction(self) -> str:
-        """Clause that greedy answers and the probability of right answers changed in opposite directions; "" if not."""
-        gains = [self._pair(f"quality/accuracy_{{}}{of}") for of in ("", "_probability")]
-        return contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in gains))
-
     def _pair(self, name: str) -> tuple[float, float] | None:
         before, after = (self.metrics.get(name.format(of)) for of in ("baseline", "candidate"))
         return None if before is None or after is None else (before, after)
@@ -110,7 +103,6 @@ class Candidate(StrictModel):
         told = [
             self.kept,
             None if right is None else f"right answers {right[1]:.3f}, of FP16 {right[0]:.3f}",
-            self.contradiction,
             None if kl is None else f"mean KL {kl:.1e}",
             "memory unknown" if kib is None else f"{kib:.3f} KiB/token",
         ]

@@ -150,10 +150,6 @@ class EngineConformance(Record):
     """Maximum distance of a request's logits, in roundings."""
     deviation: Deviation | None = None
     """First deviation of the worst request; null if no request is off by more than rounding allows."""
-    kl: Number = None
-    """Mean KL(reference engine || engine) of that request, each over its own cache; null if no request deviates."""
-    reference_kl: Number = None
-    """Mean KL(FP16 baseline || reference engine) of that request: the cost of the policy itself; null for the baseline."""
     explanation: Explanation | None = None
     """Mistake that the engine seems to make; null if no mistake that was tried fits."""
 
@@ -210,8 +206,7 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
             f"computes {policy} as the reference engine does: none of {count} requests differs by more than rounding "
             f"(KL at most {largest:.1e}, {ranked[0]:.2g} of the allowed error), {bounded(count, 'deviate')}"
         )
-    said = f"does not compute {policy} (KL {or_infinite(engine.kl):.1e} from the reference engine"
-    said += ")" if engine.reference_kl is None else f", which is {engine.reference_kl:.1e} from FP16)"
+    said = f"does not compute {policy}"
     if engine.explanation is not None:
         said += f": it is as if {engine.explanation.what} (KL {engine.explanation.kl:.1e} from a reference engine like that)"
     if engine.deviation is not None:

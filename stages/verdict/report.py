@@ -21,9 +21,6 @@ SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"
 
-STEP_FLAG_KL = 0.15
-"""KL to the baseline in nats above which a decode step counts as flagged."""
-
 LEAST_STEP = 0.01
 """Minimum share of the planned samples per round."""
 
@@ -104,13 +101,9 @@ class Fidelity(Record):
     candidate_ppl: Number
     ppl_ratio: Number
     kl_mean: Number
-    kl_median: Number
-    kl_p95: Number
     kl_p99: Number
     kl_p999: Number
     kl_max: Number
-    flagged_steps: Number
-    """Share of steps with KL above STEP_FLAG_KL."""
     top1_agreement: Number
     top10_overlap: Number
     rms_delta_p: Number

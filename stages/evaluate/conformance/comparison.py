@@ -12,14 +12,11 @@ import numpy as np
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.explanation import explained
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.decoding.batches import DecodeStep, Logits
+from stages.evaluate.decoding.batches import DecodeStep
 from stages.evaluate.decoding.decode import decode, shares
 from stages.evaluate.decoding.rows import SampleRun
-from stages.evaluate.distances.distance import Distributions, head_kl, kl_of_logits
-from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import ComparedRequest, Deviation, EngineConformance
-from stages.verdict.record import finite
 
 
 class Comparison:
@@ -30,7 +27,7 @@ class Comparison:
 
         Args:
             comparer: The engine under test and its reference engine.
-            run: The samples, and the FP16 baseline's heads to measure the cost of the policy itself.
+            run: The samples.
             chosen: Indices of the samples to compare.
             batch_size: Maximum sequences per step. It determines whether the engine prefills shared prefixes separately.
         """
@@ -85,12 +82,7 @@ class Comparison:
         )
         if self._worst is None:
             return result
-        (alone,) = self.comparer.reference.replay([self._worst.fed], disturbed=False)
-        reference_RV = alone.tail(len(self._worst.logits)).logits
-        kl = finite(kl_of_logits(reference_RV, np.stack(self._worst.logits)).mean())
-        cost = None if self.run.heads is None else _kl_of_heads(self.run.heads(self._worst.name), reference_RV)
-        explanation = explained(self.comparer, self._worst)
-        return result.model_copy(update={"kl": kl, "reference_kl": cost, "explanation": explanation})
+        return result.model_copy(update={"explanation": explained(self.comparer, self._worst)})
 
     def _prefilled(self, item: EncodedSample) -> ForcedSequence:
         """Return the sequence of a sample after its prefill. The prompt's last token is decoded."""
@@ -123,9 +115,3 @@ def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
         shares_of = np.linspace(0, 1, count) if count > 1 else [alone][:count]
         chosen |= {members[round(share * (len(members) - 1))] for share in shares_of}
     return sorted(chosen)
-
-
-def _kl_of_heads(heads: SampleHeads, reference_RV: Logits) -> float | None:
-    """Return the mean KL(FP16 baseline || reference engine) of a request's decoded tokens, over the baseline's heads."""
-    references = Distributions(reference_RV)
-    return finite(float(np.mean([head_kl(heads.head(n), references, n) for n in range(len(reference_RV))])))

@@ -7,7 +7,7 @@ import numpy as np
 
 from stages.evaluate.distances.distance import Array, StepStatistics
 from stages.verdict.record import finite
-from stages.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Fidelity, SampleRow, Slice
+from stages.verdict.report import Acceptance, Accuracy, Fidelity, SampleRow, Slice
 
 DEPTHS = ("early", "middle", "late")
 
@@ -47,9 +47,7 @@ def fidelity(steps: StepStatistics) -> Fidelity:
         return float(values.mean())
 
     baseline_nll, candidate_nll = mean(steps.baseline_nll), mean(steps.candidate_nll)
-    percentiles = np.percentile(steps.kl, [50, 95, 99, 99.9, 100]).tolist()
-    median, p95, p99, p999, largest = (finite(value) for value in percentiles)
-    flagged = np.where(np.isfinite(steps.kl), steps.kl > STEP_FLAG_KL, np.nan)
+    p99, p999, largest = (finite(value) for value in np.percentile(steps.kl, [99, 99.9, 100]).tolist())
     return Fidelity(
         tokens=len(steps.kl),
         baseline_nll=finite(baseline_nll),
@@ -58,12 +56,9 @@ def fidelity(steps: StepStatistics) -> Fidelity:
         candidate_ppl=_exp(candidate_nll),
         ppl_ratio=_exp(candidate_nll - baseline_nll),
         kl_mean=finite(mean(steps.kl)),
-        kl_median=median,
-        kl_p95=p95,
         kl_p99=p99,
         kl_p999=p999,
         kl_max=largest,
-        flagged_steps=finite(mean(flagged)),
         top1_agreement=finite(mean(steps.top1)),
         top10_overlap=finite(mean(steps.top10)),
         rms_delta_p=finite(math.sqrt(mean(steps.delta_p**2))),

@@ -4,15 +4,10 @@ A head lists the most likely tokens with their log-probabilities until all other
 depends on the distribution: tens of tokens if the model is certain, thousands if it is uncertain. A head has at most
 vocab_size / 8 tokens (LEAST_CAP for small vocabularies).
 
-`logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`. If a head is longer than
-LEAST_CAP, the sample's arrays are compressed to a third of their size. The EXACT most likely tokens of a head are stored
-unchanged. The other tokens are sorted by id and stored as gaps, which are small, with log-probabilities in steps of STEP.
-Reading shifts their log-probabilities so that the total mass is 1. The KL between a stored and an original head is at most
-STEP ** 2 / 24 = 2.5e-6 nats (tests/unit/evaluate/test_evaluate_scores.py).
+`logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`.
 """
 
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,7 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from stages.evaluate.distances.distance import LEAST_CAP, Distributions, Head, Tokens
+from stages.evaluate.distances.distance import Distributions, Head, Tokens
 
 
 @dataclass(frozen=True)
@@ -78,98 +73,12 @@ class StoredHeads:
     def __init__(self, path: Path) -> None:
         file: Any = safe_open(str(path), framework="numpy")
         self._file = file
-        self._arrays: dict[str, list[str]] = {}
-        for key in file.keys():  # noqa: SIM118  (no mapping)
-            name, _, array = key.rpartition("/")
-            self._arrays.setdefault(name, []).append(array)
 
     @staticmethod
     def write(path: Path, samples: Iterable[tuple[str, SampleHeads]]) -> None:
         """Write pairs of a sample's id and its heads."""
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, heads in samples:
-            stored: Mapping[str, npt.NDArray[Any]] = {array: getattr(heads, array) for array in HEAD_ARRAYS}
-            if np.diff(heads.offsets).max() > LEAST_CAP:
-                stored = packed(stored, LEAST_CAP)
-            arrays |= {f"{name}/{array}": values for array, values in stored.items()}
-        save_file(arrays, str(path))
+        save_file({f"{name}/{array}": getattr(heads, array) for name, heads in samples for array in HEAD_ARRAYS}, str(path))
 
     def sample(self, name: str) -> SampleHeads:
         """Return the heads of a sample."""
-        stored = {array: self._file.get_tensor(f"{name}/{array}") for array in self._arrays[name]}
-        return SampleHeads(**(unpacked(stored, LEAST_CAP) if "others" in stored else stored))
-
-
-EXACT = 256
-"""Number of tokens in a long head whose log-probabilities are stored unchanged."""
-STEP = 2.0**-7
-"""Quantization step of the other log-probabilities, in nats."""
-Arrays = Mapping[str, npt.NDArray[Any]]
-
-
-def packed(arrays: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
-    """Compress the arrays of a sample's heads (`SampleHeads`).
-
-    Args:
-        arrays: The arrays by name.
-        longest: Maximum tokens of a head that is not compressed.
-    """
-    offsets, tokens, logp = (arrays[name] for name in ("offsets", "tokens", "logp"))
-    listed, gaps, steps = np.ones(len(tokens), bool), [], []
-    for start, stop in _long(offsets, longest):
-        rest = np.sort(tokens[start + EXACT : stop])
-        order = np.argsort(tokens[start + EXACT : stop])
-        gaps.append(np.diff(rest.astype(np.int64), prepend=0))
-        steps.append(_steps(logp[start + EXACT : stop][order]))
-        listed[start + EXACT : stop] = False
-    return {
-        **arrays,
-        "tokens": tokens[listed],
-        "logp": logp[listed],
-        "others": _compressed(np.concatenate([*gaps, np.zeros(0)]), np.concatenate([*steps, np.zeros(0)])),
-    }
-
-
-def unpacked(stored: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
-    """Reverse `packed`. The result differs only by the rounding of log-probabilities to STEP."""
-    offsets, rest = stored["offsets"], stored["rest"]
-    parts = _long(offsets, longest)
-    gaps, steps = _decompressed(stored["others"], 2)
-    tokens = np.empty(int(offsets[-1]), stored["tokens"].dtype)
-    logp = np.empty(int(offsets[-1]), np.float32)
-    listed, begin = np.ones(len(tokens), bool), 0
-    for start, stop in parts:
-        listed[start + EXACT : stop] = False
-    tokens[listed], logp[listed] = stored["tokens"], stored["logp"]
-    for start, stop in parts:
-        end = begin + stop - start - EXACT
-        tokens[start + EXACT : stop] = gaps[begin:end].cumsum()
-        others = -STEP * steps[begin:end].astype(np.float64)
-        known = float(np.exp(logp[start : start + EXACT].astype(np.float64)).sum())
-        mass = 1.0 - known - float(rest[np.searchsorted(offsets, start)])
-        logp[start + EXACT : stop] = others + np.log(mass / np.exp(others).sum())
-        begin = end
-    return {"offsets": offsets, "rest": rest, "reference": stored["reference"], "tokens": tokens, "logp": logp}
-
-
-def _long(offsets: npt.NDArray[np.int64], longest: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of heads longer than `longest`."""
-    places = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-    return [(start, stop) for start, stop in places if stop - start > longest]
-
-
-def _steps(logp: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    return np.clip(np.rint(logp.astype(np.float64) / -STEP), 0, 2**32 - 1)
-
-
-def _compressed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Compress integers. All lowest bytes come first, then all second bytes, and so on, so that equal bytes are adjacent."""
-    planes = (column.astype("<u4").view(np.uint8).reshape(-1, 4).T.tobytes() for column in columns)
-    # Gaps and steps contain runs of equal bytes but no longer repetitions, so a search for matches would be wasted.
-    compressor = zlib.compressobj(strategy=zlib.Z_RLE)
-    return np.frombuffer(compressor.compress(b"".join(planes)) + compressor.flush(), np.uint8)
-
-
-def _decompressed(data: npt.NDArray[np.uint8], columns: int) -> list[npt.NDArray[np.uint32]]:
-    planes = np.frombuffer(zlib.decompress(data.tobytes()), np.uint8).reshape(columns, 4, -1)
-    return [np.ascontiguousarray(plane.T).view("<u4").reshape(-1) for plane in planes]
+        return SampleHeads(*(self._file.get_tensor(f"{name}/{array}") for array in HEAD_ARRAYS))

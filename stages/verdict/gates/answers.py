@@ -49,19 +49,6 @@ def accuracy(evidence: GateInput, _: Thresholds) -> Iterator[Answers]:
             yield Answers.of(part.place, inside)
 
 
-def contradiction(answers: float, probability: float) -> str:
-    """Return a clause that greedy answers and the probability of right answers change in opposite directions; "" if not.
-
-    Args:
-        answers: Right greedy answers of the candidate minus the baseline's.
-        probability: Probability of right answers under the candidate minus the baseline's.
-    """
-    if answers * probability >= 0:
-        return ""
-    moved = ("gains", "loses") if probability > 0 else ("loses", "gains")
-    return f"{moved[0]} probability of right answers and {moved[1]} greedy ones"
-
-
 def acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     """Yield the loss of acceptance length of every drafter and workload.
 

@@ -92,8 +92,6 @@ def test_wrongs_in_what_is_stored_are_located(
     result, where = failed(bench, baseline, policy, bench.engine(policy, fault=fault))
     assert where.model_dump().items() >= named.items()
     assert min(result.ranked) > 1
-    assert result.kl is not None
-    assert result.kl > 1e-7, "a sound engine's is about 1e-9"
 
 
 def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: Conformity, baseline: EngineConformance) -> None:
@@ -165,8 +163,6 @@ def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformit
     check = judged(baseline, result)[1]
     assert check.status == "FAIL"
     assert "layer 0 keys take 128 bytes a token and head, int4 takes 32" in check.reason
-    assert result.kl is not None
-    assert result.kl > 1e-4
 
 
 def test_an_evaluation_of_two_engines_that_share_a_fault_fails(
@@ -193,6 +189,5 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(
     assert "does not compute fp16" in checks[0].reason
     assert where is not None
     assert (where.operation, where.position, where.page_offset) == ("stored", 63, 63)
-    assert report.conformance.candidate.reference_kl is not None
     assert report.conformance.compute_dtype == "float32"
     assert {request.sample.split("-")[0] for request in report.conformance.candidate.requests} == {"prose", "retrieval"}

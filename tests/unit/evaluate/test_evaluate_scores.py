@@ -17,7 +17,7 @@ from stages.evaluate.distances.distance import (
     kl_of_logits,
     log_softmax,
 )
-from stages.evaluate.distances.scores import EXACT, STEP, SampleHeads, StoredHeads, head_of
+from stages.evaluate.distances.scores import SampleHeads, StoredHeads, head_of
 
 Logits = np.ndarray
 
@@ -117,11 +117,7 @@ def test_heads_are_stored_and_read_back_by_sample(vocab: int, dtype: type, tmp_p
     assert stored.tokens.dtype == dtype
     for position, head in enumerate(recorded):
         read = stored.head(position)
-        most = len(head.tokens) if vocab < 8 * LEAST_CAP else EXACT
-        np.testing.assert_array_equal(read.tokens[:most], head.tokens[:most])
-        np.testing.assert_array_equal(read.logp[:most], head.logp[:most])
-        assert sorted(read.tokens) == sorted(head.tokens)
+        np.testing.assert_array_equal(read.tokens, head.tokens)
+        np.testing.assert_array_equal(read.logp, head.logp)
         assert (read.rest, read.reference) == (head.rest, head.reference)
-        ((kl, *_),) = [compare_head(read, distributions, position, 4, 0)]
-        assert 0 <= kl < STEP**2 / 24
     assert StoredHeads(path).sample("c").head(0).rest == recorded[0].rest

@@ -55,10 +55,8 @@ def test_fidelity_by_hand() -> None:
         )
     )
     assert summary.kl_mean == pytest.approx(0.2)
-    assert summary.kl_median == pytest.approx(0.15)
     assert summary.kl_max == 0.5
-    assert summary.kl_p95 == pytest.approx(float(np.percentile([0, 0.1, 0.2, 0.5], 95)))
-    assert summary.flagged_steps == 0.5  # 0.2 and 0.5 are above 0.15
+    assert summary.kl_p99 == pytest.approx(float(np.percentile([0, 0.1, 0.2, 0.5], 99)))
     assert summary.ppl_ratio == pytest.approx(math.exp(0.1))
     assert summary.baseline_ppl == pytest.approx(math.e)
     assert summary.top1_agreement == 0.75
@@ -68,7 +66,7 @@ def test_fidelity_by_hand() -> None:
 
 def test_one_step_that_is_not_a_number_makes_every_summary_null() -> None:
     summary = fidelity(statistics([0.1, math.nan]))
-    assert (summary.kl_mean, summary.kl_median, summary.kl_max, summary.flagged_steps) == (None, None, None, None)
+    assert (summary.kl_mean, summary.kl_p99, summary.kl_max) == (None, None, None)
     assert summary.non_finite_steps == 1
 
 
