@@ -1,4 +1,4 @@
-"""MLflow's client. Only this module imports MLflow, which takes 2 s: import it and `mlflow_store` inside functions."""
+"""MLflow's client. Importing MLflow takes 2 s: import this module and `mlflow_store` inside functions."""
 
 import logging
 import os
@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-# MLflow reads these variables at its import or first use.
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the default, 7, takes minutes to report a dead server
-
 from alembic.util import CommandError
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
-from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
@@ -28,18 +21,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from pipeline.registry.reaching import PYTHONS, check_reachable, reached
 from pipeline.registry.tracking import ENVIRONMENT, IDENTITY_TAG, Location, RegisteredModel, Version
 from stages.core.errors import UserError, short
-
-__all__ = [
-    "Client",
-    "LoggedModel",
-    "LoggedModelOutput",
-    "Metric",
-    "MlflowException",
-    "Param",
-    "RunTag",
-    "path_of",
-    "version_of",
-]
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")

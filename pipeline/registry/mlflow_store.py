@@ -20,17 +20,10 @@ from secrets import token_hex
 from shlex import quote
 from typing import Literal
 
-from pipeline.registry.mlflow_client import (
-    Client,
-    LoggedModel,
-    LoggedModelOutput,
-    Metric,
-    MlflowException,
-    Param,
-    RunTag,
-    path_of,
-    version_of,
-)
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+
+from pipeline.registry.mlflow_client import Client, path_of, version_of
 from pipeline.registry.pages import (
     COLOURS,
     UNDECIDED,
