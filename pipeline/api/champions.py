@@ -8,7 +8,7 @@ from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE
-from pipeline.evidence.reading import Evidence, read_evidence, registered_evidence
+from pipeline.evidence.reading import Evidence, identities, read_evidence, registered_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
@@ -87,7 +87,7 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
     champion_name, why = f"version {found.number}, the champion of {model}", ""
     evidence: Evidence | None = None
     try:
-        evidence = registered_evidence(config.work / "artifacts", found)
+        evidence = registered_evidence(identities(config.work / "artifacts"), found)
     except GateRefusal as error:  # another work directory judged it, or an older kvgate
         why = f" ({error})"
     if evidence is None or evidence.engine is None:

@@ -9,7 +9,7 @@ from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli import console
 from pipeline.config.config import Config
-from pipeline.evidence.reading import registered_engine
+from pipeline.evidence.reading import identities, registered_engine
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import Engines
 from pipeline.registry.tracking import Tracking, locate
@@ -59,5 +59,6 @@ class Run:
             store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
-        find = partial(registered_engine, self.config.work / "artifacts", partial(replay, signing=self.config.signing))
+        known = identities(self.config.work / "artifacts")
+        find = partial(registered_engine, known, partial(replay, signing=self.config.signing))
         return Engines(store, find, lambda report, rows: decide(report, rows, self.config.gates))

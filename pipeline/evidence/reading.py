@@ -5,7 +5,7 @@ There are two layouts. In the artifact store, evidence is in `identity/KEY/` and
 version in the second layout.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -128,16 +128,20 @@ def bundle_of(directory: Path, role: Role, identity: Lineage) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def registered_evidence(store: Path, version: Version) -> Evidence:
-    """Return the evidence that a version cites, from a store. Raises GateRefusal if it is missing or unreadable."""
-    every = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
-    path = next((path for path in every if file_digest(path) == version.identity_digest), None)
-    if path is None:
+def identities(store: Path) -> dict[str, Path]:
+    """Return the evidence in a store: the sha256 of every identity.json -> its directory."""
+    paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"), reverse=True)  # of equal ones the first counts
+    return {file_digest(path): path.parent for path in paths}
+
+
+def registered_evidence(known: Mapping[str, Path], version: Version) -> Evidence:
+    """Return the evidence that a version cites, from `identities`. Raises GateRefusal if it is missing or unreadable."""
+    if version.identity_digest not in known:
         raise GateRefusal(
-            f"{version} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
+            f"{version} has no evidence in this workdir; judge it with stage=evaluate, or give the workdir that judged it"
         )
     try:
-        evidence = read_evidence(path.parent)
+        evidence = read_evidence(known[version.identity_digest])
     except UserError as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     if evidence.report is None:
@@ -145,16 +149,18 @@ def registered_evidence(store: Path, version: Version) -> Evidence:
     return evidence
 
 
-def registered_engine(store: Path, replay: Callable[[Evidence], Sequence[Finding]], version: Version) -> RegisteredEngine:
+def registered_engine(
+    known: Mapping[str, Path], replay: Callable[[Evidence], Sequence[Finding]], version: Version
+) -> RegisteredEngine:
     """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
 
-    `replay` checks the evidence when the engine is verified.
+    `known` are the store's `identities`. `replay` checks the evidence when the engine is verified.
 
     Raises:
         GateRefusal: the evidence is missing or unreadable, or other rules decided.
     """
-    evidence = registered_evidence(store, version)
-    identity, report = evidence.identity, evidence.report
+    evidence = registered_evidence(known, version)
+    identity, report, store = evidence.identity, evidence.report, evidence.directory.parent.parent
     assert report is not None, "registered_evidence checks it"
     record = dict[str, Any]()
     with suppress(UserError):  # the replay reports a bundle that cannot be read

@@ -13,7 +13,7 @@ from stores import make_artifact
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, write_identity
-from pipeline.evidence.reading import registered_engine
+from pipeline.evidence.reading import identities, registered_engine
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
 from pipeline.store.store import Store
@@ -114,7 +114,7 @@ def cited_tags(evidence: Path) -> dict[str, str]:
 
 def candidate_of(evidence: Path) -> Candidate:
     """Return a judged engine as a candidate that is registered as version 1."""
-    return registered_engine(evidence.parents[1], lambda _: (), Version("1", cited_tags(evidence), "run")).candidate
+    return registered_engine(identities(evidence.parents[1]), lambda _: (), Version("1", cited_tags(evidence), "run")).candidate
 
 
 def _write(files: dict[str, str]) -> Callable[[Path], None]:

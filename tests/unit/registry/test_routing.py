@@ -10,7 +10,7 @@ from judged_candidates import decide_pass
 from judged_engine import cited_tags, judged_engine
 from routed_engines import Fleet
 
-from pipeline.evidence.reading import registered_engine
+from pipeline.evidence.reading import identities, registered_engine
 from pipeline.evidence.verify import replay
 from pipeline.registry.routing import moves
 from pipeline.registry.routing.moves import Aliases, aliases_of
@@ -129,7 +129,7 @@ def test_an_engine_is_found_in_the_store_by_what_its_version_cites_and_its_evide
     store = tmp_path / "store"
     evidence = judged_engine(store)
     tags = cited_tags(evidence)
-    read = partial(registered_engine, store, partial(replay, signing=SigningConfig()))
+    read = partial(registered_engine, identities(store), partial(replay, signing=SigningConfig()))
     found = read(Version("4", tags))
     assert (found.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")
     assert {"retrieval", "copy"} <= found.workloads
