@@ -30,7 +30,6 @@ INCLUDED = {"workloads/base"}
 RECORDS = {
     "of a work directory": {
         "pipeline.registry.summary.FILE": "the last evaluation or sweep, for programs: candidates, checks, metrics, exit code",
-        "pipeline.cli.tables.REPORT": "the tables that the command printed",
         "pipeline.chain.showing.PAGE": "charts, and the answers that changed, on one page for people",
         "pipeline.cli.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
         "stages.core.files.STORE_FILE": "the version of the store's form, in `artifacts/`",

@@ -7,7 +7,6 @@ from rich.markup import escape
 from pipeline.chain.run import Run
 from pipeline.chain.showing import compare_in_mlflow, show, warned
 from pipeline.cli import console, next_steps, tables
-from pipeline.cli.tables import REPORT
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.evidence.reading import find_evidence, read_evidence
@@ -81,9 +80,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     candidates += [rival] if rival is not None else []
     with warned(f"{move.message}; {TOLD}"):
         summary.note(config.work, last.sweep, champion=move.champion)
-        with console.written_to(config.work / REPORT):
-            tables.print_occasion()
-            tables.print_promotion(candidates, move)
+        tables.print_promotion(candidates, move)
         show(
             config,
             candidates,

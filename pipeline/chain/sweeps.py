@@ -138,9 +138,7 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: NextStep | None = 
         write_junit(config.work / JUNIT, last)
     codes = [code, last.exit_code]
     if last.candidates:
-        with console.written_to(config.work / tables.REPORT):
-            tables.print_occasion()
-            tables.print_comparison(last.candidates)
+        tables.print_comparison(last.candidates)
         show(config, last.candidates, sweep=sweep, unfinished=last.unfinished, command=last.command)
         compare_in_mlflow(config, last.candidates, sweep)
         step = next_steps.after_judging(

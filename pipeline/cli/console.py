@@ -1,7 +1,6 @@
 """Output of a command: results on stdout; progress, warnings and errors on stderr, in the format given by `log=`."""
 
 import atexit
-import io
 import logging
 import os
 import re
@@ -19,7 +18,6 @@ from rich.text import Text
 
 from pipeline.cli.streams import RESULT, Streams, line
 from stages.core.errors import DEBUG_VARIABLE, INTERRUPTED, REFUSALS, describe, exit_code
-from stages.core.files import write_whole
 from stages.core.redaction import printable, redact_text
 
 if TYPE_CHECKING:
@@ -85,13 +83,6 @@ class _Speech:
     job: RunningJob | None = None
     streams: Streams | None = None
     """The process's stdout and stderr with `log=json`."""
-    report: Console | None = None
-    """Console that records a report with `log=json`."""
-
-    @property
-    def target(self) -> Console | None:
-        """Console for people; None if the output has no text for people."""
-        return self.report if self.mode == "json" else out
 
     def write(self, fields: Mapping[str, object]) -> None:
         """Write a JSON object with the job's fields: a result to stdout, other objects to stderr."""
@@ -183,10 +174,9 @@ def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **
     """
     if _speech.mode == "json":
         _speech.write({RESULT: kind, **fields})
-    target = _speech.target
-    if target is not None and (_speech.mode == "verbose" or not detail):
+    elif _speech.mode == "verbose" or not detail:
         for text in map(relative, lines):
-            target.print(text, soft_wrap=paste or not target.is_terminal)
+            out.print(text, soft_wrap=paste or not out.is_terminal)
 
 
 def say(text: str, *, paste: bool = False, detail: bool = False) -> None:
@@ -199,9 +189,8 @@ def show(kind: str, grid: "Grid") -> None:
     """Print a table, or write its rows as a JSON object."""
     if _speech.mode == "json":
         _speech.write({RESULT: kind, "title": grid.title, "rows": grid.records()})
-    target = _speech.target
-    if target is not None:
-        target.print(grid.table(target.width), crop=False)
+    else:
+        out.print(grid.table(out.width), crop=False)
 
 
 def _event(level: int, text: str, **fields: object) -> None:
@@ -247,19 +236,6 @@ def silent() -> Iterator[None]:
         yield
     finally:
         out.quiet, err.quiet = before
-
-
-@contextmanager
-def written_to(path: Path) -> Iterator[None]:
-    """Also write the block's output for people to a text file, without colours. If the block fails, write no file."""
-    report = out if _speech.mode != "json" else Console(file=io.StringIO(), highlight=False, width=PLAIN_WIDTH)
-    _speech.report, report.record = report, True
-    try:
-        yield
-    finally:
-        text = report.export_text()  # also clears the recording
-        _speech.report, report.record = None, False
-    write_whole(path, redact_text(text))
 
 
 @contextmanager

@@ -1,9 +1,7 @@
 """Tables and sentences at the end of a command, about candidates, capacities and recommendations."""
 
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
-from typing import cast
 
 from rich.markup import escape
 
@@ -13,7 +11,6 @@ from pipeline.cli.grids import Column, Grid, Row, Value
 from pipeline.cli.progress import duration
 from pipeline.registry import promotion
 from pipeline.registry.promotion import PASS, Finding, PromotionMove
-from stages.core.hardware import hardware
 from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
@@ -44,9 +41,6 @@ MEASURES = (
 Columns of speculative decoding are shown only if a candidate has the metric.
 """
 
-REPORT = "report.txt"
-"""File in the work directory with the tables of the last sweep or promotion."""
-
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 
@@ -55,13 +49,6 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
     """Print a table of the candidates and their baselines."""
     console.say("")
     console.show("comparison", comparison(candidates))
-
-
-def print_occasion() -> None:
-    """Print the date and the machine, which readers need to interpret measured times."""
-    machine = hardware()
-    gpus = ", ".join(str(gpu.get("name", gpu)) for gpu in cast(list[dict[str, str]], machine["gpus"])) or "no GPU"
-    console.say(f"\n{date.today().isoformat()}, {machine['cpu']}, {machine['cores']} cores, {gpus}")
 
 
 def comparison(candidates: Sequence[Candidate]) -> Grid:

@@ -16,7 +16,7 @@ LONGEST_NAME = 255
 """Limit in bytes of every file system that matters here."""
 
 FOLDERS = ("artifacts", "mlartifacts", "sweep")
-FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock", "report.txt")
+FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock")
 
 
 def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:

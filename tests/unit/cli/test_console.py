@@ -11,7 +11,6 @@ from rich.console import Console
 from pipeline.cli import console, progress
 from pipeline.cli.console import relative
 from pipeline.cli.progress import Phases
-from pipeline.store.workdir import check_workdir
 
 
 @pytest.fixture(autouse=True)
@@ -144,33 +143,3 @@ def test_paths_below_the_current_directory_are_relative(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert relative(text.replace("HERE", str(tmp_path))) == expected.replace("HERE", str(tmp_path))
-
-
-def test_a_written_report_is_what_was_printed_and_one_that_fails_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console, "out", Console(file=io.StringIO(), force_terminal=True))
-
-    def fail() -> None:
-        with console.written_to(tmp_path / "report.txt"):
-            console.say("half")
-            raise ValueError("half way")
-
-    with pytest.raises(ValueError, match="half way"):
-        fail()
-    console.say("before")
-    with console.written_to(tmp_path / "report.txt"):
-        console.say("[green]PASS[/] fp8")
-    console.say("after")
-    assert (tmp_path / "report.txt").read_text(encoding="utf-8") == "PASS fp8\n"
-
-
-def test_a_report_takes_the_place_of_one_of_another_user_in_a_shared_work_directory(tmp_path: Path) -> None:
-    report, theirs = tmp_path / "report.txt", tmp_path / "theirs.txt"
-    theirs.touch(0o444)
-    report.hardlink_to(theirs)
-    (tmp_path / ".summary.json.lock").touch(0o444)
-    check_workdir(tmp_path, "work")
-    with console.written_to(report):
-        console.say("PASS fp8")
-    assert (report.read_text(encoding="utf-8"), theirs.read_text(encoding="utf-8")) == ("PASS fp8\n", "")

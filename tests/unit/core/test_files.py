@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.core import files
-from stages.core.files import POOL, STORE_FILE, link_or_copy, sweep_pool
+from stages.core.files import POOL, STORE_FILE, link_or_copy, sweep_pool, write_whole
 
 
 @pytest.fixture
@@ -77,3 +77,14 @@ def test_copies_that_no_artifact_has_go_after_a_day(store: Path, owned: Path, mo
     target.unlink()
     sweep_pool(store)
     assert list((store / POOL).iterdir()) == []
+
+
+def test_a_file_takes_the_place_of_one_of_another_user_in_a_shared_work_directory(tmp_path: Path) -> None:
+    page, theirs = tmp_path / "report.html", tmp_path / "theirs.html"
+    theirs.touch(0o444)
+    page.hardlink_to(theirs)
+    write_whole(page, "PASS")
+    assert (page.read_text(), theirs.read_text()) == ("PASS", "")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(page, "\ud800")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "theirs.html"]

@@ -128,7 +128,7 @@ def test_a_file_that_a_variable_names_is_no_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("planted")
-def test_a_traceback_and_a_table_show_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_and_a_table_show_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.StringIO()
     stream = RedactedStream(printed)
     try:
@@ -136,12 +136,10 @@ def test_a_traceback_and_a_table_show_no_secret(tmp_path: Path, monkeypatch: pyt
     except RuntimeError:
         traceback.print_exc(file=stream)
     monkeypatch.setattr(sys, "stdout", stream)
-    with console.written_to(tmp_path / "report.txt"):
-        console.out.print(f"server {PLANTED['HTTPS_PROXY']}", soft_wrap=True)
-    written = (tmp_path / "report.txt").read_text()
+    console.out.print(f"server {PLANTED['HTTPS_PROXY']}", soft_wrap=True)
     assert "Traceback" in printed.getvalue()
-    assert MASK in written
-    assert shown(printed.getvalue() + written) == []
+    assert printed.getvalue().count(MASK) > 1
+    assert shown(printed.getvalue()) == []
 
 
 @pytest.mark.usefixtures("planted")
