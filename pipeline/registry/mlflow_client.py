@@ -4,7 +4,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -30,6 +30,16 @@ LATEST = 253_402_300_799
 """End of the year 9999, in seconds since 1970."""
 
 
+ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns of MLflow's database with the absolute address of a file or folder."""
+
+
 class Client(MlflowClient):
     """MLflow's client. Every method runs within `reached`, which announces long waits and turns errors into one line."""
 
@@ -47,6 +57,7 @@ class Client(MlflowClient):
         try:
             with reached(location, *ERRORS, *PYTHONS):
                 super().__init__(tracking_uri=location.uri, registry_uri=location.uri)
+                _follow_move(location)
                 if location.served:
                     self.search_experiments(max_results=1)
         finally:
@@ -88,6 +99,22 @@ class Client(MlflowClient):
 
 def path_of(address: str) -> Path:
     return Path(unquote(urlsplit(address).path))
+
+
+def _follow_move(location: Location) -> None:
+    """Correct the absolute addresses in a SQLite store that was moved with its work directory."""
+    new = location.artifact_root
+    if location.file is None or new is None or path_of(new).parent != location.file.parent or not path_of(new).is_dir():
+        return
+    with closing(sqlite3.connect(location.file, timeout=location.timeout_s)) as store, store:
+        query = "SELECT artifact_location FROM experiments WHERE name = ?"
+        for (old,) in store.execute(query, [location.experiment]).fetchall():
+            before = path_of(old)
+            if before.name != path_of(new).name or before.exists() or before.with_name(location.file.name).exists():
+                continue  # the store was not moved, or is a copy, or its files are elsewhere on purpose
+            for table, column in ADDRESSES:
+                moved = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?"
+                store.execute(moved, [new, len(old) + 1, len(old) + 1, f"{old}/"])
 
 
 def version_of(found: Any) -> Version:

@@ -1,9 +1,9 @@
 """The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
 A candidate is a top-level run, because nested runs collapse in MLflow's charts. The run's name ends with the verdict, because
-MLflow's list of runs shows no tags by default. An open run holds a lock, whose name is a tag of the run. The system releases
-the lock when the process dies, so a run that is RUNNING without its lock belongs to a dead process. The next command that
-opens the store closes it.
+MLflow's list of runs shows no tags by default. Every FP16 engine of a sweep is also a run. An open run holds a lock, whose name
+is a tag of the run. The system releases the lock when the process dies, so a run that is RUNNING without its lock belongs to a
+dead process. The next command that opens the store closes it.
 
 An engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
 evidence, so judging the same engine again, in any sweep, does not create a second version.
@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
-from shlex import quote
 from typing import Literal
 
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTag
@@ -30,6 +29,7 @@ from pipeline.registry.pages import (
     chosen,
     collect_evidence,
     description,
+    of_baseline,
     registered_as,
     run_tables,
     verdict_line,
@@ -123,7 +123,7 @@ class MlflowStore:
                 self._close(lock, status)
 
     def _close(self, lock: Path, status: str) -> None:
-        """Close the open run with this lock."""
+        """Close the open runs with this lock: the candidate's, and the baseline's if it is open."""
         query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
         for run in self.client.search_runs([self.experiment_id], query):
             self.client.set_terminated(run.info.run_id, status)
@@ -176,7 +176,23 @@ class MlflowStore:
         for name, table in tables.items():
             self.client.log_text(run_id, table_text(table), name)
         self.attach(run_id, [candidate.report.path])
+        baseline = of_baseline(candidate)
+        if baseline:
+            self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, baseline)
         return candidate.model_copy(update={"run_id": run_id, "version": version})
+
+    def _show_baseline(self, own: Mapping[str, str], digest: str, metrics: Mapping[str, float]) -> None:
+        """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did.
+
+        `own` are the tags of the candidate's run. They give the sweep, and the lock that both runs share.
+        """
+        tags = {"sweep": own["sweep"], "baseline_digest": digest, "verdict": "baseline"}
+        query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
+        with locked(self.lock, "logging the baseline"):
+            if not self.client.search_runs([self.experiment_id], query, max_results=1):
+                run_id = self.create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": UNDECIDED})
+                self._log(run_id, metrics=metrics)
+                self.client.set_terminated(run_id, "FINISHED")
 
     # Engines
 
@@ -262,7 +278,7 @@ def _check_files(location: Location, address: str) -> None:
     if new.is_dir() and not old.exists():
         raise UserError(
             f"{named(location)} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
-            f"the new one: mkdir -p {quote(str(old.parent))} && ln -s {quote(str(new))} {quote(str(old))}"
+            f"the new one: mkdir -p {old.parent} && ln -s {new} {old}"
         )
     if location.file is not None and location.file.parent == new.parent and old.resolve() != new.resolve():
         raise UserError(

@@ -14,7 +14,7 @@ from judged_candidates import judged_candidate
 
 from pipeline.chain.run import open_store
 from pipeline.registry.mlflow_client import path_of
-from pipeline.registry.mlflow_store import LOCK, MlflowStore
+from pipeline.registry.mlflow_store import LOCK, MlflowStore, download_engine
 from pipeline.registry.pages import COLOURS
 from pipeline.registry.tracking import Tracking, Version, locate
 from stages.core.digest import files_digest, tree_files
@@ -58,13 +58,16 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict(store: MlflowStore, tmp_path: Path) -> None:
+def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_engine(
+    store: MlflowStore, tmp_path: Path
+) -> None:
     figures: dict[str, Any] = {"quality/recovery": 0.9, "baseline/kib_per_token": 4.0}
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
         done = store.conclude(run, judged(tmp_path, "fp8", **figures))
-    track_one(store, judged(tmp_path, "int4", "FAIL", **figures), "s1")
+    track_one(store, judged(tmp_path, "int4", "FAIL", **figures).model_copy(update={"baseline": done.baseline}), "s1")
     runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
-    assert runs.keys() == {"fp8: PASS", "int4: FAIL"}
+    assert runs.keys() == {"fp8: PASS", "int4: FAIL", "fp16: baseline"}
+    assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0, "memory/kib_per_token": 4.0}
     assert {one.info.status for one in runs.values()} == {"FINISHED"}
     own = runs["fp8: PASS"]
     assert own.info.run_id == done.run_id
@@ -246,14 +249,17 @@ def test_a_copied_work_directory_is_refused_before_it_writes_into_the_original(s
     MlflowStore(locate(Tracking(uri=store.location.uri), copy, "tiny"))  # another work directory may use the original's store
 
 
-def test_a_work_directory_that_was_moved_is_refused_with_the_command_that_lets_it_serve_again(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "dé placé"
-    done = track_one(MlflowStore(locate(Tracking(), old, "tiny")), judged(tmp_path / "judged", "moved"), "before")
-    old.rename(new)
-    with pytest.raises(UserError, match=r"was moved to .*: move it back, or .*: mkdir -p \S+ && ln -s ") as error:
-        MlflowStore(locate(Tracking(), new, "tiny"))
-    subprocess.run(["sh", "-c", str(error.value).rpartition("new one: ")[2]], check=True)
-    assert artifacts(MlflowStore(locate(Tracking(), new, "tiny")), done.run_id).keys() == {"report.json"}
+@pytest.mark.parametrize("name", ["moved", "dé placé #1 [a=b] '{x}"])
+def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(tmp_path: Path, name: str) -> None:
+    old = tmp_path / "old"
+    first = MlflowStore(locate(Tracking(), old, "tiny"))
+    done = track_one(first, judged(tmp_path / "judged", "moved"), "before")
+    there = old.rename(tmp_path / name)
+    moved = MlflowStore(locate(Tracking(), there, "tiny"))
+    assert artifacts(moved, done.run_id).keys() == {"report.json"}
+    assert download_engine(moved.location, moved.read().versions["1"], tmp_path).is_dir()
+    track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
+    assert not old.exists()
 
 
 def test_files_that_were_moved_without_their_store_are_refused(tmp_path: Path) -> None:
