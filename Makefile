@@ -69,7 +69,7 @@ real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(GEMMA3)) $(BACKEND)
 	$(BIN)/python -m pipeline model=$(MODEL) workdir=work/$(MODEL) stage=promote
 
 test: check
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # What takes minutes: thousands of requests to one engine, faults at every write, planted faults, simulated verdicts, many
 # processes over one store, the wheel, a browser, every KV policy.

@@ -166,7 +166,8 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
      ("chat_template refuses a greeting", "no")),
     ("a template that leaves the question out", tokenizer_config_with(chat_template="hello"), ("chat_template leaves out",)),
     ("a token that takes adjacent spaces", tokenizer_config_with(added_tokens_decoder={
-        "3": {"content": "<|user|>", "lstrip": True, "special": True}}), ("tokenizer.json itself", "added_tokens_decoder")),
+        "3": {"content": "<|user|>", "lstrip": True, "rstrip": True, "special": True}}),
+     ("tokenizer.json itself", "added_tokens_decoder")),
     ("a token of its own", tokenizer_config_with(extra_special_tokens={"image_token": "<image>"}),
      ("<image>", "tokenizer.json itself")),
     ("an end that is no token", tokenizer_config_with(eos_token="<nope>"), ("<nope>", "tokenizer.json itself")),

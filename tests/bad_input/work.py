@@ -128,8 +128,6 @@ CASES = [
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),
          loads_model=True),
-    Case("records longer than a length", ("workloads.lengths=[512]",), ("workloads.lengths=512", "alone take", "give at least"),
-         loads_model=True),
     Case("more tokens than the model", ("backend=vllm", "model.path=model"),
          ("backend.max_model_len=", "the model was made for 2048 tokens", "set at most that"), with_config()),
     Case("a disk that is full", ("stage=capacity", "workdir=work"), ("work",), text("x", ""), code=4, file_bytes=4000,

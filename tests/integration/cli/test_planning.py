@@ -1,6 +1,8 @@
 """stage=capacity and stage=recommend with only a config.json: output, files and refusals."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from pipeline.chain import planning
 from pipeline.chain.planning import recommend_policy, show_capacity
 from stages.core.errors import GateRefusal
 
-CONF = Path(__file__).resolve().parents[3] / "conf" / "kv"
+ROOT = Path(__file__).resolve().parents[3]
+CONF = ROOT / "conf" / "kv"
 
 
 @pytest.fixture
@@ -34,6 +37,15 @@ def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_and_jso
     assert all(f" {name} " in said for name in found)
     assert (found["int4_g64"]["tokens_that_fit"], "1,387,821" in said) == (1_387_821, True)
     assert {path.name for path in (tmp_path / "llama-8b").iterdir()} == {"config.json"}
+
+
+def test_the_memory_in_the_documents_is_the_output_of_the_command(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "serve-8b.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^kvgate (stage=capacity .*)$", page, re.MULTILINE)
+    show_capacity(config_of(*shlex.split(command), *asked))
+    printed = capsys.readouterr().out
+    for line in re.findall(r"^(?:fp8: a request|80 GiB).*$", page, re.MULTILINE):
+        assert line in printed
 
 
 def test_a_budget_that_no_policy_meets_is_refused_with_the_most_that_one_admits(asked: list[str]) -> None:

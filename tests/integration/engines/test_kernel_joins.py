@@ -1,10 +1,11 @@
 """Prompts that join a running batch on backend=torch. The kernels' reference stands in for the attention kernels.
 
-The kernels themselves are interpreted in tests/long/test_kernel_steps.py.
+The kernels themselves are interpreted in tests/long/test_reference_kernels.py.
 """
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -150,3 +151,19 @@ def test_a_prompt_whose_keys_are_not_finite_is_refused_by_name_and_everything_is
         engine.generate(broken, LIMITS, (), max_sequences=2)
     assert engine.memory().live_tokens == 0
     assert engine.cache.pages.used_count == engine.cache.buffers.used_count == 0
+
+
+@pytest.mark.parametrize("token", [7, 8])
+def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, make: Any) -> None:
+    """Decode token 7, whose embedding is NaN, in the last row of a batch padded to four, or a sound token."""
+    engine = make(GUARDED)
+    handles, _ = engine.prefill([[1] * 62, [2] * 5, [3]])
+    tensors = [tensor.view(torch.uint8) for group in engine.cache.groups for tensor in (group.paged | group.exact).values()]
+    before = [tensor.clone() for tensor in tensors]
+    with torch.no_grad():
+        engine.model.model.embed_tokens.weight[7] = torch.nan
+    refused = pytest.raises(UserError, match=rf"key of layer 0, token 1 of sequence {handles[2]} is not finite")
+    with refused if token == 7 else nullcontext():
+        engine.decode(handles, [4, 5, token])
+    assert all(map(torch.equal, before, tensors)) is (token == 7)
+    assert engine.memory().live_tokens == (68 if token == 7 else 71)

@@ -1,7 +1,8 @@
-"""Wrong arguments of the Python API raise one exception each, before anything is loaded."""
+"""Wrong arguments of the Python API raise one exception each before anything is loaded; pipeline.lm_eval without lm-eval."""
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pipeline.api import (
 from pipeline.api.engines import LoadedEngine
 from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
+from pipeline.lm_eval.__main__ import main
 from pipeline.registry import mlflow_store
 from pipeline.registry.tracking import Version
 from stages.verdict.thresholds import RULES
@@ -207,3 +209,14 @@ def test_a_list_of_prompts_is_one_batch() -> None:
     assert engine.generate(["a", conversation]) == ["aa", "bb"]
     with pytest.raises(UserError, match="holds no message"):
         engine.generate([])
+
+
+def test_without_lm_eval_the_command_says_what_to_install_and_ends_with_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval" or name == "pipeline.lm_eval.model"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main() == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pipeline.lm_eval: error: lm_eval is not installed here: pip install")

@@ -32,14 +32,6 @@ def test_the_named_class_does_not_change_tokens(copied: Path, name: str) -> None
     check_opens(inspect_checkpoint(copied))
 
 
-def test_a_configuration_that_changes_tokens_is_refused(copied: Path) -> None:
-    stripped = {"content": "<|user|>", "lstrip": True, "rstrip": True, "special": True}
-    changed(copied / "tokenizer_config.json", added_tokens_decoder={"3": stripped})
-    with pytest.raises(UserError, match=r"model.path=.*other tokens .*tokenizer.json") as refused:
-        check_opens(inspect_checkpoint(copied))
-    assert "\n" not in str(refused.value)
-
-
 @pytest.mark.parametrize(("name", "sound"), [("GPT2Tokenizer", True), ("Qwen2Tokenizer", True), ("LlamaTokenizer", False)])
 def test_a_class_that_loses_spaces_of_a_vocabulary_with_merges_is_refused(copied: Path, name: str, sound: bool) -> None:
     model = json.loads((copied / "tokenizer.json").read_text())["model"]

@@ -1,13 +1,16 @@
-"""The tables printed at the end of a run."""
+"""The tables printed at the end of a run: columns, values, and numbers that no width cuts."""
 
+import io
 import re
 from pathlib import Path
 
 import pytest
 from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
+from rich.console import Console
 
 from pipeline.cli import console
+from pipeline.cli.grids import Column, Grid, Row
 from pipeline.cli.tables import comparison, print_verdict
 from stages.verdict.candidate import Candidate, not_passed
 from stages.verdict.thresholds import Check
@@ -91,3 +94,27 @@ def test_what_was_measured_of_some_is_a_column_that_others_leave_open(
     cells = {row.name: grid.columns[place].text(row.values[place]) for row in grid.rows}
     assert (cells["fp8"], cells["int8"]) == (shown, "-")
     assert (key in [column.key for column in comparison([without]).columns]) == (key == "decode_tokens_per_s")
+
+
+COLUMNS = [Column(f"c{i}", f"column\n{i}", form) for i, form in enumerate((",", ".3f", ".1e"))]
+ROWS = [
+    Row("int4_streaming kv.sink_tokens=4", [2**63, 123456.789, 1e-9], "a remark of several words that wraps"),
+    Row("fp8", [1, float("nan"), None]),
+]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_numbers_are_whole_and_names_and_remarks_wrap(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    grid = Grid("numbers", "policy", COLUMNS, ROWS, remarks="why")
+    console.print(grid.table(width), crop=False)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert {"9,223,372,036,854,775,808", "123456.789", "1.0e-09"} <= set(text.split())
+    assert {"remark", "several", "wraps", "-"} <= set(text.split())
+
+
+def test_records_hold_the_values_themselves() -> None:
+    first, second = Grid("numbers", "policy", COLUMNS, ROWS, remarks="why").records()
+    assert (first["policy"], first["c1"], first["why"]) == ("int4_streaming kv.sink_tokens=4", 123456.789, ROWS[0].remark)
+    assert (second["c0"], second["c1"], second["c2"]) == (1, None, None)

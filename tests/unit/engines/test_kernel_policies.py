@@ -1,24 +1,27 @@
-"""Policies that the CUDA kernels support, and early refusals of other policies, models and machines."""
+"""Policies that the CUDA kernels support, and early refusals of policies, models and machines."""
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from refusals import refused
 from shipped import SHIPPED
+from test_checkpoint_description import MISTRAL, make
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
 from pipeline.loading import open_backend
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.backend import FLOAT16_WEIGHTS, Backend
+from stages.engines.backend import FLOAT16_WEIGHTS, Backend, Job
 from stages.engines.cuda.config import TorchConfig
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
 from stages.engines.reference.device import gpu_identity, resolve_device
 from stages.evaluate.conformance.engine import ROUNDING
 from stages.policies.formats import Format
-from stages.policies.policy import FP16_POLICY, KVShape, LayerOverride
+from stages.policies.policy import FP16_POLICY, Eviction, KVShape, LayerOverride
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
 HELD = {"bf16", "fp16", "fp8", "fp8_head", "fp8_token", "fp8_uncalibrated", "fp8k_int4v", "fp8k_nvfp4v", "int8", "int8_tensor"}
@@ -148,3 +151,50 @@ def test_what_a_gpu_computes_in_is_part_of_an_evaluations_key() -> None:
         assert (backend.compute_dtype, backend.run_parts()["compute_dtype"]) == (computes, dtype)
         assert ROUNDING["float32"] < ROUNDING[computes]
     assert "compute_dtype" not in open_backend(TorchConfig(name="torch", device="cpu", threads=1)).run_parts()
+
+
+SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 tokens alone: .*backend=onnxruntime"
+
+
+def model(folder: Path, window: int | None) -> CheckpointInfo:
+    """Return a three-layer Mistral with a sliding window in tokens, or with full attention if `window` is None."""
+    return inspect_checkpoint(make(folder, **MISTRAL, sliding_window=window, hidden_size=256))
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("tensorrt_rtx", SLIDES),
+        ("tensorrt", SLIDES),
+        ("trtllm", SLIDES),
+        ("vllm", SLIDES),
+        ("sglang", SLIDES),
+        ("torch backend.device=cuda", r"^model\.path: sliding_window=32: with the CUDA kernels .*; set backend\.device=cpu$"),
+    ],
+)
+def test_a_backend_that_is_not_known_to_keep_to_windows_refuses_the_model(backend: str, message: str, tmp_path: Path) -> None:
+    policy = "fp8_uncalibrated" if backend in ("vllm", "sglang") else "fp8"
+    (config,) = plan([f"kv={policy}", *f"backend={backend}".split()], multirun=False).jobs
+    with pytest.raises(UserError, match=message):
+        open_backend(config.backend).check_inputs(Job("all", config.kv, "none", model(tmp_path, 32)))
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("eviction", "holder"),
+    [
+        (Eviction(window_tokens=128), "or backend=onnxruntime, which"),
+        (Eviction(window_tokens=128, heavy_tokens=64), "or backend=torch backend.device=cpu, which"),
+    ],
+    ids=["window", "heavy"],
+)
+def test_an_eviction_is_refused_with_the_backend_that_holds_it(
+    eviction: Eviction, holder: str, backend: str, tmp_path: Path
+) -> None:
+    (config,) = plan(["kv=fp8_uncalibrated", f"backend={backend}"], multirun=False).jobs
+    job = Job("all", config.kv.model_copy(update={"eviction": eviction}), "none", model(tmp_path, None))
+    with pytest.raises(UserError, match=holder):
+        open_backend(config.backend).check_inputs(job)
+    reached = ["backend=onnxruntime"] if "onnxruntime" in holder else ["backend=torch", "backend.device=cpu"]
+    (held,) = plan(["kv=fp8_uncalibrated", *reached], multirun=False).jobs
+    open_backend(held.backend).check_inputs(job)

@@ -1,7 +1,10 @@
-"""The locks in requirements/: complete, by hash, in one version, and within the ranges of pyproject.toml."""
+"""Every import is declared, the locks are complete, by hash and in range, and the Dockerfile installs nothing else."""
 
 import re
+import subprocess
+import sys
 import tomllib
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -9,10 +12,15 @@ import pytest
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_import_rules import MODULES, imported_names
+
+from pipeline.config.compose import plan
+from stages.core.redaction import secret_name
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ROOT / "requirements"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 EXTRAS = {"run": ("gguf", "postgres"), "demo": ("rtx",), "test": ("test", "postgres")}
 """Extras that each lock contains, in addition to the dependencies. `requirements/lock` passes the same to uv."""
 
@@ -31,8 +39,7 @@ def locked(name: str) -> dict[str, tuple[str, Marker | None]]:
 
 def wanted(extras: tuple[str, ...]) -> list[Requirement]:
     """Return the requirements of the project and of `extras`, which may refer to other extras."""
-    given = PROJECT["project"]
-    lines = [*given["dependencies"], *(line for extra in extras for line in given["optional-dependencies"][extra])]
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     found = []
     for requirement in map(Requirement, lines):
         inner = tuple(sorted(requirement.extras)) if requirement.name == "kvgate" else ()
@@ -75,7 +82,7 @@ def test_what_is_installed_elsewhere_has_the_versions_that_were_tested(name: str
 
 
 def test_what_builds_a_wheel_is_locked() -> None:
-    for requirement in map(Requirement, PROJECT["build-system"]["requires"]):
+    for requirement in map(Requirement, PYPROJECT["build-system"]["requires"]):
         assert requirement.specifier.contains(locked("build")[canonicalize_name(requirement.name)][0]), requirement.name
 
 
@@ -95,3 +102,96 @@ def _requires(name: str, version: str) -> list[str]:
         return (metadata.requires(name) or []) if metadata.version(name) == version else []
     except metadata.PackageNotFoundError:
         return []
+
+
+OURS = {"pipeline", "stages", "plugins", "conf"}
+
+ELSEWHERE = {
+    "tensorrt": "NVIDIA's installation on a machine with a GPU; tests bring their own module of that name",
+    "tensorrt_llm": "an interpreter of its own: backend.python",
+    "kvgate_forcing": "next to stages/engines/trtllm/worker/kvgate_worker.py, which runs in that interpreter",
+    "kvgate_worker": "likewise",
+    "vllm": "an interpreter of its own: backend.python",
+    "kvgate_vllm_forcing": "next to stages/engines/vllm/worker/kvgate_vllm_worker.py, which runs in that interpreter",
+    "kvgate_vllm_cache": "likewise",
+    "llama_cpp": "an interpreter of its own: backend.python",
+    "sglang": "runs in an interpreter of its own: stages/engines/sglang/worker/",
+    "kvgate_sglang_forcing": "next to stages/engines/sglang/worker/kvgate_sglang_worker.py, which runs in that interpreter",
+    "kvgate_channel": "stages/engines/interpreter/worker, which every such interpreter has on its path",
+    "kvgate_rows": "stages/engines/interpreter/worker, which every such interpreter has on its path",
+}
+NOT_LOCKED = {"ray"}
+"""Distributions in an extra of the same name that the locks do not install: ray requires older cloudpickle and joblib."""
+
+
+def imported() -> set[str]:
+    """Return canonical names of the distributions that the packages import."""
+    owners = metadata.packages_distributions()
+    sources = [path for name, path in MODULES.items() if not name.startswith("benchmarks")]
+    modules = {name.partition(".")[0] for path in sources for name in imported_names(path)}
+    names = set()
+    for module in modules - OURS - set(ELSEWHERE) - set(sys.stdlib_module_names) - NOT_LOCKED:
+        assert module in owners, f"{module} is imported, and no installed distribution has it"
+        # several of mlflow's own distributions provide the module mlflow
+        distributions = {canonicalize_name(name) for name in owners[module]}
+        names.add(module if module in distributions else min(distributions))
+    return names
+
+
+def brought(names: Iterable[str]) -> set[str]:
+    """Return the requirements of the given distributions, which pip installs in fitting versions."""
+    lines = [line for name in names for line in metadata.requires(name) or []]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def test_the_packages_import_what_is_declared_or_what_a_declared_distribution_brings() -> None:
+    extras = PROJECT["optional-dependencies"]
+    own, optional = (
+        {canonicalize_name(Requirement(line).name) for line in lines}
+        for lines in (
+            PROJECT["dependencies"],
+            [line for extra in ("rtx", "kernels", "gguf", "lm-eval", "signing") for line in extras[extra]],
+        )
+    )
+    assert not imported() - own - optional - brought(own)
+
+
+DOCKERFILE = ROOT / "Dockerfile"
+
+
+def values(word: str) -> list[str]:
+    """Return the arguments of all uses of an instruction."""
+    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
+    return re.findall(rf"^\s*{word} (.*)$", "\n".join(lines).replace("\\\n", " "), re.MULTILINE)
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    result = subprocess.run([hadolint, DOCKERFILE], check=False, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, ""), result.stdout + result.stderr
+
+
+def test_no_secret_is_baked_into_an_image() -> None:
+    for pair in (pair for rest in [*values("ENV"), *values("ARG")] for pair in rest.split()):
+        assert not secret_name(pair.partition("=")[0]), pair
+
+
+def test_an_image_installs_what_is_locked_by_hash_and_nothing_else() -> None:
+    steps = [step.strip() for rest in values("RUN") for step in rest.split("&&")]
+    installs = [step for step in steps if re.search(r"\bpip (install|wheel) ", step) and "--target /build/" not in step]
+    assert installs
+    for step in installs:
+        locked = "--require-hashes -r /build/" in step
+        given = "torch==" in step or "kvgate-*.whl" in step or step.endswith("--wheel-dir /dist .")
+        assert locked or (given and "--no-deps" in step), step
+
+
+def test_the_preset_interpreter_is_the_default_of_backend_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def python(*overrides: str) -> object:
+        return plan(["backend=trtllm", "stage=build", *overrides], multirun=False).jobs[0].model_dump()["backend"]["python"]
+
+    assert python() is None
+    monkeypatch.setenv("KVGATE_TRTLLM_PYTHON", "/usr/bin/python3")
+    assert "KVGATE_TRTLLM_PYTHON=/usr/bin/python3" in " ".join(values("ENV"))
+    assert python() == "/usr/bin/python3"
+    assert python("backend.python=/opt/other") == "/opt/other"

@@ -1,8 +1,10 @@
-"""The verdict: PASS, FAIL or INCONCLUSIVE, the gates that stop a PASS, and that missing data and noise never pass.
+"""The verdict: PASS, FAIL or INCONCLUSIVE, the gates, which stop a PASS, and that missing data and noise never pass.
 
 A verdict is PASS if no line stops it. A fault that only one gate stops passes without this gate.
 """
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ from gate_reports import CLASSES, GATES, answered, drafted, every_class, fidelit
 from test_conformance_gate import SOUND, engine, record, request
 from test_coverage import BAD, LARGER, engine_tests
 
+from pipeline.config.compose import plan
 from stages.verdict.bets import OUTLIER
+from stages.verdict.gates import GATES as ALL_GATES
+from stages.verdict.gates import LINES
 from stages.verdict.report import MustFailControl, SampleRow
-from stages.verdict.thresholds import Check, Verdict
+from stages.verdict.thresholds import Check, Thresholds, Verdict
 
 Rows = list[SampleRow]
 
@@ -203,3 +208,18 @@ def test_one_more_lost_sample_never_makes_a_verdict_better() -> None:
     assert set(statuses) == set(order)
     fails = samples[statuses.index("FAIL")]
     assert verdict([*fails, row("retrieval", 100, after=False, context_tokens=900)]).status != "PASS"
+
+
+VERDICT = (Path(__file__).resolve().parents[3] / "docs" / "verdict.md").read_text(encoding="utf-8")
+
+
+def test_every_line_of_a_verdict_has_its_question_test_and_limit_in_the_documents() -> None:
+    table = VERDICT.partition("| gate | question | test | limit")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \| [^|]+ \|$", table, re.MULTILINE)
+    assert rows == list(LINES)
+
+
+def test_no_two_gates_write_the_same_line_and_thresholds_are_keys_of_the_command_line() -> None:
+    assert len(LINES) == sum(len(gate.lines) for gate in ALL_GATES)
+    (job,) = plan(["stage=evaluate"], multirun=False).jobs
+    assert job.gates == Thresholds()

