@@ -25,7 +25,7 @@ NAMED = {
     "stage=capacity": "capacity.gpu_gib=0 capacity.shared_prefix_tokens=99999",
     "stage=tune": "tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=[../kv/fp8,fp16]",
     "backend=tensorrt_rtx": "backend.compute_capabilities=[90]",
-    "backend=trtllm": "backend.serving.speculation={decoding_type:Guess,max_draft_len:4}",
+    "backend=trtllm": "backend.serving.enable_block_reuse=3",
 }
 """Preceding arguments -> overrides. Each override is a case whose message must name its key."""
 

@@ -18,10 +18,9 @@ from trtllm_exports import make_exports
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.backend import Job
 from stages.engines.interpreter.process import CHANNEL, Interpreter, Worker, probe
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.backend import PROGRAM, TargetName, check_inputs, refuse, refuse_fp8, refuse_unread, require_target
+from stages.engines.trtllm.backend import PROGRAM, TargetName, refuse, refuse_fp8, refuse_unread, require_target
 from stages.engines.trtllm.config import TrtllmConfig
 
 
@@ -110,25 +109,14 @@ def test_weights_and_ranks_that_do_not_go_are_refused_by_their_key(
     assert str(refusal).startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "default"),
-    [
-        ("enable_block_reuse", False, "true"),
-        ("host_cache_gib", 2.0, "0.0"),
-        ("attention_windows", [512], "null"),
-        ("speculation", {"decoding_type": "NGram", "max_draft_len": 2}, "null"),
-    ],
-)
-def test_a_switch_that_only_the_other_target_reads_is_refused(key: str, value: Any, default: str) -> None:
+def test_a_switch_that_only_the_other_target_reads_is_refused() -> None:
     shipped = conf("backend", "trtllm")
-    backend = TrtllmConfig.model_validate(shipped)
+    without = {**shipped, "serving": {**shipped["serving"], "enable_block_reuse": False}}
+    backend, other = (TrtllmConfig.model_validate(given) for given in (shipped, without))
     assert refuse_unread("engine", backend) is None
-    assert refuse_unread("pytorch", backend) is None
-    backend = TrtllmConfig.model_validate({**shipped, "serving": {**shipped["serving"], key: value}})
-    refusal = str(refuse_unread("engine", backend))
-    assert refusal.startswith(f"backend.serving.{key}=")
-    assert refusal.endswith(f": only backend.target=pytorch reads it, this is engine; leave it at {default}")
-    assert refuse_unread("pytorch", backend) is None
+    assert refuse_unread("pytorch", other) is None
+    refusal = "backend.serving.enable_block_reuse=false: only backend.target=pytorch reads it, this is engine; leave it at true"
+    assert refuse_unread("engine", other) == refusal
 
 
 def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
@@ -136,9 +124,6 @@ def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
     for changes, key in (({"max_input_len": 8192}, "max_input_len=8192"), ({"max_num_tokens": 4096}, "max_num_tokens=4096")):
         with pytest.raises(ValueError, match=f"{key}: must"):
             TrtllmConfig.model_validate({**shipped, **changes})
-    speculation = {"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": None}
-    with pytest.raises(ValueError, match="speculative_model=None: decoding_type=Eagle3: give the draft model's directory"):
-        TrtllmConfig.model_validate({**shipped, "serving": {**shipped["serving"], "speculation": speculation}})
 
 
 @pytest.mark.parametrize(
@@ -189,13 +174,9 @@ def test_switches_that_move_logits_are_off_in_what_is_served_and_judged_where_th
 
 
 def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantized: Path, tmp_path: Path) -> None:
-    serving = TrtllmConfig.model_validate(conf("backend", "trtllm")).serving.model_dump()
-    draft = {**serving, "speculation": {"decoding_type": "NGram", "max_draft_len": 4}}
-    build(quantized, tmp_path, {"release": "1.3.0"}, serving=draft)
-    (tmp_path / "old").mkdir()
-    python = make_interpreter(tmp_path / "old" / "bin", release="1.3.0", mode="no speculation")
-    with pytest.raises(UserError, match=r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: specul"):
-        make_bundle("trtllm", quantized, tmp_path / "old" / "bundle", "fp8", python, serving=draft, target="pytorch")
+    python = make_interpreter(tmp_path / "bin", release="1.3.0", mode="no block reuse")
+    with pytest.raises(UserError, match=r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: kv_cache"):
+        make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, target="pytorch")
 
 
 def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
@@ -229,23 +210,6 @@ def test_a_checkpoint_that_the_release_refuses_or_reads_otherwise_ends_the_build
         UserError, "kv=fp8: TensorRT-LLM 1.3.0 refuses the checkpoint: ValueError: 'FP7' is no algorithm; choose other"
     ):
         build(unknown, tmp_path / "2", {"release": "1.3.0"})
-
-
-def job(checkpoint: Path, kv: str) -> Job:
-    return Job(stage="build", policy=SHIPPED[kv], weights="none", checkpoint=inspect_checkpoint(checkpoint))
-
-
-def test_speculation_that_the_release_refuses_is_refused_before_any_work(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    shipped = conf("backend", "trtllm")
-    serving = {**shipped["serving"], "speculation": {"decoding_type": "NGram", "max_draft_len": 4}}
-    for mode in ("sound", "no speculation"):
-        python = make_interpreter(tmp_path / mode.replace(" ", "-"), release="1.3.0", mode=mode)
-        config = TrtllmConfig.model_validate({**shipped, "python": python, "serving": serving})
-        if mode == "sound":
-            check_inputs(config, job(tiny_checkpoint, "fp8"))
-        else:
-            with refused(UserError, "backend.serving: TensorRT-LLM 1.3.0 refuses these LLM arguments: ValueError: speculative"):
-                check_inputs(config, job(tiny_checkpoint, "fp8"))
 
 
 @pytest.mark.parametrize(("capability", "fits"), [("8.6", False), ("8.9", True), ("12.0", True)])

@@ -332,18 +332,6 @@ def test_a_prompt_in_chunks_is_told_by_the_count_of_calls(served: Bundles, inter
     engine.close()
 
 
-@pytest.mark.parametrize("method", ["NGram", "Eagle3"])
-def test_speculation_is_read_as_trtllm_serve_reads_it(method: str, served: Bundles, python: str) -> None:
-    draft = None if method == "NGram" else str(served["none", "fp16"] / "checkpoint")
-    speculation = {"decoding_type": method, "max_draft_len": 4, "speculative_model": draft}
-    serving = {**config_of("trtllm", python).serving.model_dump(), "speculation": speculation}
-    asked = config_of("trtllm", python, serving=serving)
-    arguments = settings.llm_args(asked, SHIPPED["fp8"])
-    (answer,) = read_llm_args(probe(PROGRAM, python), served["none", "fp8"] / "checkpoint", arguments)
-    assert answer.pinned["speculative_config"]["decoding_type"] == method
-    assert settings.differences(settings.flatten(answer.pinned), answer.arguments) == []
-
-
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [

@@ -1,6 +1,5 @@
 """backend=trtllm: its interpreter and GPUs, and the limits of its two targets. Unsupported configurations are refused early."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,12 +83,9 @@ NO_INTEGERS_SM = range(100, 120)
 """TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
 
-SERVED = {"enable_block_reuse": True, "host_cache_gib": 0.0, "attention_windows": None, "speculation": None}
-"""Keys of `backend.serving` that only target=pytorch reads, with their default values (conf/backend/trtllm.yaml)."""
-
 JUDGED: dict[TargetName, str] = {
     "engine": "no block reuse: the engine computes prompts in one way, with and without",
-    "pytorch": "block reuse as served, with a cache_salt for each request; no speculation",
+    "pytorch": "block reuse as served, with a cache_salt for each request",
 }
 """How an evaluation differs from serving, as text for the report."""
 
@@ -148,8 +144,6 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
     refuse_fp8(job.policy, job.weights, interpreter, ranks)
     if job.judges:
         check_judging(config.target, config, job.policy, interpreter)
-    if config.serving.speculation is not None:
-        read_llm_args(interpreter, job.checkpoint.path, settings.llm_args(config, job.policy))
 
 
 def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
@@ -227,14 +221,9 @@ def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, 
 
 def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
     """Return a refusal if a key that the target does not read is set; otherwise None."""
-    serving = backend.serving.model_dump(mode="json")
-    for key, unset in SERVED.items() if name == "engine" else ():
-        if serving[key] != unset:
-            return (
-                f"backend.serving.{key}={json.dumps(serving[key])}: only backend.target=pytorch reads it, this is {name}; "
-                f"leave it at {json.dumps(unset)}"
-            )
-    return None
+    if name == "pytorch" or backend.serving.enable_block_reuse:
+        return None
+    return "backend.serving.enable_block_reuse=false: only backend.target=pytorch reads it, this is engine; leave it at true"
 
 
 def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:

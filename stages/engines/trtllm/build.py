@@ -38,7 +38,7 @@ class TrtllmBundle(ServedBundle):
     tensor_parallel_size: int
     max_input_len: int
     evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation. For target=pytorch: the served arguments without speculation and overlap."""
+    """LLM arguments of an evaluation. For target=pytorch: the served arguments without overlap."""
     rewritten: dict[str, Any]
     """Settings that TensorRT-LLM changed -> the built value. `backend.allow_rewrites` allowed every change."""
     kv_scales: list[float]

@@ -4,41 +4,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stages.core.strict import PathText, StrictModel
+from stages.core.strict import StrictModel
 from stages.engines.config import InterpreterConfig
 from stages.policies.policy import PAGE_TOKENS
 
 
-class Speculation(StrictModel):
-    """Speculative decoding while serving; an evaluation decodes without it."""
-
-    decoding_type: Literal["NGram", "Draft_Target", "Eagle3"]
-    """The method's name in TensorRT-LLM."""
-    max_draft_len: Annotated[int, Field(ge=1, le=64)]
-    """Maximum drafted tokens per forward pass."""
-    speculative_model: PathText | None = None
-    """The draft model's directory; null for NGram."""
-
-    @model_validator(mode="after")
-    def _has_its_model(self) -> Self:
-        if (self.decoding_type == "NGram") != (self.speculative_model is None):
-            hint = "leave it null" if self.decoding_type == "NGram" else "give the draft model's directory"
-            raise ValueError(f"speculative_model={self.speculative_model}: decoding_type={self.decoding_type}: {hint}")
-        return self
-
-
 class Serving(StrictModel):
-    """Options of `trtllm-serve` other than the cache's format; only target=pytorch writes them to its bundle."""
+    """Options of `trtllm-serve` other than the cache's format."""
 
     enable_block_reuse: bool
-    """Whether prompts share the blocks of equal prefixes."""
-    host_cache_gib: Annotated[float, Field(ge=0, le=4096)]
-    """Host memory in GiB for blocks that are offloaded from the GPU; 0 disables offloading."""
+    """Whether prompts share the blocks of equal prefixes; only target=pytorch reads it."""
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)]
     """Fraction of the free GPU memory, after loading the weights, that the cache may use."""
-    attention_windows: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)] | None
-    """Attention window in tokens, by layer, repeated over the layers; null means full attention."""
-    speculation: Speculation | None
 
 
 class TrtllmConfig(InterpreterConfig):

@@ -10,8 +10,6 @@ from stages.policies.policy import PAGE_TOKENS, KVPolicy
 LOGITS_DTYPE = "float32"
 FP8_ATTENTION_WEIGHTS = ("FP8", "W4A8_AWQ", "NVFP4")
 """Quantization algorithms of weights for which TensorRT-LLM computes attention of prompts in FP8."""
-NGRAM = 4
-"""Maximum pattern length in tokens for NGram speculation; early releases have no default."""
 SIZES = {"max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens"}
 """Keys of the configuration with the same name in trtllm-build and in the LLM arguments."""
 Settings = dict[str, Any]
@@ -77,23 +75,15 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
         "dtype": "fp8" if policy.quantized else "auto",
         "enable_block_reuse": serving.enable_block_reuse,
         "free_gpu_memory_fraction": serving.free_gpu_memory_fraction,
-        "host_cache_size": int(serving.host_cache_gib * (1 << 30)),
         "tokens_per_block": PAGE_TOKENS,
     }
-    if serving.attention_windows is not None:
-        cache["max_attention_window"] = list(serving.attention_windows)
-    arguments: Settings = {
+    return {
         "backend": "pytorch",
         "tensor_parallel_size": options.tensor_parallel_size,
         **options.model_dump(include=SIZES),
         "enable_chunked_prefill": False,
         "kv_cache_config": cache,
     }
-    if serving.speculation is not None:
-        given = serving.speculation.model_dump(mode="json", exclude_none=True)
-        looked_up = {"max_matching_ngram_size": NGRAM} if serving.speculation.decoding_type == "NGram" else {}
-        arguments["speculative_config"] = {**given, **looked_up}
-    return arguments
 
 
 def evaluation_of_engine(options: TrtllmConfig) -> Settings:
@@ -106,11 +96,10 @@ def evaluation_of_served(serving: Settings) -> Settings:
     """Return the LLM arguments of evaluating a checkpoint that is served with `serving`.
 
     Block reuse stays enabled if it is enabled in serving, because it selects the kernel and the data type for prompts. Each
-    request has its own salt, so no request reuses another's blocks. Speculation and overlap are disabled because a logits
-    processor would see each token one step late.
+    request has its own salt, so no request reuses another's blocks. Overlap is disabled because a logits processor would see
+    each token one step late.
     """
-    kept = {key: value for key, value in serving.items() if key != "speculative_config"}
-    return {**kept, "skip_tokenizer_init": True, "disable_overlap_scheduler": True}
+    return {**serving, "skip_tokenizer_init": True, "disable_overlap_scheduler": True}
 
 
 def differences(expected: Settings, built: Mapping[str, Any]) -> list[Difference]:

@@ -74,13 +74,11 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
 
     cache = {**llm_args["kv_cache_config"], **_switched_off(KvCacheConfig)}
     pinned = {**llm_args, **_switched_off(TorchLlmArgs), "kv_cache_config": cache}
-    try:  # like trtllm-serve: early releases accept `decoding_type` only this way
+    try:  # like trtllm-serve
         read = TorchLlmArgs(**update_llm_args_with_extra_dict({"model": model}, copy.deepcopy(pinned)))
     except ValueError as error:
         raise ValueError(_in_one_line(error)) from error
     arguments, refused = read.model_dump(mode="json"), ""
-    if read.speculative_config is not None:
-        arguments["speculative_config"]["decoding_type"] = read.speculative_config.decoding_type
     try:
         ModelLoader(read)._update_from_hf_quant_config()
     except Exception as error:

@@ -11,19 +11,7 @@ def fields(inside: str) -> frozenset[str]:
     return frozenset(key.removeprefix(inside) for key in known if key.startswith(inside))
 
 
-class Speculation(dict[str, Any]):
-    """`speculative_config` as trtllm-serve reads it, without the name of the method."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(given)
-        self.decoding_type = given["decoding_type"]
-        if self.decoding_type == "NGram" and not given.get("max_matching_ngram_size"):
-            raise ValueError("Assertion failed,")
-
-
 def update_llm_args_with_extra_dict(llm_args: dict[str, Any], llm_args_dict: dict[str, Any]) -> dict[str, Any]:
-    if "speculative_config" in llm_args_dict:
-        llm_args_dict["speculative_config"] = Speculation(**llm_args_dict["speculative_config"])
     return llm_args | llm_args_dict
 
 
@@ -44,12 +32,9 @@ class TorchLlmArgs:
         dtype = given.get("kv_cache_config", {}).get("dtype")
         self.quant_config.kv_cache_quant_algo = PYTORCH["checkpoint"]["cache_of_dtype"].get(dtype)
         self.values = {"model": model, **given}
-        self.speculative_config = given.get("speculative_config")
-        if self.speculative_config is not None and not isinstance(self.speculative_config, Speculation):
-            raise ValueError("speculative_config.decoding_type: Extra inputs are not permitted")
         for key, value in flat(given).items():
             fact = PYTORCH["llm_args"].get(key)
-            if fact is None or (MODE == "no speculation" and key.startswith("speculative_config")):
+            if fact is None or (MODE == "no block reuse" and key.endswith("enable_block_reuse")):
                 raise ValueError(f"{key}: Extra inputs are not permitted")
             if value not in fact.get("choices", [value]):
                 raise ValueError(f"{key}: Input should be one of {fact['choices']}")
@@ -57,9 +42,6 @@ class TorchLlmArgs:
     def model_dump(self, mode: str) -> dict[str, Any]:
         assert mode == "json"
         dumped = {**self.values, "kv_cache_config": dict(self.values["kv_cache_config"])}
-        if self.speculative_config is not None:
-            kept = {key: value for key, value in self.speculative_config.items() if key != "decoding_type"}
-            dumped["speculative_config"] = kept
         if MODE == "rewritten arguments":
             dumped["kv_cache_config"]["dtype"] = "auto"
         return dumped
