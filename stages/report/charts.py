@@ -171,7 +171,7 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     for exhibit, report in sorted(readable(exhibits), key=lambda pair: len(pair[0].rows)):
         baselines[exhibit.candidate.baseline.digest] = report
     for exhibit, report in readable(exhibits):
-        whole = next((part for part in report.slices if part.whole and part.workload is None), None)
+        whole = report.slice()
         if report.system.kib_per_token is None or whole is None:
             continue
         limit = next((check.threshold for check in exhibit.candidate.checks if check.gate == KL_GATE), None)
@@ -200,7 +200,7 @@ def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     data = []
     for exhibit, report in readable(exhibits):
         for part in report.slices:
-            if part.context is None or (part.workload, part.depth, part.difficulty) != (None, None, None):
+            if part.context is None or part.workload is not None:
                 continue
             low, high = part.context
             tokens = [row.context_tokens for row in exhibit.rows if low <= row.context_tokens < (high or math.inf)]

@@ -165,26 +165,16 @@ class Accuracy(Record):
 
 
 class Slice(Record):
-    """Metrics of a subset of the samples.
-
-    A subset is a workload (null: all), a context bin [low, high) in tokens, a third of the depth, or a difficulty.
-    """
+    """Metrics of a subset of the samples: a workload (null: all), a context bin [low, high) in tokens (null: all), or both."""
 
     workload: str | None
     context: tuple[int, int | None] | None
-    depth: str | None
     samples: int
     documents: int
     accuracy: Accuracy | None
     fidelity: Fidelity
-    difficulty: str | None = None
     acceptance: dict[str, Acceptance] = Field(default={})
     """Acceptance counts by drafter."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether the slice has all samples of its workload, or all samples."""
-        return (self.context, self.depth, self.difficulty) == (None, None, None)
 
     @property
     def place(self) -> str:
@@ -286,7 +276,7 @@ class EvaluationReport(Record):
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of all samples; None if it has no samples."""
-        return next((s for s in self.slices if s.whole and s.workload == workload), None)
+        return next((s for s in self.slices if s.context is None and s.workload == workload), None)
 
     @property
     def overall(self) -> Slice:

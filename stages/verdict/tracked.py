@@ -22,8 +22,7 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
     for part in report.slices:
         if part.context is not None:
             continue
-        where = "/".join(name for name in (part.workload, part.depth, part.difficulty) if name)
-        prefix = f"quality/{where}/" if where else "quality/"
+        prefix = f"quality/{part.workload}/" if part.workload else "quality/"
         yield from _numbers(prefix, part.fidelity)
         yield from _numbers(f"{prefix}accuracy_", part.accuracy)
         if part.accuracy is not None and part.accuracy.recovery is not None:

@@ -1,7 +1,8 @@
 """Summarizes rows and per-token statistics into the slices of the report."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 
@@ -9,17 +10,8 @@ from stages.evaluate.distances.distance import Array, StepStatistics
 from stages.verdict.record import finite
 from stages.verdict.report import Acceptance, Accuracy, Fidelity, SampleRow, Slice
 
-DEPTHS = ("early", "middle", "late")
-
-DIFFICULTIES = ("easy", "medium", "hard")
-
-SliceKey = tuple[str | None, tuple[int, int | None] | None, str | None, str | None]
-"""(workload, context bin, depth, difficulty) of a slice; None means all."""
-
-
-def depth_name(depth: float) -> str:
-    """Return the name of the third of the prompt that holds the needle. `depth`: relative position from 0 to 1."""
-    return DEPTHS[min(int(depth * len(DEPTHS)), len(DEPTHS) - 1)]
+SliceKey = tuple[str | None, tuple[int, int | None] | None]
+"""(workload, context bin) of a slice; None means all."""
 
 
 def context_bin(tokens: int, edges: Sequence[int]) -> tuple[int, int | None]:
@@ -78,21 +70,8 @@ def acceptance(rows: Sequence[SampleRow]) -> dict[str, Acceptance]:
     }
 
 
-def _slice_keys(row: SampleRow, edges: Sequence[int]) -> Iterator[SliceKey]:
-    """Yield the keys of the slices that a row belongs to."""
-    context = context_bin(row.context_tokens, edges)
-    yield None, None, None, None
-    yield row.workload, None, None, None
-    yield None, context, None, None
-    yield row.workload, context, None, None
-    if row.depth is not None:
-        yield row.workload, None, depth_name(row.depth), None
-    if row.difficulty:
-        yield row.workload, None, None, row.difficulty
-
-
 def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edges: Sequence[int]) -> list[Slice]:
-    """Summarize all rows together, by workload, by context bin (also per workload), and by depth and difficulty per workload.
+    """Summarize all rows together, by workload, by context bin, and by workload and context bin.
 
     Args:
         rows: The rows of an evaluation.
@@ -100,21 +79,15 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
         edges: Lower ends of the context bins in tokens.
 
     Returns:
-        The slices that have samples, sorted by workload, context, depth and difficulty.
+        The slices that have samples, sorted by workload and context.
     """
     members: dict[SliceKey, list[int]] = {}
     for i, row in enumerate(rows):
-        for key in _slice_keys(row, edges):
+        for key in product((None, row.workload), (None, context_bin(row.context_tokens, edges))):
             members.setdefault(key, []).append(i)
 
-    def order(key: SliceKey) -> tuple[str, int, int, int]:
-        workload, context, depth, difficulty = key
-        return (
-            workload or "",
-            -1 if context is None else context[0],
-            -1 if depth is None else DEPTHS.index(depth),
-            -1 if difficulty is None else DIFFICULTIES.index(difficulty),
-        )
+    def order(key: SliceKey) -> tuple[str, int]:
+        return key[0] or "", -1 if key[1] is None else key[1][0]
 
     summaries = []
     for key in sorted(members, key=order):
@@ -125,8 +98,6 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
             Slice(
                 workload=key[0],
                 context=key[1],
-                depth=key[2],
-                difficulty=key[3],
                 samples=len(slice_rows),
                 documents=len({row.document for row in slice_rows}),
                 accuracy=Accuracy.of(judged) if judged else None,

@@ -116,15 +116,13 @@ def test_a_row_holds_the_probability_of_the_right_answer_as_the_product_over_its
     assert flat_metrics(report)["quality/recovery"] == whole.recovery == pytest.approx(kept)
 
 
-def test_slices_cover_bins_depths_and_difficulties_and_leave_out_empty_ones(same: Judged) -> None:
+def test_slices_cover_workloads_and_bins_and_leave_out_empty_ones(same: Judged) -> None:
     report, _, _ = same
-    sizes = {(s.workload, s.context, s.depth, s.difficulty): s.samples for s in report.slices}
+    sizes = {(s.workload, s.context): s.samples for s in report.slices}
     assert len(sizes) == len(report.slices)
-    assert sizes[None, (0, 6), None, None] + sizes[None, (6, 12), None, None] == len(SAMPLES)
-    assert ("copy", (6, 12), None, None) not in sizes
-    assert [sizes["find", None, depth, None] for depth in ("early", "middle", "late")] == [27, 27, 26]
-    assert {key[3]: size for key, size in sizes.items() if key[3] is not None} == {"easy": 50, "hard": 30}
-    assert flat_metrics(report)["quality/find/easy/accuracy_baseline"] == pytest.approx(49 / 50)
+    assert sizes[None, (0, 6)] + sizes[None, (6, 12)] == sizes[None, None] == len(SAMPLES)
+    assert ("copy", (6, 12)) not in sizes
+    assert flat_metrics(report)["quality/find/accuracy_baseline"] == pytest.approx(79 / 80)
 
 
 def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fake_engine import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_en
 from stages.core.records import Check, Sample
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.distances.distance import Distributions, StepStatistics, compare_head
-from stages.evaluate.distances.metrics import context_bin, depth_name, fidelity
+from stages.evaluate.distances.metrics import context_bin, fidelity
 from stages.evaluate.distances.scores import head_of
 from stages.evaluate.inputs.checks import Judgement, judge, strict_json, words_of
 from stages.verdict.report import SampleRow, load_report, load_rows
@@ -81,11 +81,6 @@ def test_one_step_that_is_not_a_number_makes_every_summary_null() -> None:
 @pytest.mark.parametrize(("tokens", "expected"), [(1, (0, 256)), (255, (0, 256)), (256, (256, 512)), (9999, (512, None))])
 def test_context_bins_are_half_open_and_the_last_is_open(tokens: int, expected: tuple[int, int | None]) -> None:
     assert context_bin(tokens, [0, 256, 512]) == expected
-
-
-@pytest.mark.parametrize(("depth", "name"), [(0.0, "early"), (0.34, "middle"), (0.99, "late"), (1.0, "late")])
-def test_depth_is_named_by_thirds(depth: float, name: str) -> None:
-    assert depth_name(depth) == name
 
 
 @pytest.mark.parametrize(
