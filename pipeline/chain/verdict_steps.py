@@ -141,7 +141,7 @@ class VerdictSteps:
                     measured.path,
                     config=config,
                     progress=entry.progress,
-                    reference=loaded.reference if config.conformance_samples else None,
+                    reference=loaded.reference if config.conformance_samples and baseline is not None else None,
                     baseline=None if baseline is None else baseline.path,
                     planned=self._encoded.items,
                 ).write(entry.scratch)

@@ -45,9 +45,9 @@ def measure_once(
         measured: Directory that `measure` wrote for the engine in the first round.
         config: Configuration with batch size, repeated samples, must-fail control, stress test, and timed load.
         progress: Called with a label, the number of units done, and the total.
-        reference: The reference engine for the stress test; None skips the stress test.
-        baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself, which has no
-            must-fail control and no full-pool test.
+        reference: The reference engine for the stress test of a candidate; None skips the stress test.
+        baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself. It is not
+            served, so it has no stress test, must-fail control or full-pool test: its answers are judged by conformance.
         planned: The samples of all rounds. The report claims support for the longest.
     """
     answers = read_round(measured)
@@ -56,7 +56,6 @@ def measure_once(
     subset, greedy, batch = repeated_samples(encoded, config), greedy_of(tokenizer, config), config.batch_size
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor, own = labelled(named, "noise floor: "), StoredHeads(measured / LOGPROBS).sample
-    usual = None if baseline is None else first_round.record.conformance
     # Choose another batch composition: a quarter of the sequences (pairs if the batch was small or of size one). If the
     # first run computed samples in one pass, decode them token by token in full batches. An engine that serves whole requests
     # keeps serving whole requests, because it would make every single step a request.
@@ -66,11 +65,14 @@ def measure_once(
     size = batch if isinstance(engine, SupportsForced) and not in_requests else fewer
     second = run_samples(engine, SampleRun(subset, own, floor, greedy), size, one_pass=in_requests)
     longest = max(map(greedy.longest, [*planned, *encoded]))
+    free = free_answers(engine, subset, batch, greedy, named, [result.answer for result in second])
+    stress = None
+    if baseline is not None and reference is not None:
+        limits, usual = limited_to_samples(config.stress_test, longest), first_round.record.conformance
+        stress = run_stress_test(engine, reference, limits, batch, longest, named, usual)
     tests = EngineTests(
-        free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
-        stress=None
-        if reference is None
-        else run_stress_test(engine, reference, limited_to_samples(config.stress_test, longest), batch, longest, named, usual),
+        free_answers=free,
+        stress=stress,
     )
     system, noise = measure_system(engine, config.load, named), noise_floor(second)
     if baseline is None:

@@ -35,7 +35,7 @@ WATCHED_LOGITS = 512
 NOISE = 4.0
 """Allowed change by strangers, as a multiple of the change in an unchanged repetition."""
 
-WEAR_STEPS = 20
+WEAR_STEPS = 12
 """Decode steps of a request in the wear test."""
 LEAK_BYTES = 512 << 10
 """Growth of the process in bytes that counts as a leak if all of the last three quarters of the requests reach it."""

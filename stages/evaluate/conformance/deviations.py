@@ -20,6 +20,9 @@ from stages.verdict.record import or_infinite
 PASS_TOKENS = 4096
 """Maximum tokens per pass of the reference engine; a longer sequence gets its own pass."""
 
+ONE_IN = 4
+"""One in this many sequences of the first scenario is replayed with a rounding, unless logits are judged by medians."""
+
 MANY_ROWS = 16
 """Minimum rows for a meaningful median in 16 bits. By rounding alone, a row of random tokens may differ 100 times more."""
 
@@ -65,16 +68,16 @@ class Deviations:
     def compare(self, sequences: Sequence[ForcedSequence]) -> None:
         """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay.
 
-        Measuring a rounding doubles a replay. Roundings are measured on the first sequences of the run, on sequences that the
-        known roundings do not clear, and on all sequences after a suspect. Any other sequence would be cleared by its own
-        rounding, too.
+        Measuring a rounding doubles a replay. Roundings are measured on some of the first sequences of the run, on sequences
+        that the known roundings do not clear, and on all sequences after a suspect. Any other sequence would be cleared by its
+        own rounding, too.
         """
         by_codes = defaultdict[object, list[ForcedSequence]](list)
         for sequence in sequences:
             by_codes[sequence.key, sequence.digest()].append(sequence)
         alike = {group[0]: group for group in by_codes.values()}
         fresh = list({sequence.key: sequence for sequence in alike if sequence.key not in self.roundings}.values())
-        first = fresh if self.by_median or self.suspects or not self.roundings else []
+        first = fresh if self.by_median or self.suspects else [] if self.roundings else fresh[::ONE_IN]
         self._replay(first, alike, disturbed=True)
         unclear = self._replay([sequence for sequence in alike if sequence not in first], alike, disturbed=False)
         self._replay(unclear, alike, disturbed=True)

@@ -44,10 +44,10 @@ CONTINUED = 6
 KEPT_CHUNKS = 5
 """Maximum number of chunks in a kept prefix."""
 
-WAITING = 150
+WAITING = 140
 """Number of prompts in one call of `generate`."""
 
-POOL_REQUESTS, POOL_STEPS = 8, 24
+POOL_REQUESTS, POOL_STEPS = 8, 12
 """Number of requests in the full pool, and number of tokens per request that are decoded across a page boundary."""
 
 
@@ -334,8 +334,8 @@ def answers(test: StressTest) -> None:
     again = test.sequence("the same prompt again", 50)
     for limit in (4, 10):
         (answer,) = test.ask([again], [limit])
-    waiting = [test.sequence("one of many that wait", test.length(3, 12)) for _ in range(WAITING)]
-    test.ask(waiting, [3] * len(waiting), at_once=max(1, test.largest // 2))
+    waiting = [test.sequence("one of many that wait", test.length(2, 5)) for _ in range(WAITING)]
+    test.ask(waiting, [1 + number % 2 for number in range(WAITING)], at_once=max(1, test.largest // 2))
     beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
     alike = [test.sequence("prompts with one beginning", [*beginning, *test.draw(9)]) for _ in range(3)]
     test.ask(alike, [6] * len(alike))

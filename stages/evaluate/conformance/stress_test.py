@@ -44,8 +44,8 @@ def run_stress_test(
         batch_size: Batch size of the evaluation. The test's largest batch is at least this large.
         claimed: Tokens of the longest sample. Several rows of the largest batch have this length.
         progress: Called with the number of finished scenarios.
-        baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None for the 16-bit
-            engine itself.
+        baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None if
+            unknown.
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
     if isinstance(engine, SupportsRequests):
