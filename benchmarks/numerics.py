@@ -25,11 +25,10 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
-from stages.planning.tune import resampled_sums
 from stages.policies.formats import Format, Granularity, Rotation
 from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.policies.scales import KVScales
-from stages.verdict.bets import Array
+from stages.verdict.bets import Array, document_sums
 from stages.workloads.generated import generate
 
 COUNTS = {"prose": 16, "retrieval": 24, "tool_call": 16, "copy": 24, "multi_turn": 16}
@@ -246,6 +245,17 @@ def measure(
 
 def _log_likelihood(logits: npt.NDArray[np.float32], targets: Sequence[int]) -> float:
     return float(log_softmax(logits)[np.arange(len(targets)), targets].sum())
+
+
+REPLICATES, SEED = 2000, 20_260_101
+"""Draws of the bootstrap, and their fixed seed."""
+
+
+def resampled_sums(sums: Array, documents: Sequence[str]) -> Array:
+    """Bootstrap the rows of `sums` by document: (rows, columns) -> column sums of every draw, (REPLICATES, columns)."""
+    by_document = np.stack(document_sums(documents, *sums.T), axis=1)
+    drawn = np.random.default_rng(SEED).integers(len(by_document), size=(REPLICATES, len(by_document)))
+    return np.asarray(by_document[drawn].sum(axis=1))
 
 
 def verdict(better: Measured, worse: Measured, documents: Sequence[str]) -> str:

@@ -111,7 +111,9 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         samples = _check_questions(config, checkpoint)
         open_backend(config.backend).check_inputs(job)
         if job.judges and config.reference.device == "cuda":
-            _check_reference(config)
+            from stages.engines.reference.device import reference_device
+
+            reference_device(config.reference.device, 0)
         from stages.checkpoints.opening import check_opens
 
         if checkpoint.path not in opened:
@@ -127,12 +129,6 @@ def _check_model(config: Config, opened: set[Path]) -> None:
             from stages.checkpoints.loading import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
-
-
-def _check_reference(config: Config) -> None:
-    from stages.engines.reference.device import reference_device
-
-    reference_device(config.reference.device, 0)
 
 
 def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:

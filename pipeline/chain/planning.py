@@ -17,7 +17,7 @@ from pipeline.cli.commands import typed
 from pipeline.config.config import Config
 from pipeline.config.policies import labelled
 from pipeline.evidence.identity import IDENTITY_FILE, Identity
-from pipeline.evidence.reading import read_evidence
+from pipeline.evidence.reading import identities, read_evidence
 from pipeline.evidence.verify import replay_record
 from pipeline.loading import open_backend
 from pipeline.registry import summary
@@ -149,10 +149,9 @@ def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iter
 
     Skips evidence of another model, and evidence that cannot be read.
     """
-    model, known = read_model(locate_checkpoint(config.model.path)).kv, set()
-    for path in sorted((config.work / "artifacts" / "identity").glob(f"[!.]*/{IDENTITY_FILE}")):
-        known.add(file_digest(path))
-        yield from _judged(config, model, binds, path.parent, str(path.parent), path.stat().st_mtime)
+    model, known = read_model(locate_checkpoint(config.model.path)).kv, identities(config.work / "artifacts")
+    for path in known.values():
+        yield from _judged(config, model, binds, path, str(path), (path / IDENTITY_FILE).stat().st_mtime)
     location = locate(config.tracking, config.work, config.model.label)
     if not (config.tracking.enabled and location.exists):
         return

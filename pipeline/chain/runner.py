@@ -140,12 +140,11 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
         code = INTERRUPTED
         raise
     finally:
-        # Only an evaluation's sweep becomes the latest sweep: other stages keep its candidates.
-        if sweeping or judging:
-            last = summary.finish(config.work, sweep, code, job.number, latest=judging)
+        if judging:
+            last = summary.finish(config.work, sweep, code, job.number)
             if not sweeping:
                 write_junit(config.work / JUNIT, last)
                 if not last.candidates:
                     replace_page(config, commands.whole())
-        elif config.stage not in UNRECORDED:
+        elif not sweeping and config.stage not in UNRECORDED:
             summary.finish(config.work, None, code)

@@ -92,8 +92,8 @@ def _sweep(planned: Plan, sweep: str) -> int:
     has_logs = launcher.startswith("submitit")  # their jobs write into files
     with console.doing(f"starting {launcher}"):
         more = start(launcher, planned.launcher_keys)
-    # Recorded before any job starts, because jobs may run in other processes and on other machines.
-    summary.begin(first.work, sweep, planned.names, latest=first.stage in JUDGING, command=commands.whole(sweep=True))
+    if first.stage in JUDGING:  # recorded before any job starts, because jobs may run in other processes
+        summary.begin(first.work, sweep, planned.names, command=commands.whole(sweep=True))
     if has_logs:
         console.LOGGER.info("jobs write their output below %s", first.work / LOGS)
     try:
@@ -107,16 +107,17 @@ def _sweep(planned: Plan, sweep: str) -> int:
         end_workers(launcher)
         if launcher == SLURM:
             console.LOGGER.info("jobs that Slurm has continue; scancel ends them")
-        _conclude(planned, sweep, INTERRUPTED)
+        _conclude(planned, sweep, [INTERRUPTED])
         raise KeyboardInterrupt from error
     except Exception as error:  # raised by the launcher: jobs return their errors
         end_workers(launcher)
         error = explained(launcher, error)
         console.ended_by(error)
-        return _conclude(planned, sweep, exit_code(error))
+        return _conclude(planned, sweep, [exit_code(error)])
     if has_logs:
         _repeat(planned, ended)
-    return _conclude(planned, sweep, step=next((one.step for one in ended if one.step is not None), None))
+    step = next((one.step for one in ended if one.step is not None), None)
+    return _conclude(planned, sweep, [one.code for one in ended], step)
 
 
 def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
@@ -127,41 +128,40 @@ def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
             console.error(f"{place}{line}", exit_code=job.code)
 
 
-def _conclude(planned: Plan, sweep: str, code: int = 0, step: NextStep | None = None) -> int:
+def _conclude(planned: Plan, sweep: str, codes: Sequence[int], step: NextStep | None = None) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
-    The result is the worst of `code` and the jobs' exit codes. If all are 0, it tells whether a candidate passed.
-    `code` is nonzero if something ended the sweep early. `step` is the next step after a refusal.
+    The result is the worst of `codes` and the recorded exit codes of the jobs. If all are 0, it tells whether a candidate
+    passed. `codes` are of the jobs, or of the error that ended the sweep early. `step` is the next step after a refusal.
     """
-    config, last = planned.jobs[0], summary.load(planned.jobs[0].work, sweep)
-    if config.stage in JUDGING:
-        write_junit(config.work / JUNIT, last)
-    codes = [code, last.exit_code]
+    config, typed = planned.jobs[0], commands.typed()
+    if config.stage not in JUDGING:
+        if step is None and config.stage in ("quantize", "build"):
+            step = next_steps.after_making(config.stage, typed, sweep=True)
+        if step is not None:
+            next_steps.show(step)
+        worst = max(codes, key=SEVERITY.index)
+        if config.stage not in UNRECORDED:
+            summary.finish(config.work, None, worst)
+        return worst
+    last = summary.load(config.work, sweep)
+    codes = [*codes, last.exit_code]
+    write_junit(config.work / JUNIT, last)
     if last.candidates:
         tables.print_comparison(last.candidates)
         show(config, last.candidates, sweep=sweep, unfinished=last.unfinished, command=last.command)
         compare_in_mlflow(config, last.candidates, sweep)
-        step = next_steps.after_judging(
-            config, last.candidates, commands.typed(), swept=planned.swept, unfinished=last.unfinished is not None
-        )
-    elif config.stage in JUDGING:
+        unfinished = last.unfinished is not None
+        step = next_steps.after_judging(config, last.candidates, typed, swept=planned.swept, unfinished=unfinished)
+    else:
         replace_page(config, last.command)
-    elif step is None and config.stage in ("quantize", "build"):
-        step = next_steps.after_making(config.stage, commands.typed(), sweep=True)
     if step is not None:
         next_steps.show(step)
-    decent = (PASS, "INCONCLUSIVE") if next_steps.is_look(commands.typed()) else (PASS,)
+    decent = (PASS, "INCONCLUSIVE") if next_steps.is_look(typed) else (PASS,)
     if last.unfinished is not None:
         console.error(f"{last.unfinished}; run it again to continue", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)
     elif last.candidates and not any(candidate.verdict in decent for candidate in last.candidates):
         console.error("no candidate of the sweep passed", exit_code=GATE_EXIT)
         codes.append(GATE_EXIT)
-    worst = max(codes, key=SEVERITY.index)
-    if config.stage in JUDGING:
-        summary.note(config.work, sweep, exit_code=worst)
-    else:
-        summary.forget(config.work, sweep)
-        if config.stage not in UNRECORDED:
-            summary.finish(config.work, None, worst)
-    return worst
+    return summary.note(config.work, sweep, exit_code=max(codes, key=SEVERITY.index)).exit_code

@@ -49,7 +49,7 @@ def _leave(report: TuneReport, artifact: Path, folder: Path) -> None:
         for one in report.measured:
             if one.origin == "uniform":
                 continue
-            held_out = _number(one.kl_held_out)
+            held_out = "-" if one.kl_held_out is None else f"{one.kl_held_out:.1e}"
             comment = f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {held_out} on texts held out."
             (new / "kv" / f"{one.policy.name}.yaml").write_text(policy_yaml(one.policy, comment), encoding="utf-8")
         shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
@@ -63,22 +63,14 @@ def front(report: TuneReport, shape: KVShape) -> Grid:
     columns = (
         Column("bytes_per_token", "bytes/\ntoken"),
         Column("bits_per_number", "bits/\nnumber", ".2f"),
-        Column("kl_sum", "sum of\nplaces", ".1e"),
-        Column("kl_check", "all of\nit", ".1e"),
-        Column("kl_held_out", "held\nout", ".1e"),
-        Column("kl_held_out_upper", "upper\n95 %", ".1e"),
+        Column("kl_held_out", "mean\nKL", ".1e"),
     )
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
     rows = []
     shown = [one for one in report.measured if one.on_front or one.origin != "tuned"]
     for one in sorted(shown, key=lambda one: -one.bytes_per_token):
         style = "bold" if one.policy.name == report.chosen else "" if one.on_front else "dim"
-        kls = (one.kl_sum, one.kl_check, one.kl_held_out, one.kl_held_out_upper)
-        values = (one.bytes_per_token, 8 * one.bytes_per_token / numbers, *kls)
+        values = (one.bytes_per_token, 8 * one.bytes_per_token / numbers, one.kl_held_out)
         rows.append(Row(one.policy.name, values, ", ".join(one.beats), style=style))
-    title = f"Mean KL from the FP16 cache (scored tokens: {tokens})"
+    title = f"Mean KL from the FP16 cache on texts held out (scored tokens: {tokens})"
     return Grid(title, "policy", columns, rows, remarks="fewer bytes, no more KL than")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"

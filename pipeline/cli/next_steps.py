@@ -78,15 +78,9 @@ def after_judging(
     unfinished: bool = False,
     asking_s: float = 0.0,
 ) -> NextStep:
-    """Return the next step after the verdicts of an evaluation or a sweep.
+    """Return the next step after the verdicts of an evaluation or a sweep, whose jobs differ in the keys `swept`.
 
-    Args:
-        config: Configuration of the command, or of a sweep's first job.
-        candidates: The judged candidates, at least one.
-        base: The user's arguments.
-        swept: Keys that differ between the jobs.
-        unfinished: Whether jobs of the sweep are missing.
-        asking_s: Seconds for the questions of a quick look; 0 if unknown.
+    `base` are the user's arguments. `asking_s` are the seconds that the questions of a quick look took; 0 if unknown.
     """
     sweep, verdicts = bool(swept), {one.verdict for one in candidates}
     if unfinished:
@@ -232,12 +226,8 @@ def after_tuning(config: Config, chosen: str, folder: Path | None) -> NextStep:
 def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> NextStep | None:
     """Return the next step for a work directory; None without a suggestion.
 
-    Args:
-        config: Configuration of the command.
-        judged: Whether the directory has verdicts.
-        promotable: Whether a candidate of the last sweep passed and no promotion has considered it yet.
-        champion: Bundle of the engine that serves; None if it is not on this machine.
-        prunable: Whether there are unused artifacts.
+    `promotable`: a candidate of the last sweep passed, and no promotion has considered it yet. `champion` is the bundle that
+    serves; None if it is not on this machine.
     """
     if not judged:
         return NextStep(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8"))

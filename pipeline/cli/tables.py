@@ -246,12 +246,8 @@ def capacity_table(capacity: Capacity) -> Grid:
 def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:
     """Return lines with the recommended policy, and the reasons against the others.
 
-    Policies without evidence are named only if they would hold at least the live tokens of the chosen policy. One command
-    judges them all.
-
-    Args:
-        recommendation: The recommendation.
-        base: First arguments of the command that creates missing evidence.
+    Policies without evidence are named only if they would hold at least the live tokens of the chosen policy. One command,
+    which begins with the arguments `base`, judges them all.
     """
     chosen = recommendation.chosen
     lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]

@@ -51,12 +51,8 @@ def check_installed(name: object) -> None:
 def check_sweep(hydra: DictConfig, typed: Collection[str]) -> tuple[str, Mapping[str, object]]:
     """Refuse a composition with another sweeper, or with a launcher other than an installed plugin plus the typed keys.
 
-    Args:
-        hydra: The composed node `hydra`.
-        typed: Dotted keys below `hydra.launcher` on the command line.
-
-    Returns:
-        The launcher's name, and its dotted keys with their values. Interpolations are not resolved.
+    `typed` are the dotted keys below `hydra.launcher` on the command line. Return the launcher's name, and its dotted keys
+    with their values. Interpolations are not resolved.
     """
     for key in ("launcher", "sweeper"):
         if not isinstance(hydra[key], DictConfig):

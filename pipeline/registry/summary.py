@@ -1,14 +1,13 @@
 """`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
 
-`summary.json` is a copy of the last summary that was written. A sweep writes only to its own summary, so concurrent commands
-lose no candidate. A promotion uses a summary only to know which candidates to consider.
+Only evaluations have summaries. `summary.json` is a copy of the last one. A sweep writes only to its own summary, so
+concurrent commands lose no candidate. A promotion uses a summary only to know which candidates to consider.
 """
 
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
@@ -103,9 +102,9 @@ def _read(workdir: Path, name: str) -> Summary | None:
         ) from error
 
 
-def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], latest: bool = True) -> Summary:
-    """Change the summary of a sweep, and copy it to `summary.json` if `latest`. Without a sweep, change only `summary.json`."""
-    names = [FILE] if sweep is None else [f"{FOLDER}/{sweep}.json", *([FILE] if latest else [])]
+def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
+    """Change the summary of a sweep, and copy it to `summary.json`. Without a sweep, change only `summary.json`."""
+    names = [FILE] if sweep is None else [f"{FOLDER}/{sweep}.json", FILE]
     try:
         (workdir / FOLDER if sweep is not None else workdir).mkdir(parents=True, exist_ok=True)
         with locked(workdir / f".{FILE}.lock", FILE):
@@ -117,17 +116,14 @@ def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summar
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
 
 
-def note(workdir: Path, sweep: str | None, latest: bool = True, **values: Any) -> Summary:
+def note(workdir: Path, sweep: str | None, **values: Any) -> Summary:
     """Set fields of a sweep's summary, such as the champion or the exit code."""
-    return _update(workdir, sweep, lambda old: old.model_copy(update=values), latest)
+    return _update(workdir, sweep, lambda old: old.model_copy(update=values))
 
 
-def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, command: str | None = None) -> Summary:
-    """Record the beginning of a sweep with the display names of its jobs, so that jobs which never end are noticed.
-
-    Set `latest` only for a sweep that judges: it then replaces the candidates in `summary.json`.
-    """
-    return note(workdir, sweep, latest, names=tuple(names), began=time.time(), command=command and redact_text(command))
+def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary:
+    """Record the beginning of a sweep that judges, with the display names of its jobs: jobs that never end are noticed."""
+    return note(workdir, sweep, names=tuple(names), began=time.time(), command=command and redact_text(command))
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
@@ -143,7 +139,7 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     return _update(workdir, sweep, change)
 
 
-def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, latest: bool = True) -> Summary:
+def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1) -> Summary:
     """Record the exit code of a job. A sweep's exit code is the worst exit code of its jobs.
 
     Without a sweep, the job worked on the candidates of the last sweep, and its exit code replaces that sweep's. If a cluster
@@ -156,12 +152,4 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
         codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
         return old.model_copy(update={"exit_codes": codes, "exit_code": max(codes.values(), key=SEVERITY.index)})
 
-    return _update(workdir, sweep, change, latest)
-
-
-def forget(workdir: Path, sweep: str) -> None:
-    """Remove the summary of a sweep without candidates, which was only needed while its jobs ran."""
-    with locked(workdir / f".{FILE}.lock", FILE):
-        (workdir / FOLDER / f"{sweep}.json").unlink(missing_ok=True)
-        with suppress(OSError):  # not empty: it has the summaries of other sweeps
-            (workdir / FOLDER).rmdir()
+    return _update(workdir, sweep, change)

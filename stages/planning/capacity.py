@@ -30,13 +30,9 @@ class SequenceCost:
     """Bytes of sequences under one policy, on one GPU."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, windows: Sequence[int | None], *, shared_prefix: int = 0) -> None:
-        """Group the layers that keep the same pages.
+        """Group the layers that keep the same pages. `shape` has the KV heads of one GPU.
 
-        Args:
-            policy: The cache's formats.
-            shape: The model's shape, with the KV heads of one GPU.
-            windows: The number of latest tokens that each layer attends to, or None for all tokens.
-            shared_prefix: First tokens that all sequences have in common.
+        `windows`: the number of latest tokens that each layer attends to, or None for all tokens.
         """
         self.policy = policy
         self.shared_pages = set(range(shared_prefix // PAGE_TOKENS))
@@ -78,12 +74,8 @@ class SequenceCost:
 def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, int]:
     """Admit requests in the order of a mix, repeatedly, until the next request does not fit.
 
-    Return the number of requests, and the live tokens of their contexts. A shared prefix counts for every request.
-
-    Args:
-        cost: Bytes per request.
-        cycle: Tokens of the mix's requests, in order.
-        budget: Bytes available.
+    `cycle` are the tokens of the mix's requests, in order; `budget` is in bytes. Return the number of requests, and the live
+    tokens of their contexts. A shared prefix counts for every request.
     """
     taken = {tokens: cost.own(tokens) for tokens in set(cycle)}
     own, live = ([0, *accumulate(amounts)] for amounts in ([taken[tokens] for tokens in cycle], cycle))
@@ -157,11 +149,7 @@ class Capacity(StrictModel):
 
 
 def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat) -> Budget:
-    """Divide the memory of one GPU.
-
-    Raises:
-        UserError: if the weights cannot be counted, or leave nothing for the cache.
-    """
+    """Divide the memory of one GPU. Raises UserError if the weights cannot be counted, or leave nothing for the cache."""
     if use.gpu_gib <= use.reserve_gib:  # checked first, since counting weights imports torch
         raise UserError(
             f"capacity.gpu_gib={use.gpu_gib:g}: capacity.reserve_gib={use.reserve_gib:g} leaves nothing for weights and cache; "
@@ -185,17 +173,9 @@ def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat
 def measure(
     name: str, model: ModelShape, use: CapacityConfig, weights: WeightsFormat, policies: Sequence[tuple[str, KVPolicy]]
 ) -> Capacity:
-    """Compute the capacity of every policy.
+    """Compute the capacity of every policy. `policies` are display names and policies; `name` is the model's.
 
-    Args:
-        name: The model's short name.
-        model: The model's shapes.
-        use: The planned use.
-        weights: The format of the model's weights.
-        policies: Display names and policies.
-
-    Raises:
-        UserError: if the weights cannot be counted or leave nothing for the cache, or no policy fits the model.
+    Raises UserError if the weights cannot be counted or leave nothing for the cache, or no policy fits the model.
     """
     budget = memory_budget(model, use, weights)
     fitting, unfit = list[PolicyCapacity](), dict[str, str]()

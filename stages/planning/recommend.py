@@ -97,13 +97,9 @@ class Recommendation(StrictModel):
 def recommend(
     capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = (), unserved: Collection[str] = ()
 ) -> Recommendation:
-    """Choose a policy by its evidence.
+    """Choose a policy by its evidence. `notes` are caveats about the evidence.
 
-    Args:
-        capacity: The capacity of the memory under every policy.
-        judged: The evidence.
-        notes: Caveats about the evidence, shown with the recommendation.
-        unserved: Names of policies that the backend refuses, so that no command could judge them.
+    `unserved` are the names of policies that the backend refuses, so that no command could judge them.
     """
     ordered = sorted(capacity.policies, key=_order, reverse=True)
     assessed = [

@@ -37,7 +37,6 @@ from stages.planning.tuning import (
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape
 from stages.policies.scales import KVScales
-from stages.verdict.bets import Array, document_sums
 from stages.verdict.record import finite
 
 ATTEMPTS = 4
@@ -48,9 +47,6 @@ MARGINS = (0.9, 0.5)
 
 POINTS = 5
 """Number of budgets between the KL of the best and the worst uniform policy, for the Pareto front."""
-
-REPLICATES, SEED = 2000, 20_260_101
-"""Draws of the bootstrap, and their fixed seed."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +153,12 @@ class Tuner:
     def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned"]) -> MeasuredPolicy:
         """Measure a policy on the check texts and on the held-out texts."""
         checked, held_out = self.bench.kl(policy, self.check), self.bench.kl(policy, self.held_out)
-        sums = resampled_sums(np.stack([held_out, np.ones_like(held_out)], axis=1), self.held_out.documents)
         return MeasuredPolicy(
             policy=policy,
             origin=origin,
             bytes_per_token=self._bytes(policy),
-            kl_sum=finite(self._sum_of(policy)),
             kl_check=finite(float(checked.mean())),
             kl_held_out=finite(float(held_out.mean())),
-            kl_held_out_upper=finite(float(np.percentile(sums[:, 0] / sums[:, 1], 95))),
         )
 
     def sensitivities(self) -> list[Sensitivity]:
@@ -206,13 +199,6 @@ class Tuner:
 
     def _kl(self, policy: KVPolicy, texts: TextSet) -> float:
         return float(self.bench.kl(policy, texts).mean())
-
-
-def resampled_sums(sums: Array, documents: Sequence[str]) -> Array:
-    """Bootstrap the rows of `sums` by document: (rows, columns) -> column sums of every draw, (REPLICATES, columns)."""
-    by_document = np.stack(document_sums(documents, *sums.T), axis=1)
-    drawn = np.random.default_rng(SEED).integers(len(by_document), size=(REPLICATES, len(by_document)))
-    return np.asarray(by_document[drawn].sum(axis=1))
 
 
 def _format(policy: KVPolicy, place: Place) -> Format:

@@ -55,11 +55,6 @@ class TextSet:
     texts: tuple[Text, ...]
 
     @property
-    def documents(self) -> list[str]:
-        """The texts' document ids."""
-        return [text.document for text in self.texts]
-
-    @property
     def scored(self) -> int:
         """Number of scored tokens."""
         return sum(len(text.tokens) - text.first for text in self.texts)

@@ -73,13 +73,7 @@ def mixed_policy(name: str, formats: Mapping[Place, Format], layers: int) -> KVP
 
 
 def mixed_scales(policy: KVPolicy, shape: KVShape, known: Sequence[tuple[KVPolicy, KVScales]]) -> KVScales:
-    """Return a policy's static scales. Each place gets the scales of a uniform policy with the same format there.
-
-    Args:
-        policy: Formats of every place.
-        shape: The model's shape.
-        known: Uniform policies with their scales.
-    """
+    """Return a policy's static scales. Each place gets the scales of a `known` uniform policy with the same format there."""
 
     def of(layer: int, side: Side, form: Format) -> SideScales:
         return next(scales.layers[layer][side] for uniform, scales in known if uniform.sides(layer)[side] == form)
@@ -107,14 +101,10 @@ class MeasuredPolicy(Record):
     policy: KVPolicy
     origin: Literal["uniform", "tuned"]
     bytes_per_token: int
-    kl_sum: Number
-    """Sum of the separate costs of its layers and sides, on the search texts."""
     kl_check: Number
     """Mean KL of the whole policy on the texts that check proposals."""
     kl_held_out: Number
     """Mean KL on the held-out texts."""
-    kl_held_out_upper: Number
-    """Upper one-sided 95 % bound of `kl_held_out`, by document."""
     beats: list[str] = Field(default_factory=list)
     """Uniform policies that take more bytes and have no less KL on the held-out texts."""
     on_front: bool = False

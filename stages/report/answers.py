@@ -1,6 +1,5 @@
 """Answers that changed between FP16 and a policy, with the prompt."""
 
-from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -46,47 +45,36 @@ class Card:
 @dataclass(frozen=True)
 class ChangedAnswers:
     cards: list[Card]
-    left_out: Counter[int]
+    left_out: dict[int, int]
     """Index of a policy -> number of its changed answers that are not shown, because of MOST_ANSWERS."""
     prompts_missing: bool
 
 
-def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> ChangedAnswers:
-    """Return at most `most` changed answers, taken alternately from policies, workloads and kinds.
+def changed_answers(exhibits: Sequence[Exhibit]) -> ChangedAnswers:
+    """Return the changed answers, an equal number of each policy at most, lost ones first.
 
     Answers of passed policies come first, because they show the cost of serving such a policy.
     """
-    groups: dict[tuple[int, str, Kind], deque[SampleRow]] = {}
-    for index, exhibit in enumerate(exhibits):
-        for row in exhibit.rows:
-            if row.judged and bool(row.baseline_correct) != bool(row.candidate_correct):
-                kind: Kind = "lost" if row.baseline_correct else "gained"
-                groups.setdefault((index, row.workload, kind), deque()).append(row)
     prompts = {sample.id: sample for exhibit in exhibits for sample in exhibit.samples}
     rank = [RANK.index(exhibit.candidate.verdict) for exhibit in exhibits]
-    cards: dict[tuple[str, str | None], Card] = {}
-    waiting = deque(sorted(groups, key=lambda key: (rank[key[0]], key[2] != "lost", key[1], key[0])))
-    for _ in range(most):
-        if not waiting:
-            break
-        key = waiting.popleft()
-        row = groups[key].popleft()
-        card = cards.setdefault((row.id, row.reference), _card(row, prompts.get(row.id)))
-        card.flips.append(_flip(row, key[0], key[2]))
-        if groups[key]:
-            waiting.append(key)
-    left_out: Counter[int] = Counter()
-    for (policy, *_), rows in groups.items():
-        left_out[policy] += len(rows)
+    cards, left_out = dict[tuple[str, str | None], Card](), dict[int, int]()
+    most = MOST_ANSWERS // max(1, len(exhibits))
+    for index, exhibit in enumerate(exhibits):
+        rows = [row for row in exhibit.rows if row.judged and bool(row.baseline_correct) != bool(row.candidate_correct)]
+        rows.sort(key=lambda row: not row.baseline_correct)
+        if len(rows) > most:
+            left_out[index] = len(rows) - most
+        for row in rows[:most]:
+            card = cards.setdefault((row.id, row.reference), _card(row, prompts.get(row.id)))
+            card.flips.append(_flip(row, index))
     ordered = sorted(cards.values(), key=lambda c: (min(rank[flip.policy] for flip in c.flips), c.row.workload, c.row.id))
-    for card in ordered:
-        card.flips.sort(key=lambda flip: flip.policy)
-    return ChangedAnswers(ordered, +left_out, any(not card.prompt for card in ordered))
+    return ChangedAnswers(ordered, left_out, any(not card.prompt for card in ordered))
 
 
-def _flip(row: SampleRow, policy: int, kind: Kind) -> Flip:
+def _flip(row: SampleRow, policy: int) -> Flip:
     # Mask secrets (Excerpt.of) before splitting into words, because a split secret would not be found.
     texts = (row.baseline_generation or "", row.candidate_generation or "")
+    kind: Kind = "lost" if row.baseline_correct else "gained"
     return Flip(policy, kind, *differences(*(Excerpt.of(text, ANSWER_CHARACTERS).whole for text in texts)))
 
 

@@ -56,7 +56,6 @@ def test_what_was_chosen_is_measured_together_and_within_the_budget(tuned: tuple
     assert chosen.kl_check is not None
     assert chosen.kl_held_out is not None
     assert max(chosen.kl_check, chosen.kl_held_out) <= report.max_kl
-    assert chosen.kl_sum != chosen.kl_check, "the summed costs of single places are not a measurement"
     assert chosen.policy.name in tuned[1]
 
 

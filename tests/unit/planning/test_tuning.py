@@ -1,16 +1,13 @@
 """Policies with different formats per layer and side: construction and choice."""
 
-import math
 from itertools import product
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from pipeline.config.policies import load_policies, policy_yaml
-from stages.planning.tune import Option, fewest_bytes, resampled_sums
+from stages.planning.tune import Option, fewest_bytes
 from stages.planning.tuning import SIDES, MeasuredPolicy, beaten, choose, is_on_front, mixed_policy, mixed_scales
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
 from stages.policies.scales import KVScales, SideScales
@@ -85,10 +82,8 @@ def measured(policy: KVPolicy, size: int, kl: float | None, searched: float | No
         policy=policy,
         origin="uniform" if policy in (FP16_POLICY, FP8, INT8, INT4) else "tuned",
         bytes_per_token=size,
-        kl_sum=None,
         kl_check=kl if searched is None else searched,
         kl_held_out=kl,
-        kl_held_out_upper=kl,
     )
 
 
@@ -111,13 +106,3 @@ def test_the_choice_has_the_fewest_bytes_within_the_budget_where_it_was_measured
     sound, exact = measured(INT8, 8, 0.05), measured(FP16_POLICY, 16, 0.0)
     assert choose([lucky, sound, exact], 0.1, 16) is sound
     assert choose([lucky, exact], 0.1, 16) is None
-
-
-def test_bootstrap_by_document_has_the_variance_of_documents() -> None:
-    rng = np.random.default_rng(0)
-    level = np.repeat(rng.normal(size=50), 4)
-    values = level[:, None]
-    by_document = resampled_sums(values, [str(i // 4) for i in range(200)])[:, 0] / 200
-    by_sample = resampled_sums(values, [str(i) for i in range(200)])[:, 0] / 200
-    assert by_document.std() == pytest.approx(level.std() / math.sqrt(50), rel=0.15)
-    assert by_sample.std() == pytest.approx(level.std() / math.sqrt(200), rel=0.15)

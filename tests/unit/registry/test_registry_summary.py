@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from refusals import refused
 
-from pipeline.registry.summary import begin, finish, forget, load, note, record
+from pipeline.registry.summary import begin, finish, load, note, record
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.thresholds import Check, Verdict
@@ -132,17 +132,6 @@ def test_candidates_are_in_the_order_of_the_command_line_however_their_jobs_end(
     for name in ("int4", "fp8", "int8"):
         record(tmp_path, "one", fp8(name=name))
     assert [candidate.name for candidate in load(tmp_path).candidates] == ["fp8", "int8", "int4"]
-
-
-def test_a_sweep_of_a_stage_that_judges_nothing_leaves_the_last_one(tmp_path: Path) -> None:
-    record(tmp_path, "judged", FP8)
-    begin(tmp_path, "built", ["fp8", "int8"], latest=False)
-    finish(tmp_path, "built", 4, job=2, latest=False)
-    assert load(tmp_path).sweep == "judged"
-    assert load(tmp_path, "built").exit_codes == {2: 4}
-    forget(tmp_path, "built")
-    with pytest.raises(UserError, match="there is no such sweep"):
-        load(tmp_path, "built")
 
 
 @pytest.mark.parametrize("sweep", ["none", "../summary", "", "a/b"])
