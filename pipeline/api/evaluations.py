@@ -75,8 +75,7 @@ def evaluate(
         model: The directory of a checkpoint, a GGUF file, or an option of `model=`.
         kv: An option of `kv=`, or a policy.
         verbose: Whether to print the command line's output.
-        overrides: Other keys of the configuration. Pass keys with a dot as `**{"gates.max_mean_kl": 0.02}`. Keys that need
-            a plus on the command line need the plus here too.
+        overrides: Other keys of the configuration. Pass keys with a dot as `**{"gates.max_mean_kl": 0.02}`.
 
     Raises:
         UserError: The arguments are invalid; one line per problem, before any work.

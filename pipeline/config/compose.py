@@ -28,9 +28,18 @@ from pydantic import ValidationError
 from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
 from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.explain import explain_hydra, explain_validation
-from pipeline.config.launchers import BASIC, check_sweep
+from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep
 from pipeline.config.override_syntax import key_of
-from pipeline.config.overrides import LAUNCHER_KEYS, MOST_JOBS, OPTION, as_text, check_overrides, readable, refuse_code
+from pipeline.config.overrides import (
+    MOST_JOBS,
+    OPTION,
+    SEARCHPATH,
+    WrongOverrides,
+    as_text,
+    check_overrides,
+    readable,
+    refuse_code,
+)
 from pipeline.config.policies import check_name
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from stages.core.errors import UserError, short
@@ -102,32 +111,19 @@ class Plan:
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, own, strict=True))
 
 
-class _Typo(UserError):
-    """An unknown key or option. Hydra stops at the first typo, which hides later typos."""
-
-
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
-    """Compose and validate the configurations of all jobs before the first job runs. Raises UserError with all typos."""
-    problems, rest = list[str](), list(overrides)
-    while True:
+    """Compose and validate the configurations of all jobs before the first job runs. Raises UserError with all problems."""
+    try:
+        planned = _plan(overrides, multirun)
+    except WrongOverrides as error:
         try:
-            planned = _plan(rest, multirun)
-        except _Typo as error:
-            problems.append(str(error))
-            named = re.split("[:=]", str(error), maxsplit=1)[0]
-            left = [override for override in rest if not f"{key_of(override)}.".startswith(f"{named}.")]
-            if len(left) < len(rest):
-                rest = left
-                continue
-        except UserError:
-            if not problems:
-                raise
-        else:
-            if not problems:
-                for job, name in zip(planned.jobs, planned.names, strict=True):
-                    check_name(job.kv, name)
-                return planned
-        raise UserError("\n".join(problems))
+            _plan([override for number, override in enumerate(overrides) if number not in error.numbers], multirun)
+        except UserError as more:
+            raise UserError(f"{error}\n{more}") from None
+        raise
+    for job, name in zip(planned.jobs, planned.names, strict=True):
+        check_name(job.kv, name)
+    return planned
 
 
 def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
@@ -146,9 +142,10 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
     try:
         with _hydra():
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # with the loader, it can expand kv=glob(*)
-            overrides = [readable(override, parser) for override in overrides]
+            overrides = [_added(readable(override, parser)) for override in overrides]
             parsed = parser.parse_overrides(overrides)
-            check_overrides(parsed, _options)
+            places = [str(o.input_line) for o in parsed if o.key_or_group == SEARCHPATH]
+            check_overrides(parsed, lambda key: _options(key, places))
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]
             hydras = [str(o.input_line) for o in parsed if _is_hydras(o)]
@@ -177,7 +174,7 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
                 raise UserError(f"stage={alone}: {ALONE[alone]}")
             return Plan(jobs, each, True, keys, launcher, launcher_keys, tuple(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise _Typo(explain_hydra(error, overrides)) from error
+        raise UserError(explain_hydra(error, overrides)) from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
         raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deep; give less") from None
@@ -193,27 +190,19 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
         if isinstance(error, OSError) and error.errno is not None:  # without errno: OmegaConf's, for a file with a single value
             raise
         said = printable(" ".join(str(error).split()))[:300]
-        raise UserError(f"--config-dir: a file in it cannot be read ({said}); correct it") from error
+        where = "--config-dir: a file in it" if any(SEARCHPATH in override for override in overrides) else " ".join(overrides)
+        raise UserError(f"{short(where, 200)} cannot be read ({said}); correct it") from error
 
 
 def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
-    """Compose a job's configuration, including its node `hydra`, and replace `auto` by the options that suit the model.
-
-    Overrides of keys that `auto` lacks are applied after this replacement.
-    """
-    own, whole = tuple(f"{group}." for group in SUITING), True
-    try:
-        composed = _composed(overrides)
-    except (HydraException, OmegaConfBaseException):
-        composed = _composed([override for override in overrides if not override.lstrip("+~").startswith(own)])
-        whole = False
+    """Compose a job's configuration, including its node `hydra`, and replace `auto` by the options that suit the model."""
+    composed = _composed(overrides)
     left = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
     if left and composed.get("stage") in MAKING and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
         suiting = [f"{group}={SUITING[group][1]}" for group in left]
         overrides = [*(override for override in overrides if override not in [f"{group}={AUTO}" for group in left]), *suiting]
-    elif whole:
-        return overrides, composed
-    return overrides, _composed(overrides)
+        composed = _composed(overrides)
+    return overrides, composed
 
 
 def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
@@ -254,7 +243,8 @@ def configurations(planned: Plan) -> Iterator[str]:
     """
     with _hydra():
         for number, overrides in enumerate(planned.overrides, start=1):
-            head = f"---\n# job {number} of {len(planned.overrides)}: {' '.join(overrides)}\n" if planned.sweeping else ""
+            own = " ".join(override.lstrip("+") for override in overrides)
+            head = f"---\n# job {number} of {len(planned.overrides)}: {own}\n" if planned.sweeping else ""
             yield head + OmegaConf.to_yaml(compose("config", overrides=overrides))
 
 
@@ -300,6 +290,14 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
     return [list(job) for job in product(*choices.values())]
 
 
-def _options(key: str) -> list[str]:
+def _added(override: str) -> str:
+    """Return an override of a key with Hydra's prefix `++`, so that the validation names all unknown keys at once."""
+    key = key_of(override)
+    other = override.startswith(("+", "~")) or "@" in key or f"{key}.".startswith(("hydra.", "hydra/"))
+    return override if other or _options(key) else f"++{override}"
+
+
+def _options(key: str, places: Sequence[str] = ()) -> list[str]:
+    """Return the options of a group, also of the folders that overrides in `places` add; empty if `key` is no group."""
     loader = GlobalHydra.instance().config_loader()
-    return loader.get_group_options(key, results_filter=ObjectType.CONFIG) if OPTION.fullmatch(key) else []
+    return loader.get_group_options(key, ObjectType.CONFIG, overrides=list(places)) if OPTION.fullmatch(key) else []

@@ -6,12 +6,12 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
 from pipeline.config.config import Config
-from pipeline.config.overrides import LAUNCHER_KEYS
+from pipeline.config.launchers import LAUNCHER_KEYS
 from stages.core.errors import short
 from stages.core.redaction import redact_text
 from stages.engines.config import backend_configs
@@ -37,8 +37,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         text: str = problem["msg"]
         value: Any = problem["input"] if written is None else written
         if problem["type"] == "extra_forbidden":
-            known = suggest(str(location[-1]), _siblings(location, composed.backend.get("name")))
-            lines.append(f"{key}: unknown key{known or '; leave it out'}")
+            lines.append(f"{key}: {_unknown(location, composed.backend.get('name'))}")
             if key == "experiment":
                 lines[-1] = "experiment: its file begins without '# @package _global_'; write that into its first line"
         elif problem["type"] == "union_tag_invalid":
@@ -73,8 +72,16 @@ def _interpolation(composed: DictConfig, location: tuple[int | str, ...]) -> str
     return None
 
 
-def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> list[str]:
-    """Return the valid keys next to an unknown key. Below `backend` these are the named backend's keys, or all backends'."""
+def _unknown(location: tuple[int | str, ...], backend: str | None) -> str:
+    name = str(location[-1])
+    owners = [option for option, model in backend_configs().items() if name in model.model_fields]
+    if location[0] == "backend" and len(location) == 2 and owners:
+        return f"the backend here has no such key; choose one that has: backend={', '.join(owners)}"
+    return f"unknown key{suggest(name, _siblings(location, backend)) or '; leave it out'}"
+
+
+def _siblings(location: tuple[int | str, ...], backend: str | None) -> list[str]:
+    """Return the valid keys next to an unknown key. Below `backend` these are the named backend's keys."""
     models: list[Any] = [Config]
     for part in location[:-1]:
         annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
@@ -92,38 +99,13 @@ def suggest(value: str, choices: Sequence[str]) -> str:
     return f"; choose one of {', '.join(choices)}" if choices else ""
 
 
-def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
-    """Return a line about an override with a wrong value or an unknown key."""
-    parent, _, name = key.rpartition(".")
-    siblings = _siblings(tuple(key.split(".")))
-    if key.startswith(LAUNCHER_KEYS):
-        if isinstance(cause, OmegaValidationError):
-            return f"{key}: {str(cause).splitlines()[0]}; give another value"
-        return f"{key}: the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
-    if isinstance(cause, ConfigTypeError):
-        return f"{key}: write {'a list, in brackets' if cause.object_type is list else 'keys with values, in braces'}"
-    if parent == "backend" and name in siblings:
-        owners = ", ".join(option for option, model in backend_configs().items() if name in model.model_fields)
-        return f"{key}: the backend here has no such key; choose one that has: backend={owners}"
-    unknown = f"unknown key{suggest(name, siblings) or '; leave it out'}"
-    if name in siblings and parent:  # Hydra cannot set a key below null
-        below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
-        whole = ", ".join(field.replace("=", ": ", 1) for field in below)
-        return redact_text(f"{parent}: is null here; write '{parent}={{{whole}}}' instead")
-    return f"{key}: {'cannot be read; give another value' if name in siblings else unknown}"
-
-
 def explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     """Return a line about an error of Hydra's composition, whose own text is written for developers."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
+    key = str(getattr(cause, "full_key", None) or "")
+    if key.startswith(LAUNCHER_KEYS) and not isinstance(cause, OmegaValidationError):
+        return f"{key}: the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
     if key:
-        return _explain_key(key, cause, overrides)
-    text = str(error)
-    option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
-    available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)
-    if option:
-        options = [line.strip() for line in available[1].splitlines()] if available else []
-        return f"{option[1]}={option[2]}: no such option{suggest(option[2], options)}"
+        return f"{key}: {str(cause).splitlines()[0]}; give another value"
     command = short(redact_text(" ".join(overrides)), MOST_SHOWN)
-    return f"{command}: {text.splitlines()[0]}; write KEY=VALUE with a key and an option that exist"
+    return f"{command}: {str(error).splitlines()[0]}; write KEY=VALUE with a key and an option that exist"

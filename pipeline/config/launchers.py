@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.redaction import leaves
 
+LAUNCHER_KEYS = "hydra.launcher."
 BASIC = "basic"
 """Hydra's launcher that runs the jobs sequentially in this process."""
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,8 @@ from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
 from pipeline.config import CONF, launchers
+from pipeline.config.explain import suggest
+from pipeline.config.launchers import LAUNCHER_KEYS
 from pipeline.config.override_syntax import quoted, written
 from pipeline.registry.yaml_files import MOST_BYTES, refuse_growth
 from stages.core.errors import UserError, short
@@ -23,14 +25,10 @@ from stages.core.strict import Unreadable, read_file
 MOST_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
-MOST_ALIASES = 20
-"""Maximum YAML aliases in a file of --config-dir."""
-
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SEARCHPATH, SEARCHED = "hydra.searchpath", "file://"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
-LAUNCHER_KEYS = "hydra.launcher."
 PROMPT_LOOKUP = "workloads.speculation"
 """Key whose empty dict has a meaning."""
 
@@ -93,15 +91,24 @@ def as_text(argument: str) -> str:
     return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
 
 
+class WrongOverrides(UserError):
+    """Problems of some overrides, which have these `numbers` on the command line. The others may have problems, too."""
+
+    def __init__(self, problems: Mapping[int, str]) -> None:
+        super().__init__("\n".join(problems.values()))
+        self.numbers = problems.keys()
+
+
 def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
-    """Raise UserError for overrides without effect or with a misleading meaning."""
-    problems = [problem for o in overrides if (problem := _problem(o, options_of)) is not None]
+    """Raise WrongOverrides for options that do not exist, and for overrides without effect or with a misleading meaning."""
+    found = {number: _problem(override, options_of) for number, override in enumerate(overrides)}
+    problems = {number: problem for number, problem in found.items() if problem is not None}
     if problems:
-        raise UserError("\n".join(problems))
+        raise WrongOverrides(problems)
 
 
 def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
-    key, line = override.key_or_group, redact_text(str(override.input_line))
+    key, line = override.key_or_group, redact_text(str(override.input_line).lstrip("+"))
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return _hydra_problem(override, line)
     for wrong, problem in (
@@ -124,6 +131,8 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> 
             if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):
                 shown = "null" if value is None else short(value, 200)
                 return f"{key}={shown}: is no option's name; choose one of {', '.join(options)}"
+            if value is not None and value not in options:
+                return f"{key}={value}: no such option{suggest(value, options)}"
     return None
 
 
@@ -160,7 +169,7 @@ def _check_option(path: Path, folder: Path) -> None:
         raise UserError(f"--config-dir: {path}: kvgate's own option of this name comes first; give it another name")
     with suppress(yaml.YAMLError, RecursionError):
         try:
-            refuse_growth(read_file(path, MOST_BYTES).decode(), f"--config-dir: {path}", MOST_ALIASES)
+            refuse_growth(read_file(path, MOST_BYTES).decode(), f"--config-dir: {path}")
         except UnicodeError:
             raise UserError(f"--config-dir: {path}: is not UTF-8; save it as UTF-8") from None
         except Unreadable as error:

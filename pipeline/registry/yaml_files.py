@@ -45,23 +45,14 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
         raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
 
 
-def refuse_growth(text: str, where: str, most_aliases: int = 0) -> None:
-    """Refuse YAML that is costly to load: nested aliases (a few lines expand to gigabytes) and deep nesting.
-
-    `most_aliases` aliases are allowed, unless they lie inside an anchored collection.
-    """
-    within: list[bool] = []  # for every open collection: whether it has an anchor
-    aliases = 0
+def refuse_growth(text: str, where: str) -> None:
+    """Refuse YAML that is costly to load: aliases (a few lines expand to gigabytes) and deep nesting."""
+    depth = 0
     for event in yaml.parse(text):
         if isinstance(event, yaml.AliasEvent):
-            aliases += 1
-            if aliases > most_aliases or any(within):
-                raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
-        elif isinstance(event, yaml.CollectionStartEvent):
-            within.append(event.anchor is not None)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            within.pop()
-        if len(within) > MOST_DEPTH:
+            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEPTH:
             raise UserError(f"{where}: cannot be read (nested more than {MOST_DEPTH} deep); correct it")
 
 

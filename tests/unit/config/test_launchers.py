@@ -63,7 +63,13 @@ def test_all_typos_of_a_command_are_reported_at_once() -> None:
     with pytest.raises(UserError) as told:
         plan(["kv=fp9", "modle.path=/m", "gates.margn=0.1", "backend=onnxruntim", "backend.threds=1", "seed=1"], multirun=False)
     lines = str(told.value).splitlines()
-    assert [line.split(":")[0] for line in sorted(lines)] == ["backend=onnxruntim", "gates.margn", "kv=fp9", "modle"]
+    assert [line.split(":")[0] for line in sorted(lines)] == [
+        "backend.threds",
+        "backend=onnxruntim",
+        "gates.margn",
+        "kv=fp9",
+        "modle",
+    ]
 
 
 def test_the_last_value_of_a_key_counts_as_it_does_for_hydra() -> None:
