@@ -93,7 +93,8 @@ def evaluate(
     if isinstance(kv, KVPolicy) and own:
         raise UserError(f"{own[0]}: the policy is given whole; set it there")
     chosen = {} if isinstance(kv, KVPolicy) else {"kv": kv}
-    config = compose({"stage": "evaluate", **model_key(model), **chosen, **overrides})
+    shipped = isinstance(model, str) and model in {path.stem for path in (CONF / "model").glob("*.yaml")}
+    config = compose({"stage": "evaluate", "model" if shipped else "model.path": model, **chosen, **overrides})
     if isinstance(kv, KVPolicy):
         check_name(kv)
         config = config.model_copy(update={"kv": kv})
@@ -110,8 +111,3 @@ def evaluate(
     (candidate,) = summary.load(config.work, sweep).candidates
     evidence = candidate.report.path.parent
     return Evaluation(candidate, load_report(evidence), tuple(load_rows(evidence)))
-
-
-def model_key(model: str | Path) -> dict[str, object]:
-    options = {path.stem for path in (CONF / "model").glob("*.yaml")}
-    return {"model": model} if isinstance(model, str) and model in options else {"model.path": model}

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -126,13 +126,14 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> 
         return (
             f"{line}: {key} cannot be removed; choose an option with {key}=OPTION" if options and key != "experiment" else None
         )
-    if options:
-        for value in values_of(override):
+    if options and not isinstance(override.value(), Glob):
+        swept = override.is_sweep_override()
+        for value in islice(override.sweep_iterator(), MOST_JOBS + 1) if swept else [override.value()]:
             if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):
                 shown = "null" if value is None else short(value, 200)
                 return f"{key}={shown}: is no option's name; choose one of {', '.join(options)}"
             if value is not None and value not in options:
-                return f"{key}={value}: no such option{suggest(value, options)}"
+                return f"{key}={value}: no such option{suggest(str(value), options)}"
     return None
 
 
@@ -174,14 +175,6 @@ def _check_option(path: Path, folder: Path) -> None:
             raise UserError(f"--config-dir: {path}: is not UTF-8; save it as UTF-8") from None
         except Unreadable as error:
             raise UserError(f"--config-dir: {path}: {error}") from None
-
-
-def values_of(override: Override) -> Iterator[object]:
-    """Yield the values of an override, at most MOST_JOBS + 1 of a sweep."""
-    if not override.is_sweep_override():
-        yield override.value()
-    elif not isinstance(override.value(), Glob):
-        yield from islice(override.sweep_iterator(), MOST_JOBS + 1)
 
 
 def refuse_code(hydra: DictConfig) -> None:

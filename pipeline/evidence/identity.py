@@ -118,6 +118,10 @@ class Link(StrictModel):
 class Lineage(StrictModel, extra="ignore"):
     """The chain of artifacts of an identity, which can be read whatever rules of the gates decided its verdict."""
 
+    kvgate: str
+    """Release that wrote the identity."""
+    verdict: dict[str, Any]
+    """Decision of the gates, in the form of its rules."""
     chain: list[Link]
     roles: dict[Role, str]
     """Role -> key of the artifact in this role."""
@@ -141,14 +145,13 @@ class Lineage(StrictModel, extra="ignore"):
 
 class Identity(Lineage, extra="forbid"):
     schema_version: Literal[1]
-    kvgate: str
     model: str
     policy: str
     backend: str
     workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
     """Path of the copy of the user's samples or texts, relative to this file; null if all samples are generated."""
     gates: Thresholds
-    verdict: Verdict
+    verdict: Verdict  # type: ignore[assignment]  # the lineage does not depend on its form
     signer: str | None = None
     """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""
     binds: dict[str, str]
@@ -165,25 +168,13 @@ class Identity(Lineage, extra="forbid"):
         }
 
 
-class _Verdict(StrictModel, extra="ignore"):
-    status: str
-    rules: int = 1
-
-
-class _Decided(StrictModel, extra="ignore"):
-    """The rules of the gates that decided the verdict of an identity, and the release that wrote it."""
-
-    kvgate: str
-    verdict: _Verdict
-
-
 def read_identity(path: Path) -> Identity:
     """Read an identity.json. Raises UserError if it is missing or invalid, or if other rules of the gates decided."""
-    written = _read(path, _Decided)
-    verdict = written.verdict
-    if verdict.rules != RULES:
+    written = _read(path, Lineage)
+    status, rules = written.verdict.get("status"), written.verdict.get("rules", 1)
+    if rules != RULES:
         raise UserError(
-            f"{path}: {short(verdict.status)} by rules {verdict.rules} of the gates, this kvgate has rules {RULES}, by which "
+            f"{path}: {short(status)} by rules {short(rules)} of the gates, this kvgate has rules {RULES}, by which "
             "the same samples may get another verdict: judge it again with stage=evaluate, or verify it with the kvgate that "
             f"wrote it ({short(written.kvgate)})"
         )

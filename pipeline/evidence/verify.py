@@ -25,7 +25,7 @@ from pipeline.evidence.reading import Evidence, lineage
 from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding
 from pipeline.registry.signing import SigningConfig
-from pipeline.store.store import MANIFEST
+from pipeline.store.store import MANIFEST, read_manifest
 from stages.checkpoints.files import END_FILES, TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
 from stages.core.errors import MissingRequirement, UserError
@@ -75,12 +75,8 @@ def _seal(directory: Path) -> list[Finding]:
     A copy outside a store has no manifest. Its digest is printed, for comparison with the registry.
     """
     digest = file_digest(directory / IDENTITY_FILE)
-    manifest = directory / MANIFEST
-    if manifest.is_file():
-        try:
-            sealed = json.loads(manifest.read_text(encoding="utf-8"))["files"][IDENTITY_FILE]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            sealed = "nothing that can be read"
+    if (directory / MANIFEST).is_file():
+        sealed = (read_manifest(directory) or {"files": {}})["files"].get(IDENTITY_FILE)
         if sealed != digest:
             return [Finding("identity", "differs", f"sha256 {digest} is not what was sealed, {sealed}")]
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]

@@ -22,18 +22,8 @@ from typing import Literal
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from pipeline.registry import pages
 from pipeline.registry.mlflow_client import Client, path_of, version_of
-from pipeline.registry.pages import (
-    COLOURS,
-    UNDECIDED,
-    chosen,
-    collect_evidence,
-    description,
-    of_baseline,
-    registered_as,
-    run_tables,
-    verdict_line,
-)
 from pipeline.registry.reaching import named
 from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
@@ -111,7 +101,7 @@ class MlflowStore:
                 stack.enter_context(locked_at_once(lock))
             status = "FAILED"
             try:
-                tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": UNDECIDED}
+                tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": pages.UNDECIDED}
                 run_id = self.create_run(kv, {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()})
                 self._log(run_id, params=config)
                 yield run_id
@@ -160,23 +150,24 @@ class MlflowStore:
     def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
         """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its version."""
         version, model_id = self._register(candidate, run_id)
-        tables = {name: table for name, table in run_tables(candidate, rows).items() if table}
+        tables = {name: table for name, table in pages.run_tables(candidate, rows).items() if table}
+        said = f"{pages.description(candidate)}\n\n{pages.registered_as(self.location.model_name, version)}"
         tags = {
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
             **candidate.citations,
             "model_version": version,
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
-            "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
-            "mlflow.note.content": f"{description(candidate)}\n\n{registered_as(self.location.model_name, version)}",
+            "mlflow.runColor": pages.COLOURS.get(candidate.verdict, pages.UNDECIDED),
+            "mlflow.note.content": said,
             # MLflow's own `log_table` sends eight requests per table.
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
-        self._log(run_id, metrics=chosen(candidate), tags=tags, model_id=model_id)
+        self._log(run_id, metrics=pages.chosen(candidate), tags=tags, model_id=model_id)
         for name, table in tables.items():
             self.client.log_text(run_id, table_text(table), name)
         self.attach(run_id, [candidate.report.path])
-        baseline = of_baseline(candidate)
+        baseline = pages.of_baseline(candidate)
         if baseline:
             self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, baseline)
         return candidate.model_copy(update={"run_id": run_id, "version": version})
@@ -190,7 +181,7 @@ class MlflowStore:
         query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
         with locked(self.lock, "logging the baseline"):
             if not self.client.search_runs([self.experiment_id], query, max_results=1):
-                run_id = self.create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": UNDECIDED})
+                run_id = self.create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": pages.UNDECIDED})
                 self._log(run_id, metrics=metrics)
                 self.client.set_terminated(run_id, "FINISHED")
 
@@ -211,7 +202,7 @@ class MlflowStore:
                 version = version_of(versions[0])
             else:
                 model = self._log_model(candidate, run_id, {**tags, **candidate.citations})
-                place, said = model.artifact_location, verdict_line(candidate)
+                place, said = model.artifact_location, pages.verdict_line(candidate)
                 created = self.client.create_model_version(
                     model_name, place, run_id, tags, description=said, model_id=model.model_id
                 )
@@ -238,7 +229,7 @@ class MlflowStore:
         status: Literal["READY", "FAILED"] = "FAILED"
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                collect_evidence(candidate, Path(scratch))
+                pages.collect_evidence(candidate, Path(scratch))
                 self.client.log_model_artifacts(model.model_id, scratch)
             if self.location.log_bundle:
                 self.client.log_model_artifacts(model.model_id, str(candidate.engine.path), "engine")

@@ -117,7 +117,7 @@ class Store:
     def manifests(self, stage: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yield the directories of a stage's artifacts with their manifests, without verifying the files."""
         for path in (self.root / stage).glob(f"[!.]*/{MANIFEST}"):  # hidden ones are being made
-            manifest = _manifest(path.parent)
+            manifest = read_manifest(path.parent)
             if manifest is not None:
                 yield path.parent, manifest
 
@@ -130,7 +130,7 @@ class Store:
     def verified(self, recipe: Recipe, reused: bool = True) -> Artifact | None:
         """Return the artifact of `recipe`, or None unless its manifest has this key and every file still has its digest."""
         target = self.path(recipe)
-        manifest = _manifest(target)
+        manifest = read_manifest(target)
         if manifest is None or not manifest["key"] == json_digest(manifest["parts"]) == recipe.key:
             return None
         if tree_files(target) != manifest["files"]:
@@ -207,11 +207,12 @@ def _remove_abandoned(scratch: Path, target: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _manifest(directory: Path) -> dict[str, Any] | None:
+def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return an artifact's manifest, or None if it is missing or unreadable; such an artifact is not used."""
     try:
         manifest = parse_json(read_file(directory / MANIFEST, MOST_BYTES))
-        complete = isinstance(manifest["parts"]["inputs"], dict) and {"key", "files", "seconds"} <= manifest.keys()
+        complete = isinstance(manifest["parts"]["inputs"], dict) and isinstance(manifest["files"], dict)
+        complete = complete and {"key", "seconds"} <= manifest.keys()
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return manifest if complete else None

@@ -79,7 +79,7 @@ def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
             "How far each policy is from FP16, and how many bytes its cache takes",
             "Down and left is better. The line joins the policies that no other policy beats in both. Values below 1e−6 are "
             "drawn at 1e−6.",
-            quality_spec(quality, "mean KL [nats/token]", "A/A floor"),
+            quality_spec(quality),
             quality,
             {"policy": "policy", "KiB/token": "kib", "mean KL": "exact", "limit": "limit", "on the front": "front"},
         )
@@ -106,16 +106,16 @@ def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
     }
 
 
-def draw_svg(specs: Sequence[Spec], **options: Any) -> list[str]:
+def draw_svg(specs: Sequence[Spec]) -> list[str]:
     """Render Vega-Lite specifications as SVG. Vega escapes the texts.
 
     Vega runs in a process of its own: its threads would hang in every process that this one forks later.
     """
     script = (
-        f"import sys; sys.path[:] = {sys.path!r}; import json, vl_convert; specs, options = json.load(sys.stdin); "
-        "json.dump([vl_convert.vegalite_to_svg(spec, **options) for spec in specs], sys.stdout)"
+        f"import sys; sys.path[:] = {sys.path!r}; import json, vl_convert; "
+        "json.dump([vl_convert.vegalite_to_svg(spec) for spec in json.load(sys.stdin)], sys.stdout)"
     )
-    asked = json.dumps([[{"config": LOOK, **_cleaned(spec)} for spec in specs], options])
+    asked = json.dumps([{"config": LOOK, **_cleaned(spec)} for spec in specs])
     drawn = subprocess.run([sys.executable, "-c", script], input=asked, capture_output=True, text=True, check=True)
     return [str(svg) for svg in json.loads(drawn.stdout)]
 
@@ -270,10 +270,10 @@ def recovery_spec(data: list[Datum]) -> Spec:
     return {"data": {"values": data}, "facet": facet, "columns": 3, "spec": panel}
 
 
-def quality_spec(data: list[Datum], measure: str, floor: str, unit: str = ".1e") -> Spec:
+def quality_spec(data: list[Datum]) -> Spec:
     """Return a chart with a point per policy: its distance from FP16 over its cache's bytes per token."""
     x = _number("kib", "cache [KiB/token]", scale={"zero": False, "nice": True, "padding": 24}, axis={"tickCount": 8})
-    y = _logarithmic("distance", measure)
+    y = _logarithmic("distance", "mean KL [nats/token]")
     limits = sorted({row["limit"] for row in data} - {None})
     floors = {row["distance"]: row["exact"] for row in data if row["verdict"] == "baseline" and row["exact"] is not None}
     line = {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5, "opacity": 0.6, "color": FAINT}
@@ -284,7 +284,7 @@ def quality_spec(data: list[Datum], measure: str, floor: str, unit: str = ".1e")
         "height": 340,
         "layer": [
             *(_level(y, limit, f"limit: at most {limit:.3g}", LIMIT) for limit in limits),
-            *(_level(y, at, f"{floor}: {exact:{unit}}", FAINT, left=True) for at, exact in sorted(floors.items())),
+            *(_level(y, at, f"A/A floor: {exact:.1e}", FAINT, left=True) for at, exact in sorted(floors.items())),
             {"transform": [{"filter": "datum.front"}], "mark": line, "encoding": {"x": x, "y": y}},
             {
                 "transform": [{"filter": "isValid(datum.distance)"}],

@@ -20,7 +20,7 @@ from small_runs import build, evaluate, open_tracking
 
 from pipeline.registry import summary
 from pipeline.registry.promotion import Engines
-from pipeline.store.store import _manifest
+from pipeline.store.store import read_manifest
 from stages.core.digest import tree_files
 from stages.core.errors import GateRefusal, UserError
 
@@ -46,7 +46,7 @@ def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | N
         return [evaluate(work, checkpoint, policy, f"sweep-{os.getpid()}", uri).version for policy in policies]
     elif kind == "verify":
         for path in (work / "artifacts").glob("[!.]*/[!.]*"):
-            manifest = _manifest(path)
+            manifest = read_manifest(path)
             assert manifest is not None, f"{path} is there and not finished"
             assert tree_files(path) == manifest["files"], path
     elif kind == "promote":
