@@ -9,13 +9,16 @@ from typing import Any
 
 import yaml
 
-from stages.evaluate.inputs.checks import judge
+from pipeline.config.compose import plan
+from stages.engines.vllm.backend import cache_dtype
+from stages.evaluate.inputs.checks import judge as judge_answer
 from stages.evaluate.inputs.samples import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKFLOW = (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")
 JOB: dict[str, Any] = yaml.safe_load(WORKFLOW)
 STEPS: list[dict[str, Any]] = JOB["jobs"]["judge"]["steps"]
+GPU: dict[str, Any] = JOB["jobs"]["vllm"]
 
 
 def test_a_refusal_stops_the_ci_job_before_it_promotes() -> None:
@@ -31,7 +34,20 @@ def test_the_ci_job_may_only_read_and_runs_nothing_that_can_be_moved() -> None:
     used = re.findall(r"uses: (\S+)", WORKFLOW)
     assert used
     assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action) for action in used)
-    assert not any("${{" in step.get("run", "") for step in STEPS), "an expression in a script runs as code"
+    assert not any("${{" in step.get("run", "") for step in STEPS + GPU["steps"]), "an expression in a script runs as code"
+
+
+def test_the_gpu_job_judges_policies_of_vllm_and_promotes_what_it_judged(tmp_path: Path) -> None:
+    values = {**JOB["env"], **GPU["env"], "HOME": str(tmp_path), "SAMPLES": ROOT / "examples" / "own_samples.jsonl"}
+    commands = [step["run"] for step in GPU["steps"] if step.get("run", "").startswith("kvgate ")]
+    judge, promote = (re.sub(r"\$(\w+)", lambda name: str(values[name[1]]), command).split()[1:] for command in commands)
+    jobs = plan([part for part in judge if part != "-m"], multirun=True).jobs
+    assert [cache_dtype(job.kv, job.backend) for job in jobs] == ["fp8_e4m3", "fp8_e4m3"]
+    promoting = plan(promote, multirun=False).jobs[0]
+    assert promoting.stage == "promote"
+    for key in ("work", "tracking", "gates"):
+        assert getattr(promoting, key) == getattr(jobs[0], key)
+    assert GPU["if"].startswith("${{ vars.KVGATE_GPU == 'true'")
 
 
 def test_bfcls_calls_become_questions_that_are_read_and_judged(tmp_path: Path) -> None:
@@ -59,8 +75,8 @@ def test_bfcls_calls_become_questions_that_are_read_and_judged(tmp_path: Path) -
         "c_0": {"base": 10, "height": 5},
         "c_4": {"base": 2, "height": 5},
     }
-    assert judge(samples["c_0"], '{"name": "area", "arguments": {"height": 5, "base": 10}}').correct
-    assert not judge(samples["c_0"], '{"name": "side", "arguments": {"base": 10}}').correct
+    assert judge_answer(samples["c_0"], '{"name": "area", "arguments": {"height": 5, "base": 10}}').correct
+    assert not judge_answer(samples["c_0"], '{"name": "side", "arguments": {"base": 10}}').correct
     refused = subprocess.run([*given, tmp_path / "none"], capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
     assert "give --data DIR" in refused.stderr
