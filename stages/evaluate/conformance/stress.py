@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stages.core.records import Progress, no_progress
 from stages.engines.base import Logits
 from stages.engines.interface import SupportsExtend, SupportsFork, SupportsRequests
 from stages.engines.reference.attention import Fed
@@ -36,12 +37,18 @@ class StressTest:
     claimed: int
     """Number of tokens in the longest sample."""
     seed: int = 0
+    progress: Progress = no_progress
+    """Called with the tokens that the engine or the reference engine computed, and their approximate total."""
     scenario: str = ""
     """Name of the running scenario."""
     failures: list[str] = field(default_factory=list)
     """Messages about contradictions, refused scenarios, and influence between requests."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts and maxima by field of `StressResult`."""
+    computed: int = 0
+    """Tokens that the engine was fed or generated, and tokens that the reference engine replayed."""
+    unreplayed: int = 0
+    """Tokens of watched sequences that the reference engine has not replayed yet."""
     idle: float = 0.0
     """Longest idle time of the engine with a live sequence, in seconds."""
     resting: ForcedSequence | None = None
@@ -59,6 +66,17 @@ class StressTest:
     def __post_init__(self) -> None:
         self.engine, self.deviations = self.comparer.engine, Deviations(self.comparer)
         self.rng = np.random.default_rng(self.seed)
+
+    @property
+    def total(self) -> int:
+        """Approximate number of `computed` tokens at the end, as measured on engines that support all scenarios."""
+        config, longest = self.config, self.max_tokens
+        by_length = 4 * longest + min(6 * longest, 8_000) + min(40 * longest, 12_000) + 3 * min(self.claimed, longest)
+        return by_length + 60 * self.largest + 5 * min(config.decode_steps, longest) + 340 * config.requests
+
+    def _advance(self, tokens: int) -> None:
+        self.computed += tokens
+        self.progress("stress test [tokens]", self.computed, max(self.total, self.computed))
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -89,8 +107,10 @@ class StressTest:
         self, sequence: ForcedSequence, tokens: Sequence[int], logits_V: Logits, row: int, batch: int, *, decoded: bool
     ) -> None:
         """Record fed tokens and the logits of the last token, computed in row `row` of a batch of size `batch`."""
+        self._advance(len(tokens))
         sequence.feed(tokens, logits_V, (row, batch), decoded=decoded)
         if sequence.watched:
+            self.unreplayed += len(tokens)
             self.counts["rows"] += 1
             self.counts["prompts"] += not decoded
             self._reach(tokens=len(sequence.tokens))
@@ -146,6 +166,7 @@ class StressTest:
         at_once = at_once or self.largest
         answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
         self.counts["requests"] += len(sequences)
+        self._advance(sum(len(sequence.prompt) for sequence in sequences) + sum(map(len, answers)))
         for sequence, answer, limit in zip(sequences, answers, limits, strict=True):
             stopped = [] if len(answer) >= limit else list(stops[-1:])
             wrong = []
@@ -243,6 +264,8 @@ class StressTest:
         if sum(len(sequence.tokens) for sequence in ended) >= least:
             self.ended = []
             self.deviations.compare(ended)
+            self._advance(self.unreplayed)
+            self.unreplayed = 0
 
     def _check_forced_answers(self) -> list[tuple[ForcedSequence, list[int]]]:
         """Check the answers of `generate` that the engine was also forced to decode; return the other answers."""
@@ -267,6 +290,7 @@ class StressTest:
             Fed([*sequence.prompt, *answer[:-1]], [(len(sequence.prompt), False), (len(answer) - 1, True)])
             for sequence, answer in answers
         ]
+        self._advance(sum(len(fed.tokens) for fed in feds))
         replays = [replay for group in passes(feds) for replay in self.comparer.reference.replay(group, disturbed=False)]
         for (sequence, answer), replay in zip(answers, replays, strict=True):
             if contradiction(self.engine, replay.logits, answer) is not None:

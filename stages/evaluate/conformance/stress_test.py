@@ -7,7 +7,6 @@ codes that the engine stored, and the codes themselves.
 
 import secrets
 import time
-from collections.abc import Iterator
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
@@ -43,7 +42,7 @@ def run_stress_test(
         config: Limits of the test.
         batch_size: Batch size of the evaluation. The test's largest batch is at least this large.
         claimed: Tokens of the longest sample. Several rows of the largest batch have this length.
-        progress: Called with the number of finished scenarios.
+        progress: Called with the number of computed tokens, and their approximate total.
         baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None if
             unknown.
     """
@@ -55,9 +54,8 @@ def run_stress_test(
     held = process_memory(engine, max_tokens)
     seed = secrets.randbits(32) if config.seed is None else config.seed
     comparer = Comparer(engine, reference.allowing(baseline))
-    test = StressTest(comparer, config, max_tokens, largest, claimed, seed)
-    for ended in _run_scenarios(test):
-        progress("stress test [scenarios]", ended, len(SCENARIOS))
+    test = StressTest(comparer, config, max_tokens, largest, claimed, seed, progress)
+    _run_scenarios(test)
     failures = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations.messages()]
     if isinstance(engine, SupportsForgetting):
         engine.forget_prefixes()
@@ -74,12 +72,11 @@ def run_stress_test(
     )
 
 
-def _run_scenarios(test: StressTest) -> Iterator[int]:
-    """Run the scenarios that the engine supports. Yield the number of finished scenarios, beginning with 0.
+def _run_scenarios(test: StressTest) -> None:
+    """Run the scenarios that the engine supports.
 
     One sequence stays live during all scenarios. It decodes a token per scenario and rests for `IDLE_SECONDS` per request once.
     """
-    yield 0
     engine = test.engine
     if not isinstance(engine, SupportsRequests) and (engine.max_sequences is None or engine.max_sequences > test.largest):
         test.scenario = "rest"
@@ -88,7 +85,7 @@ def _run_scenarios(test: StressTest) -> Iterator[int]:
             "a sequence that rests while others come and go", test.length(min(PAGE_TOKENS + 1, most), most)
         )
         test.prefill(test.resting)
-    for ended, scenario in enumerate(SCENARIOS, start=1):
+    for scenario in SCENARIOS:
         if all(isinstance(engine, need) for need in scenario.needs):
             test.scenario = scenario.name
             try:
@@ -98,7 +95,6 @@ def _run_scenarios(test: StressTest) -> Iterator[int]:
             test.end()
             if test.resting is not None:
                 test.decode(test.resting)
-        yield ended
     if test.resting is not None:
         test.scenario, resting, test.resting = "rest", test.resting, None
         pause = IDLE_SECONDS * test.config.requests

@@ -80,10 +80,19 @@ def reference(model: Any) -> ReferenceEngine:
 
 @pytest.mark.parametrize(("name", "attention"), [("int8", "graph"), ("evicted_ages", "native")])
 def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decoder: Path, tmp_path: Path) -> None:
-    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], attention=attention)
+    engine, progress = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], attention=attention), list[tuple[int, int]]()
     found = run_stress_test(
-        engine, ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape), "float32"), SMALL, 4, 150, no_progress
+        engine,
+        ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape), "float32"),
+        SMALL,
+        4,
+        150,
+        lambda _, *amounts: progress.append(amounts),
     )
+    (_, announced), (computed, last) = progress[0], progress[-1]
+    assert 0.7 < computed / announced < 1.4, "the announced number of tokens"
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert computed <= last
     assert found.failures == []
     assert found.allocation.problem is None
     assert (found.tokens, found.batch, found.page_offsets) == (192, 6, PAGE_TOKENS)
