@@ -1,6 +1,6 @@
 """Building blocks of gates: the evidence that they read, the figures that a bet decides, and the lines that they write."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stages.verdict.bets import Array, Mean, Result, by_document
@@ -103,15 +103,3 @@ class Line:
     """Meaning of the line's value."""
     samples_decide: bool = True
     """Whether more samples can decide an INCONCLUSIVE line."""
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A gate, which yields figures, checks, or both."""
-
-    lines: Mapping[str, Line]
-    """Kinds of lines by key."""
-    figures: Callable[[GateInput, Thresholds], Iterable[Figure]] | None = None
-    """Yields the figures that are tested after every round."""
-    check: Callable[[GateInput, Thresholds], Iterable[Check]] | None = None
-    """Yields the checks of the complete report, once after all rounds that ran."""

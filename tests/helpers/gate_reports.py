@@ -7,8 +7,7 @@ from typing import Any
 
 from stages.verdict.engine_tests import EngineTests, FreeAnswers, FullPool
 from stages.verdict.gate import GateInput
-from stages.verdict.gates import GATES as ALL_GATES
-from stages.verdict.gates import decide
+from stages.verdict.gates import CHECKS, FIGURES, decide
 from stages.verdict.report import (
     Acceptance,
     Accuracy,
@@ -140,13 +139,17 @@ def verdict(rows: list[SampleRow], thresholds: Thresholds = GATES, **changes: ob
 
 
 def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Thresholds = GATES) -> list[Check]:
-    """Return the lines of the gate that writes lines named `key`, decided at the last look as if it were the only gate."""
+    """Return the lines of the function that writes lines named `key`, decided at the last look as if it were the only one."""
     evidence = GateInput(judged, rows)
-    gate = next(one for one in ALL_GATES if key in one.lines)
-    figures = list(gate.figures(evidence, thresholds)) if gate.figures is not None and rows else []
-    tested = [(figure, figure.test(ALPHA / 2 / len(figures), thresholds, last=True)) for figure in figures]
-    found = [figure.check(result, thresholds) for figure, result in tested if figure.must_pass or result.decision == "FAIL"]
-    return [*found, *(gate.check(evidence, thresholds) if gate.check is not None else ())]
+    for measured in FIGURES if rows else ():
+        figures = list(measured(evidence, thresholds))
+        if any(figure.gate == key for figure in figures):
+            tested = [(figure, figure.test(ALPHA / 2 / len(figures), thresholds, last=True)) for figure in figures]
+            return [
+                figure.check(result, thresholds) for figure, result in tested if figure.must_pass or result.decision == "FAIL"
+            ]
+    found = (list(checked(evidence, thresholds)) for checked in CHECKS)
+    return next((checks for checks in found if any(check.gate == key for check in checks)), [])
 
 
 def full_pool_line(found: FullPool) -> Check:

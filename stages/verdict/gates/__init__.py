@@ -1,6 +1,7 @@
 """The gates: `decide` turns a report into PASS, FAIL or INCONCLUSIVE. It is pure and deterministic.
 
-To add a gate, add a function to a file of this folder, its lines to GATES, and a row to the table of docs/verdict.md.
+To add a gate, add a function to a file of this folder and to FIGURES or CHECKS, its lines to LINES, and a row to the table of
+docs/verdict.md.
 
 Samples run in rounds. After every round, all figures are tested on the samples of all rounds until then; such a test is a look.
 A bet is valid at every look (`stages.verdict.bets`), while Student's t is used only at the last planned look. A PASS
@@ -11,10 +12,10 @@ A figure that fails at any look has failed. Thresholds without figures judge the
 finite never passes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.gate import Gate, GateInput, Line
+from stages.verdict.gate import Figure, GateInput, Line
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.gates.recovery import RECOVERY, needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
@@ -24,73 +25,47 @@ Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
 
 _CUT = "; for a PASS, a document counts as three times the limit at most"
-GATES = (
-    Gate({"complete": Line("Complete", "nothing where all samples are whole")}),
-    Gate({RECOVERY: Line("Recovery", "share of the probability of right answers that is kept")}, figures=recovery),
-    Gate(
-        {answers.ACCURACY: Line("Right answers", "points that the policy gains or loses against FP16")},
-        figures=answers.accuracy,
-    ),
-    Gate(
-        {answers.ACCEPTANCE: Line("Acceptance loss", "share of the tokens a pass under speculative decoding")},
-        figures=answers.acceptance,
-        check=answers.unmeasured,
-    ),
-    Gate(
-        {evaluation.MIN_SAMPLES: Line("Documents", "per planned workload; if no question has an answer, over all workloads")},
-        check=evaluation.documents,
-    ),
-    Gate(
-        {
-            "max_mean_kl": Line("Mean KL", f"nats per token from FP16{_CUT}"),
-            "min_top10_overlap": Line("Top-10 overlap", f"share of the ten most likely tokens that both agree on{_CUT}"),
-        },
-        figures=distances.distances,
-    ),
-    Gate(
-        {
-            "max_ruined_share": Line("Ruined requests", "share whose mean KL is beyond three times its limit"),
-            "max_p999_kl": Line("Far tokens", f"share of the tokens with a KL above {FAR_KL:g}"),
-        },
-        figures=distances.rare,
-    ),
-    Gate(
-        {"noise_floor": Line("A/A noise", "distance of an engine from itself", samples_decide=False)},
-        check=evaluation.noise_floor,
-    ),
-    Gate(
-        {"must_fail_control": Line("Must-fail control", "mean KL with corrupted key scales", samples_decide=False)},
-        check=distances.must_fail_control,
-    ),
-    Gate(
-        {
-            "conformance": Line(
-                "Conformance", "distance from the reference engine, as a share of rounding", samples_decide=False
-            )
-        },
-        check=engine.conformance,
-    ),
-    Gate(
-        {
-            "stress_test": Line("Stress test", "sequences of random tokens that deviate from the reference engine"),
-            "allocation": Line("Allocation", "bytes that differ from the policy's"),
-            "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one"),
-        },
-        check=engine.stress_test,
-    ),
-    Gate({"scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's")}, check=engine.scale_delivery),
-    Gate(
-        {"full_pool": Line("Full pool", "requests that a full pool changes beyond noise", samples_decide=False)},
-        check=engine.full_pool,
-    ),
-    Gate(
-        {"takes_effect": Line("Long enough", "tokens of the longest sample", samples_decide=False)},
-        check=evaluation.takes_effect,
-    ),
+LINES: Mapping[str, Line] = {
+    "complete": Line("Complete", "nothing where all samples are whole"),
+    RECOVERY: Line("Recovery", "share of the probability of right answers that is kept"),
+    answers.ACCURACY: Line("Right answers", "points that the policy gains or loses against FP16"),
+    answers.ACCEPTANCE: Line("Acceptance loss", "share of the tokens a pass under speculative decoding"),
+    evaluation.MIN_SAMPLES: Line("Documents", "per planned workload; if no question has an answer, over all workloads"),
+    "max_mean_kl": Line("Mean KL", f"nats per token from FP16{_CUT}"),
+    "min_top10_overlap": Line("Top-10 overlap", f"share of the ten most likely tokens that both agree on{_CUT}"),
+    "max_ruined_share": Line("Ruined requests", "share whose mean KL is beyond three times its limit"),
+    "max_p999_kl": Line("Far tokens", f"share of the tokens with a KL above {FAR_KL:g}"),
+    "noise_floor": Line("A/A noise", "distance of an engine from itself", samples_decide=False),
+    "must_fail_control": Line("Must-fail control", "mean KL with corrupted key scales", samples_decide=False),
+    "conformance": Line("Conformance", "distance from the reference engine, as a share of rounding", samples_decide=False),
+    "stress_test": Line("Stress test", "sequences of random tokens that deviate from the reference engine"),
+    "allocation": Line("Allocation", "bytes that differ from the policy's"),
+    "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one"),
+    "scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's"),
+    "full_pool": Line("Full pool", "requests that a full pool changes beyond noise", samples_decide=False),
+    "takes_effect": Line("Long enough", "tokens of the longest sample", samples_decide=False),
+}
+"""All kinds of lines by key, in the order of a verdict. If `complete` fails, nothing else is judged."""
+FIGURES: tuple[Callable[[GateInput, Thresholds], Iterable[Figure]], ...] = (
+    recovery,
+    answers.accuracy,
+    answers.acceptance,
+    distances.distances,
+    distances.rare,
 )
-"""All gates, in the order of a verdict's lines. If `complete` fails, no other gate is judged."""
-LINES: Mapping[str, Line] = {key: line for gate in GATES for key, line in gate.lines.items()}
-"""All kinds of lines by key."""
+"""Functions that yield the figures, which are tested after every round."""
+CHECKS: tuple[Callable[[GateInput, Thresholds], Iterable[Check]], ...] = (
+    answers.unmeasured,
+    evaluation.documents,
+    evaluation.noise_floor,
+    distances.must_fail_control,
+    engine.conformance,
+    engine.stress_test,
+    engine.scale_delivery,
+    engine.full_pool,
+    evaluation.takes_effect,
+)
+"""Functions that yield the checks of the complete report, once after all rounds that ran."""
 
 
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thresholds) -> Verdict:
@@ -111,11 +86,9 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
         evidence = replace(whole, rows=[row for row in rows if row.round <= number])
         found = {(check.gate, check.where): check for check in _look(evidence, thresholds, number)}
         failed |= {place: check for place, check in found.items() if check.status == "FAIL"}
-    figures = list((found | failed).values())
-    checks: list[Check] = []
-    for gate in GATES:
-        checks += [check for check in figures if check.gate in gate.lines]
-        checks += gate.check(whole, thresholds) if gate.check is not None else ()
+    order = list(LINES)
+    checks = [*(found | failed).values(), *(check for checked in CHECKS for check in checked(whole, thresholds))]
+    checks.sort(key=lambda check: order.index(check.gate))
     checks, numbers = _advised(checks, whole, thresholds)
     verdict = conclude(checks, numbers, looks)
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
@@ -132,7 +105,7 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
     """Yield the lines of all figures at the look after round `number`."""
     rounds = len(evidence.report.planned_rounds)
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
-    figures = [figure for gate in GATES if gate.figures is not None for figure in gate.figures(evidence, thresholds)]
+    figures = [figure for measured in FIGURES for figure in measured(evidence, thresholds)]
     main = sum(figure.gate == RECOVERY for figure in figures)
     for figure in figures:
         together = main if figure.gate == RECOVERY else len(figures) - main
