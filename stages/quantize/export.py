@@ -6,9 +6,7 @@ If an export is not written, exports.json contains the reason.
 import copy
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,7 +49,7 @@ def export(
     `out` receives:
 
     - `unified_hf/`, `tensorrt_llm/`: the exports that can express the policy, each validated.
-    - `exports.json`: the rule for each export's scales, or the reason why an export was not written.
+    - `exports.json`: for each export the reason why it was not written; null if it was written.
     - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: the quantized checkpoint (as links), the policy and its scales.
     """
     info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
@@ -59,15 +57,14 @@ def export(
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(scales, out / SCALES_FILE)
     if info.quantized is not None:
-        _write_report(out, as_given(quantized / SERVED, out / "unified_hf", policy))
+        _write_reasons(out, as_given(quantized / SERVED, out / "unified_hf", policy))
         return
-    reasons = {
+    reasons: Reasons = {
         "tensorrt_llm": export_refusal(policy, TENSORRT_LLM_KV) or tensorrt_llm_refusal(info),
         "unified_hf": export_refusal(policy, UNIFIED_HF_KV),
     }
-    report: dict[str, Report] = {name: {"written": False, "reason": reason} for name, reason in reasons.items()}
+    _write_reasons(out, reasons)
     if all(reasons.values()):
-        _write_report(out, report)
         return
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     static = KVScales.model_validate_json(scales.read_bytes())
@@ -83,8 +80,6 @@ def export(
     if not reasons["tensorrt_llm"]:
         adapter.export_tensorrt_llm(copy.deepcopy(model), out / "tensorrt_llm", source_dtype(info))
         validate.validate_tensorrt_llm(out / "tensorrt_llm", policy, weights, info.shape.layers, static)
-        floor = validate.TENSORRT_LLM_FP8_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
-        report["tensorrt_llm"] = _written(policy, f"max(scale, {floor:g})" if floor else "scale", shared=True)
     progress("exporting", 1, 2)
     if not reasons["unified_hf"]:  # must be last: the exporter changes the model in place
         adapter.export_unified_hf(model, out / "unified_hf")
@@ -93,20 +88,18 @@ def export(
         for name in (GENERATION, *TOKENIZER_FILES):
             if name in info.other_files:
                 shutil.copyfile(info.path / name, out / "unified_hf" / name)
-        report["unified_hf"] = _written(policy, "scale", shared=False)
     progress("exporting", 2, 2)
-    _write_report(out, report)
 
 
-Report = dict[str, Any]
-"""Entry of `exports.json` for one export: whether it was written, and the rule for its scales or the reason why not."""
+Reasons = dict[str, str | None]
+"""Content of `exports.json`: by export the reason why it was not written; None if it was."""
 
 
-def _write_report(out: Path, report: Mapping[str, Report]) -> None:
-    (out / "exports.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+def _write_reasons(out: Path, reasons: Reasons) -> None:
+    (out / "exports.json").write_text(json.dumps(reasons, indent=1) + "\n", encoding="utf-8")
 
 
-def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
+def as_given(served: Path, out: Path, policy: KVPolicy) -> Reasons:
     """Write a checkpoint that ModelOpt has already quantized as a unified export; only the cache's declaration changes.
 
     Return the content of `exports.json`. A checkpoint in another format is not written.
@@ -114,9 +107,9 @@ def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
     info = inspect_checkpoint(served)
     assert info.quantized is not None
     reason = info.quantized.other_than_modelopt or export_refusal(policy, UNIFIED_HF_KV)
-    report = {"tensorrt_llm": {"written": False, "reason": f"weights in the form of {info.quantized.title}"}}
+    reasons = {"tensorrt_llm": f"weights in the form of {info.quantized.title}", "unified_hf": reason}
     if reason:
-        return {**report, "unified_hf": {"written": False, "reason": reason}}
+        return reasons
     copy_checkpoint(info, out, but=("config.json", MODELOPT_FILE))
     declared = read_config(served)["quantization_config"]
     cache = {"kv_cache_quant_algo": algorithm(policy.key), "exclude_modules": declared.get("ignore") or []}
@@ -124,9 +117,4 @@ def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
     config = {key: value for key, value in read_json(served, "config.json").items() if key != "quantization_config"}
     for name, written in (("config.json", config), (MODELOPT_FILE, content)):
         (out / name).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    return {**report, "unified_hf": _written(policy, "scale", shared=False)}
-
-
-def _written(policy: KVPolicy, rule: str, *, shared: bool) -> Report:
-    scales = {"kv_scale": rule, "kv_scale_shared_by_keys_and_values": shared} if policy.quantized else {}
-    return {"written": True, **scales}
+    return reasons

@@ -6,12 +6,10 @@ Only the last step depends on the policy, so a model is quantized and measured o
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-import transformers
 
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.checkpoints.families import LINEARS
@@ -57,7 +55,7 @@ def quantize_weights(
 
     - `checkpoint/`: a plain Hugging Face checkpoint with the engine's effective weights (see materialize.py).
     - `served/`: only if the checkpoint's weights are already quantized: the checkpoint itself, which engines load.
-    - `quantizers.json`: the enabled quantizers, the amount of calibration data, and the device.
+    - `quantizers.json`: the enabled quantizers, and the device.
     """
     info, runs_on = inspect_checkpoint(checkpoint), calibration_device()
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
@@ -69,14 +67,9 @@ def quantize_weights(
         write_dequantized(info, out / CHECKPOINT, dequantized_weights(model, info.shape.layers))
     else:
         copy_checkpoint(info, out / CHECKPOINT)
-    used = samples if weights != "none" else []
     report = {
-        "modelopt": version("nvidia-modelopt"),
-        "transformers": transformers.__version__,
         "device": runs_on.type if weights != "none" else "cpu",  # an export needs the same device to repeat the quantization
-        "weights": weights,
         "quantizers": sorted(weight_recipe(weights, info.shape.layers).expected),
-        "calibration": {"texts": len(used), "tokens": sum(map(len, used)), "max_length": max_length},
     }
     (out / "quantizers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

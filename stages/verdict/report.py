@@ -152,11 +152,6 @@ class Accuracy(Record):
         )
 
     @property
-    def difference(self) -> float:
-        """The candidate's accuracy minus the baseline's."""
-        return (self.gained - self.lost) / self.judged
-
-    @property
     def recovery(self) -> float | None:
         """Share of the probability of right answers that the candidate keeps; None if unknown, or if the baseline's is 0."""
         if self.candidate_probability is None or not self.baseline_probability:
@@ -170,7 +165,6 @@ class Slice(Record):
     workload: str | None
     context: tuple[int, int | None] | None
     samples: int
-    documents: int
     accuracy: Accuracy | None
     fidelity: Fidelity
     acceptance: dict[str, Acceptance] = Field(default={})

@@ -98,7 +98,7 @@ def fidelity(**changes: object) -> Fidelity:
 
 
 def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
-    whole = Slice(workload=None, context=None, samples=len(rows), documents=1, accuracy=None, fidelity=fidelity())
+    whole = Slice(workload=None, context=None, samples=len(rows), accuracy=None, fidelity=fidelity())
     low = whole.model_copy(update={"workload": "retrieval", "context": (0, 150)})
     system: dict[str, object] = {**dict.fromkeys(SystemMetrics.model_fields, 1), "attention": "graph"}
     values: dict[str, object] = {
@@ -126,7 +126,7 @@ def _part(rows: list[SampleRow], workload: str | None) -> Slice:
     """Return the slice of one workload, or of all rows if `workload` is None, with its answers."""
     own = [one for one in rows if workload in (None, one.workload)]
     counted = Accuracy.of(own)
-    return Slice(workload=workload, context=None, samples=len(own), documents=1, accuracy=counted, fidelity=fidelity())
+    return Slice(workload=workload, context=None, samples=len(own), accuracy=counted, fidelity=fidelity())
 
 
 def sliced(rows: list[SampleRow]) -> EvaluationReport:

@@ -51,9 +51,7 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
     ranks, target = config.tensor_parallel_size, config.target
     export = exports / TARGETS[target].export
     if not export.is_dir():
-        reason = json.loads((exports / "exports.json").read_text(encoding="utf-8"))[export.name].get(
-            "reason", "see exports.json"
-        )
+        reason = json.loads((exports / "exports.json").read_text(encoding="utf-8"))[export.name]
         raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {reason}")
     progress("build", 0, STEPS)
     interpreter, info, _ = begin_bundle(PROGRAM, config, exports / "checkpoint", out, policy, scales, progress)

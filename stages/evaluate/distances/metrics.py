@@ -99,7 +99,6 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
                 workload=key[0],
                 context=key[1],
                 samples=len(slice_rows),
-                documents=len({row.document for row in slice_rows}),
                 accuracy=Accuracy.of(judged) if judged else None,
                 fidelity=fidelity(steps),
                 acceptance=acceptance(slice_rows),

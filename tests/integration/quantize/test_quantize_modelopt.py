@@ -113,8 +113,8 @@ def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: 
         assert shared < 1
         assert engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item() == pytest.approx(shared, rel=1e-6)
     report = json.loads((out / "exports" / "exports.json").read_text())
-    assert report["tensorrt_llm"] == {"written": True, "kv_scale": "scale", "kv_scale_shared_by_keys_and_values": True}
-    assert not report["unified_hf"]["written"]
+    assert report["tensorrt_llm"] is None
+    assert "int8" in report["unified_hf"]
     assert not (out / "exports" / "unified_hf").exists()
 
 
@@ -124,8 +124,7 @@ def test_quantized_weights_are_asserted_exported_and_validated(weights: WeightsF
     report = json.loads((out / "quantizers.json").read_text())
     assert len(report["quantizers"]) == 4 * (7 if weights == "int4_awq" else 14)
     exports = json.loads((out / "exports" / "exports.json").read_text())
-    assert exports["unified_hf"]["written"]
-    assert exports["tensorrt_llm"]["written"]
+    assert exports == {"tensorrt_llm": None, "unified_hf": None}
     with safe_open(out / "exports" / "unified_hf" / "model.safetensors", framework="np") as exported:
         packed = exported.get_slice("model.layers.0.mlp.up_proj.weight").get_dtype()
     assert packed == {"fp8": "F8_E4M3", "int8_sq": "I8", "int4_awq": "U8"}[weights]
@@ -252,8 +251,8 @@ def test_every_family_gets_its_quantizers_and_exports(family: Path, tmp_path: Pa
     }
     assert set(report["quantizers"]) == linear
     exports = json.loads((tmp_path / "exports" / "exports.json").read_text())
-    assert exports["unified_hf"]["written"]
-    assert exports["tensorrt_llm"]["written"] == ("mistral" in family.name)
+    assert exports["unified_hf"] is None
+    assert (exports["tensorrt_llm"] is None) == ("mistral" in family.name)
     with safe_open(tmp_path / "exports" / "unified_hf" / "model.safetensors", framework="pt") as exported:
         assert exported.get_tensor("model.embed_tokens.weight").dtype is torch.bfloat16
     assert other_codes(tmp_path) == 0

@@ -89,8 +89,8 @@ def test_tensorrt_llm_is_given_the_weights_that_modelopt_wrote_and_no_others(
     report = as_given(tmp_path / "made" / SERVED, tmp_path / "unified_hf", policy)
     engine, pytorch = (refuse(target, policy, "none", info, 1) for target in ("engine", "pytorch"))
     assert "backend.target=engine: weights that are quantized already; use backend=vllm" in str(engine)
-    assert not report["tensorrt_llm"]["written"]
-    assert report["unified_hf"]["written"] is (form == "ModelOpt FP8") is (pytorch is None)
+    assert report["tensorrt_llm"] is not None
+    assert (report["unified_hf"] is None) is (form == "ModelOpt FP8") is (pytorch is None)
     if pytorch is None:
         declared = json.loads((tmp_path / "unified_hf" / "hf_quant_config.json").read_text(encoding="utf-8"))["quantization"]
         assert declared == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
