@@ -118,7 +118,7 @@ class PromotionMove:
 
 
 def live_tokens(candidate: Candidate) -> float:
-    """Return the live tokens that fit the memory budget (`workloads.load`), by which servers admit requests."""
+    """Return the live tokens that fit the memory budget (`max_live_tokens`), by which servers admit requests."""
     return candidate.metrics.get("memory/max_live_tokens", -math.inf)
 
 
@@ -145,11 +145,6 @@ class RegisteredEngine:
     def live_tokens(self) -> int:
         """Tokens that the memory of `load` holds at once. Promotions rank engines by this number too."""
         return self.report.system.max_live_tokens
-
-    @property
-    def load(self) -> tuple[float, int]:
-        """Cache memory in GiB, and tokens per sequence."""
-        return self.report.system.budget_gib, self.report.system.sequence_tokens
 
     @property
     def workloads(self) -> set[str]:

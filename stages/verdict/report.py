@@ -215,9 +215,8 @@ class SystemMetrics(Record):
     kib_per_token_allocated: Annotated[Number, MEMORY]
     """KiB per token as measured: size of the engine's pool divided by the tokens that its pages hold."""
     pool_bytes: Annotated[int, MEMORY]
-    budget_gib: Annotated[float, MEMORY]
-    sequence_tokens: Annotated[int, MEMORY]
     max_live_tokens: Annotated[int, MEMORY]
+    """Tokens that 1 GiB of cache holds in sequences of 1,024 tokens."""
     threads: int | None = None
     """CPU threads of the engine; null for an engine without this setting."""
     attention: str | None = None
