@@ -61,8 +61,8 @@ class VerdictSteps:
     def report(self) -> Artifact:
         """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
         policy = self.chain.config.kv
-        made = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         self._note_number()
+        made = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self.note_length(self._encoded)
         answers = made[answers_input(1)] = self.round(FP16_POLICY, 1)

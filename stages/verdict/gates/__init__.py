@@ -12,11 +12,14 @@ A figure that fails at any look has failed. Thresholds without figures judge the
 finite never passes.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stages.verdict.gate import Figure, GateInput, Line
 from stages.verdict.gates import answers, distances, engine, evaluation
+from stages.verdict.gates.distances import NONE_OF
 from stages.verdict.gates.recovery import RECOVERY, needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MOST_SAMPLES, RULES, Check, Status, Thresholds, Verdict
@@ -116,10 +119,16 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
 
 
 def _advised(checks: Sequence[Check], whole: GateInput, thresholds: Thresholds) -> tuple[list[Check], dict[str, int]]:
-    """Return the checks with advice in their reasons, and the number of samples by workload that would decide recovery."""
+    """Return the checks with advice in their reasons, and the number of samples by workload that would decide."""
     still_open = {check.where for check in checks if check.gate == RECOVERY and check.status == "INCONCLUSIVE"}
     numbers = needed(whole, thresholds, still_open)
-    if any(check.gate == evaluation.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks):
+    unseen = any(check.gate == "max_ruined_share" and check.status == "INCONCLUSIVE" and not check.value for check in checks)
+    asked = Counter(row.workload for row in whole.rows) if unseen else Counter[str]()
+    for workload, count in asked.items():  # NONE_OF questions without a ruined one pass
+        numbers[workload] = max(numbers.get(workload, 0), math.ceil(NONE_OF * count / asked.total()))
+    if not asked and any(
+        check.gate == evaluation.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks
+    ):
         numbers["all"] = thresholds.min_samples
 
     def said(check: Check) -> Check:

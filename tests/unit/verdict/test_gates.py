@@ -179,7 +179,7 @@ def test_eight_documents_that_lose_nothing_double_the_score_often_enough_and_sev
     assert "with 98.65 % certainty" in found[8].reason
 
 
-@pytest.mark.parametrize(("rows", "needed"), [(HOPELESS, {}), (prose(2), {"all": 15})])
+@pytest.mark.parametrize(("rows", "needed"), [(HOPELESS, {}), (prose(2), {"prose": 60}), (answered("copy", 20), {"copy": 60})])
 def test_no_samples_are_asked_for_that_would_not_help(rows: Rows, needed: dict[str, int]) -> None:
     assert verdict(rows).samples_needed == needed
 
