@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from rich.markup import escape
 
@@ -34,13 +33,16 @@ from stages.checkpoints.shapes import read_model
 from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.digest import json_digest
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
+from stages.engines.onnx.config import OnnxRuntimeConfig
+from stages.evaluate.inputs.rounds import assign_rounds
+from stages.planning.duration import verdict_work
 from stages.verdict.candidate import not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Verdict
 from stages.workloads.config import LONG, LONG_QUESTIONS
 
-COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds", "time\n(s)", ",.1f")
+COLUMNS = Column("job", "job"), Column("is", "is", words=True)
 
 
 class _Words(dict[str, str]):
@@ -181,20 +183,15 @@ def _rows(run: Run, store: DryStore) -> Iterator[Row]:
         maker = store.maker.get(artifact.key, store.job)
         if artifact.exists or maker != store.job:
             word = "reused" if artifact.exists else f"made by job {maker}"
-            yield Row(title, (store.job, word, ""), style="dim")
+            yield Row(title, (store.job, word), style="dim")
         else:
-            took = [manifest["seconds"] for _, manifest in store.manifests(artifact.stage)]
-            yield Row(title, (store.job, "made", median(took) if took else None))
+            yield Row(title, (store.job, "made"))
 
 
 def _print(rows: list[Row]) -> None:
     console.show("dry", Grid("", "artifact", COLUMNS, rows))
-    times = [row.values[2] for row in rows if row.values[1] == "made"]
-    known = [seconds for seconds in times if isinstance(seconds, float)]
-    console.say(f"{len(rows) - len(times)} reused, {len(times)} made, later rounds run only if the gates are undecided")
-    if known:
-        rest = f"; nothing tells of {len(times) - len(known)}" if len(known) < len(times) else ""
-        console.say(f"time: {sum(known):,.0f} s, each the median of earlier artifacts of its stage here{rest}")
+    made = sum(row.values[1] == "made" for row in rows)
+    console.say(f"{len(rows) - made} reused, {made} made, later rounds run only if the gates are undecided")
 
 
 def _say_questions(run: Run) -> None:
@@ -206,6 +203,8 @@ def _say_questions(run: Run) -> None:
     kinds += [f"{documents} of {length:,} tokens" for length in workloads.lengths]
     said = f"asks {', '.join(kinds)}, in {len(workloads.rounds)} rounds at most"
     console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
-    parameters = read_model(path).parameters
-    for line in verdict_lines(parameters) if parameters is not None and run.config.backend.name == "onnxruntime" else ():
-        console.say(line)
+    model, backend = read_model(path), run.config.backend
+    if isinstance(backend, OnnxRuntimeConfig) and model.parameters is not None:
+        work = verdict_work(assign_rounds(run.steps.samples, workloads.rounds), workloads)
+        for line in verdict_lines(work, model, model.parameters, backend.threads):
+            console.say(line)

@@ -47,14 +47,12 @@ SIZE_TOLERANCE = 1e-9
 
 def show_capacity(config: Config) -> None:
     """Print and write the memory's capacity under every policy of conf/kv and under `kv=`."""
-    capacity, parameters = _capacity(config, []), read_model(locate_checkpoint(config.model.path)).parameters
+    capacity = _capacity(config, [])
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
     console.show("capacity", tables.capacity_table(capacity))
     for name, reason in capacity.unfit.items():
         console.say(f"{escape(name)} does not fit: {escape(reason)}")
-    for line in tables.verdict_lines(parameters) if parameters is not None else ():
-        console.say(line)
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)

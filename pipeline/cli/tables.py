@@ -11,8 +11,10 @@ from pipeline.cli.grids import Column, Grid, Row, Value
 from pipeline.cli.progress import duration
 from pipeline.registry import promotion
 from pipeline.registry.promotion import PASS, Finding, PromotionMove
+from stages.checkpoints.shapes import ModelShape
 from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity
+from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.planning.use import GIB
 from stages.verdict.candidate import Candidate
@@ -159,25 +161,27 @@ def _reason(candidate: Candidate, champion: Candidate | None) -> str:
 
 
 KIB, MIB = 1024, 1024**2
+LEAST_S = 30
+"""Seconds of a verdict that are worth a line."""
 
-MEASURED_PARAMETERS, FIRST_ROUND_S, ALL_ROUNDS_S = 134_515_008, 136.0, 444.0
-"""Measured run: SmolLM2-135M-Instruct on two cores (`make real`), one policy and its baseline. Parameters, seconds of a verdict
-after the first round, and seconds of a verdict after all five rounds."""
 BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
-"""Memory of that run: bytes per parameter for engine and reference engine in float32, then GiB for libraries, pages and
-distributions."""
+"""Memory of a verdict on a CPU: bytes per parameter for engine and reference engine in float32, then GiB for libraries, pages
+and distributions."""
 
 
-def verdict_lines(parameters: int) -> list[str]:
-    """Return a line with the time and memory of a verdict on a model; empty for small models, which take seconds."""
-    times = parameters / MEASURED_PARAMETERS
-    if times < 0.1:
+def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int) -> list[str]:
+    """Return lines with the work, memory and time of a verdict on a CPU; empty for tiny models, which take seconds."""
+    first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
+    if whole < LEAST_S:
         return []
+    parts = [f"{part.tokens - part.decoded:,.0f} and {part.decoded:,.0f}" for part in (work.first, work.whole)]
     memory = BYTES_PER_PARAMETER * parameters / GIB + REST_GIB
     return [
-        f"a verdict on a CPU (backend=onnxruntime) takes about {memory:.3g} GiB of memory, and "
-        f"{duration(times * FIRST_ROUND_S)} if the first round decides, {duration(times * ALL_ROUNDS_S)} if all five run "
-        "(SmolLM2-135M on two cores, scaled by parameters)"
+        f"tokens to prefill and decode, both engines: about {parts[0]} if the first round decides, {parts[1]} in all rounds; "
+        f"the reference engine computes {work.reference.tokens:,.0f}",
+        f"a verdict on a CPU (backend=onnxruntime, {threads} threads) takes about {memory:.3g} GiB of memory and, if nothing "
+        f"is reused, {duration(first)} if the first round decides, {duration(whole)} in all rounds (at the rates of a Xeon "
+        "with AVX-512 and nothing else to do)",
     ]
 
 

@@ -17,10 +17,9 @@ from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
-from stages.policies.policy import whole_pages
 from stages.verdict.coverage import Exercised
 from stages.verdict.engine_tests import EngineTests
-from stages.workloads.config import LEAST_STRESS_TOKENS, StressTestConfig, WorkloadsConfig
+from stages.workloads.config import WorkloadsConfig
 
 
 def measure_once(
@@ -68,7 +67,7 @@ def measure_once(
     free = free_answers(engine, subset, batch, greedy, named, [result.answer for result in second])
     stress = None
     if baseline is not None and reference is not None:
-        limits, usual = limited_to_samples(config.stress_test, longest), first_round.record.conformance
+        limits, usual = config.stress_test.limited(longest), first_round.record.conformance
         stress = run_stress_test(engine, reference, limits, batch, longest, named, usual)
     tests = EngineTests(
         free_answers=free,
@@ -85,13 +84,3 @@ def measure_once(
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
         control=must_fail_control(engine, encoded, StoredHeads(baseline / LOGPROBS).sample, named),
     )
-
-
-def limited_to_samples(config: StressTestConfig, longest: int) -> StressTestConfig:
-    """Return the limits of the stress test, with sequences up to twice the longest question, in whole pages.
-
-    The reference engine needs time for every token, so short questions have a short test. Twice the questions is beyond the
-    borders of chunks, tiles and tables that a service soon reaches.
-    """
-    most = max(LEAST_STRESS_TOKENS, whole_pages(2 * longest))
-    return config.model_copy(update={"max_tokens": min(config.max_tokens, most)})

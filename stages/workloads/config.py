@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from stages.core.strict import PathText, StrictModel
+from stages.policies.policy import whole_pages
 
 Workload = Literal[
     "prose", "retrieval", "tool_call", "copy", "multi_turn", "documentation", "lookup", "extraction", "quotation", "recall"
@@ -80,6 +81,31 @@ class StressTestConfig(StrictModel):
     scenario repeats an equal number of short requests, and the engine is idle once for 0.02 s per request."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
+
+    def limited(self, longest: int) -> "StressTestConfig":
+        """Return the limits with sequences up to twice the longest question, in whole pages.
+
+        The reference engine needs time for every token, so short questions have a short test. Twice the questions is beyond
+        the borders of chunks, tiles and tables that a service soon reaches.
+        """
+        most = max(LEAST_STRESS_TOKENS, whole_pages(2 * longest))
+        return self.model_copy(update={"max_tokens": min(self.max_tokens, most)})
+
+    def tokens(self, longest: int, claimed: int, largest: int) -> int:
+        """Return about how many tokens the engine is fed and the reference engine replays, as measured with all scenarios.
+
+        Args:
+            longest: Tokens of the longest sequence.
+            claimed: Tokens of the longest sample.
+            largest: Sequences of the largest batch.
+        """
+        by_length = 4 * longest + min(6 * longest, 8_000) + min(40 * longest, 12_000) + 3 * min(claimed, longest)
+        return by_length + 60 * largest + 5 * min(self.decode_steps, longest) + 340 * self.requests
+
+    @property
+    def steps(self) -> int:
+        """Approximate number of decode steps."""
+        return 300 + 3 * self.decode_steps + 20 * self.requests
 
 
 class SpeculationConfig(StrictModel):

@@ -67,16 +67,10 @@ class StressTest:
         self.engine, self.deviations = self.comparer.engine, Deviations(self.comparer)
         self.rng = np.random.default_rng(self.seed)
 
-    @property
-    def total(self) -> int:
-        """Approximate number of `computed` tokens at the end, as measured on engines that support all scenarios."""
-        config, longest = self.config, self.max_tokens
-        by_length = 4 * longest + min(6 * longest, 8_000) + min(40 * longest, 12_000) + 3 * min(self.claimed, longest)
-        return by_length + 60 * self.largest + 5 * min(config.decode_steps, longest) + 340 * config.requests
-
     def _advance(self, tokens: int) -> None:
         self.computed += tokens
-        self.progress("stress test [tokens]", self.computed, max(self.total, self.computed))
+        total = self.config.tokens(self.max_tokens, self.claimed, self.largest)
+        self.progress("stress test [tokens]", self.computed, max(total, self.computed))
 
     # --- operations -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from pipeline.config.compose import Plan, plan
 from pipeline.registry.summary import new_sweep
 from stages.core.errors import REFUSALS, CannotBeJudged, exit_code
 from stages.core.records import Sample
-from stages.evaluate.measured_once import limited_to_samples
 from stages.verdict.gates.evaluation import too_few
 from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import StressTestConfig
@@ -48,7 +47,7 @@ def test_too_few_questions_for_a_pass_are_known_before_any_work(
 
 @pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 832), (448, 896), (16_384, 2048)])
 def test_the_stress_test_is_no_longer_than_twice_the_longest_question(longest: int, bound: int) -> None:
-    assert limited_to_samples(StressTestConfig(), longest).max_tokens == bound
+    assert StressTestConfig().limited(longest).max_tokens == bound
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import LLAMA_8B
 from refusals import refused
 
-from pipeline.cli.tables import policy_line, verdict_lines
+from pipeline.cli.tables import policy_line
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled, shipped_policies
 from stages.checkpoints.shapes import read_model
@@ -121,12 +121,6 @@ def test_the_first_line_says_what_a_request_takes_and_saves_and_how_many_fit(tmp
     (line,) = policy_line(capacity(tmp_path, MISTRAL_7B, mix((4096, 1), (65536, 1))), "fp8")
     assert "a request of 4,096 or 65,536 tokens takes 0.25 GiB in the mean" in line, "a layer that slides keeps its window"
     assert policy_line(found, "of nobody") == []
-
-
-def test_what_a_verdict_takes_is_said_of_models_that_take_long() -> None:
-    (line,) = verdict_lines(8_030_261_248)
-    assert "61.3 GiB of memory, and 2 h 15 min if the first round decides, 7 h 21 min if all five run" in line
-    assert verdict_lines(1_000_000) == []
 
 
 def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""The estimated work and time of a verdict, against measured runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.chain.dry import foretell
+from pipeline.config.compose import plan
+from stages.checkpoints.places import locate_checkpoint
+from stages.checkpoints.shapes import ModelShape, read_model
+from stages.evaluate.inputs.rounds import assign_rounds
+from stages.evaluate.inputs.samples import load_samples
+from stages.planning.duration import PREPARING_S, VerdictWork, Work, prefill, verdict_work
+
+ROOT = Path(__file__).resolve().parents[3]
+LONG = json.loads((ROOT / "benchmarks" / "results" / "long_smollm2.json").read_text(encoding="utf-8"))
+
+
+def planned(*arguments: str) -> tuple[VerdictWork, ModelShape]:
+    job = plan(["model=smollm2", "kv=int8", *arguments], multirun=False).jobs[0]
+    rounds = assign_rounds(load_samples(job.workloads), job.workloads.rounds)
+    return verdict_work(rounds, job.workloads), read_model(locate_checkpoint(job.model.path))
+
+
+def seconds(work: VerdictWork, model: ModelShape, threads: int = 1) -> tuple[float, float]:
+    assert model.parameters is not None
+    return work.seconds(model.parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
+
+
+def test_long_documents_take_the_measured_processor_time() -> None:
+    """The measured command judged three policies against one baseline, on one thread, with the export reused."""
+    measured = [part for part in LONG["command"].split() if part.startswith("workloads.")]
+    work, model = planned(*measured)
+    assert model.parameters is not None
+    asked = seconds(work, model)[1] - PREPARING_S * model.parameters
+    assert 1 / 1.5 < 2 * asked / LONG["cpu_seconds"] < 1.5, "four engines"
+
+
+def test_longer_documents_more_rounds_and_fewer_threads_take_longer() -> None:
+    (chat, model), (long, _) = planned(), planned("workloads.lengths=[1024,4096,8192]")
+    assert seconds(long, model)[0] > 4 * seconds(chat, model)[0]
+    assert seconds(chat, model)[1] > 2 * seconds(chat, model)[0]
+    assert seconds(chat, model, threads=2)[1] < 0.7 * seconds(chat, model)[1]
+    look, _ = planned("experiment=quick")
+    assert look.reference == Work()
+    assert look.first == look.whole
+    assert prefill(100) + prefill(164, 100) == prefill(164), "a shared prefix is computed once"
+
+
+def test_a_dry_run_says_the_work_and_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert foretell(plan(["model=smollm2", "kv=int8", "workloads.lengths=[1024,8192]", "dry=true"], multirun=False)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"about [\d,]{6,} and [\d,]+ if the first round decides, [\d,]{6,} and [\d,]+ in all rounds", said)
+    assert re.search(r"takes about 2\.5 GiB of memory and, if nothing is reused, \d+ min \d\d s if the first round", said)
