@@ -15,7 +15,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
+from pipeline.config import CONF
+from pipeline.config import compose as _options  # noqa: F401 - the import registers options that are not files
 from pipeline.config.config import Config
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.engines.config import backend_configs

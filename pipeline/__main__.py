@@ -20,27 +20,22 @@ if TYPE_CHECKING:
     from pipeline.config.compose import Plan
 
 
+OPTIONS = ("overrides", "help", "cfg", "multirun", "config_dir", "shell_completion")
+"""Arguments of Hydra's parser that kvgate takes."""
+
+
 def _refuse_argument(message: str) -> NoReturn:
     raise UserError(f"{message}; give KEY=VALUE, or an option that --help lists")
 
 
 def _check_options(arguments: Namespace) -> None:
     """Refuse Hydra options that would compose another configuration than kvgate's, or that concern Hydra itself."""
-    own = "kvgate has its own configuration; add files of yours with --config-dir=DIR"
-    hydras = "is an option of Hydra's; give one that --help lists"
-    for option, value, why in (
-        ("--config-name", arguments.config_name, own),
-        ("--config-path", arguments.config_path, own),
-        ("--experimental-rerun", arguments.experimental_rerun, own),
-        ("--run", arguments.run, "is what kvgate does without -m; leave it out"),
-        ("--cfg", None if arguments.cfg == "job" else arguments.cfg, "shows Hydra's configuration; give --cfg job"),
-        ("--package", arguments.package, hydras),
-        ("--resolve", arguments.resolve, hydras),
-        ("--info", arguments.info, hydras),
-        ("--hydra-help", arguments.hydra_help, hydras),
-    ):
-        if value not in (None, False):
-            raise UserError(f"{option if value is True else f'{option}={value}'}: {why}")
+    if arguments.cfg not in (None, "job"):
+        raise UserError(f"--cfg={arguments.cfg}: shows Hydra's configuration; give --cfg job")
+    for name, value in vars(arguments).items():
+        if name not in OPTIONS and value not in (None, False):
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            raise UserError(f"{option}: is an option of Hydra's; give one that --help lists")
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir={arguments.config_dir}: no such directory; give the one with your own kv/")
 
@@ -56,7 +51,7 @@ def _by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
     from hydra import version
     from hydra._internal.utils import _run_hydra
 
-    from pipeline.config import options  # noqa: F401 - the import registers options that are not files
+    from pipeline.config import compose  # noqa: F401 - the import registers options that are not files
 
     if arguments.help:
         arguments.overrides = []  # else a typo would hide the help

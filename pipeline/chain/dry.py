@@ -152,7 +152,7 @@ def foretell(planned: Plan) -> int:
 
 def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
     """Take all steps of a job's stage, and record the verdict if it is already known."""
-    last = run.steps.make()
+    last = run.make()
     if run.config.stage in JUDGING and last.exists:
         report = load_report(last.path)
         verdicts[run.label] = decide(report, load_rows(last.path), run.config.gates)

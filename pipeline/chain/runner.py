@@ -35,7 +35,7 @@ from stages.verdict.report import load_report, load_rows
 
 
 def quantize(run: Run) -> None:
-    exports = run.steps.make()
+    exports = run.make()
     checkpoint = exports.path / "checkpoint"
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
@@ -44,7 +44,7 @@ def quantize(run: Run) -> None:
 
 
 def build(run: Run) -> None:
-    bundle = run.steps.make()
+    bundle = run.make()
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
@@ -64,7 +64,7 @@ def evaluate(run: Run) -> None:
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
-        evaluation = run.steps.make()
+        evaluation = run.make()
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
             verdict = decide(report, rows, config.gates)

@@ -18,7 +18,7 @@ FOLDER = "tuned"
 
 def tune(run: Run) -> None:
     """Search for policies, store the tuned ones for later commands, and print the front."""
-    artifact, shape = run.steps.make(), run.chain.shape
+    artifact, shape = run.make(), run.chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = run.config.work / FOLDER
     _leave(report, artifact.path, folder)

@@ -42,22 +42,6 @@ class VerdictSteps:
     _loaded: "LoadedEngine | None" = field(default=None, init=False)
     """The engine that was used last, kept loaded."""
 
-    def make(self) -> Artifact:
-        """Take the steps of the configured stage in order, and return the last artifact.
-
-        A run, a job of a sweep and a dry run take the same steps. The store of a dry run makes nothing.
-        """
-        policy = self.chain.config.kv
-        match self.chain.config.stage:
-            case "quantize":
-                return self.chain.exports(policy)
-            case "build":
-                return self.chain.bundle(policy)
-            case "tune":
-                return self.chain.tuned()
-            case _:
-                return self.report()
-
     def report(self) -> Artifact:
         """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
         policy = self.chain.config.kv

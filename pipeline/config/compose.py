@@ -13,6 +13,7 @@ from typing import TypeVar
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
+from pipeline.config import CONF
 from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.explain import explain_hydra, explain_validation
 from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep
@@ -44,6 +45,13 @@ from pipeline.config.policies import check_name
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, printable, redact_text
+from stages.policies.policy import KVPolicy
+from stages.verdict.thresholds import Thresholds
+
+# Options whose values are defaults in the code, not files of conf/.
+ConfigStore.instance().store("default", Thresholds().model_dump(mode="json"), group="gates")
+_OPTIONAL = {name: key.default for name, key in KVPolicy.model_fields.items() if not key.is_required()}
+ConfigStore.instance().store("policy", _OPTIONAL)
 
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
