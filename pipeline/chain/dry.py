@@ -157,7 +157,7 @@ def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
         report = load_report(last.path)
         verdicts[run.label] = decide(report, load_rows(last.path), run.config.gates)
         if all(artifact.exists for _, artifact in run.chain.finished):  # the identity binds every artifact
-            run.steps.identity(last, report, verdicts[run.label])
+            run.steps.identity(last, verdicts[run.label])
 
 
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:

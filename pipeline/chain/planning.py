@@ -62,8 +62,8 @@ def show_capacity(config: Config) -> None:
 def recommend_policy(config: Config) -> None:
     """Print and write the recommendation: the policy with the most live tokens whose evidence covers the use."""
     with TemporaryDirectory() as scratch, console.doing("reading the evidence"):
-        binds, notes = _checkpoint_digests(config)
-        judged = list(_find_evidence(config, binds, Path(scratch)))
+        files, notes = _checkpoint_digests(config)
+        judged = list(_find_evidence(config, files, Path(scratch)))
     capacity = _capacity(config, [one.policy for one in judged])
     with console.doing("asking the backend which policies it serves"):
         unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
@@ -142,14 +142,14 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
     return path
 
 
-def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iterator[Judged]:
+def _find_evidence(config: Config, files: dict[str, str], scratch: Path) -> Iterator[Judged]:
     """Yield the evidence in the work directory's store and, if tracking is on, in the registry.
 
     Skips evidence of another model, and evidence that cannot be read.
     """
     model, known = read_model(locate_checkpoint(config.model.path)).kv, identities(config.work / "artifacts")
     for path in known.values():
-        yield from _judged(config, model, binds, path, str(path), (path / IDENTITY_FILE).stat().st_mtime)
+        yield from _judged(config, model, files, path, str(path), (path / IDENTITY_FILE).stat().st_mtime)
     location = locate(config.tracking, config.work, config.model.label)
     if not (config.tracking.enabled and location.exists):
         return
@@ -160,7 +160,7 @@ def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iter
             same = file_digest(directory / IDENTITY_FILE) == version.identity_digest
             problem = None if same else f"version {version.number} cites another identity"
             source = f"version {version.number} of {location.model_name}"
-            yield from _judged(config, model, binds, directory, source, version.made, problem)
+            yield from _judged(config, model, files, directory, source, version.made, problem)
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
@@ -176,7 +176,13 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
 
 
 def _judged(
-    config: Config, model: KVShape, binds: dict[str, str], directory: Path, source: str, made: float, problem: str | None = None
+    config: Config,
+    model: KVShape,
+    files: dict[str, str],
+    directory: Path,
+    source: str,
+    made: float,
+    problem: str | None = None,
 ) -> Iterator[Judged]:
     """Yield the evidence, replayed without an engine and judged again by the present gates."""
     try:
@@ -197,7 +203,7 @@ def _judged(
         attempt=identity.gates.attempt,
     )
     altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)
-    problem = problem or altered or _other_use(config, binds, identity)
+    problem = problem or altered or _other_use(config, files, identity)
     if problem is None and report is not None:
         problem = _other_size(policy.bytes_per_token(model) / 1024, report.system.kib_per_token)
     if problem is not None or report is None:
@@ -223,10 +229,10 @@ def _judged(
     )
 
 
-def _other_use(config: Config, binds: dict[str, str], identity: Identity) -> str | None:
+def _other_use(config: Config, files: dict[str, str], identity: Identity) -> str | None:
     """Return how the judged engine differs from the requested use, or None if it does not."""
-    for name, digest in binds.items():
-        if identity.binds.get(name) != digest:
+    for name, digest in files.items():
+        if identity.sources.get(name) != digest:
             return f"it is of another {name} than model.path={config.model.path}"
     engine, quantized = (identity.link(role).parts["config"] for role in ("engine", "quantized"))
     for name, judged, asked in (

@@ -68,7 +68,7 @@ def evaluate(run: Run) -> None:
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
             verdict = decide(report, rows, config.gates)
-        sealed = run.steps.identity(evaluation, report, verdict)
+        sealed = run.steps.identity(evaluation, verdict)
         cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
         candidate = judged_candidate(read_identity(cited.path), cited, report, chain.store.root)
         candidate = candidate.model_copy(update={"name": run.label})

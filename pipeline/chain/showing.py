@@ -13,6 +13,7 @@ from pipeline import __version__
 from pipeline.chain.run import open_store
 from pipeline.cli import console
 from pipeline.config.config import Config
+from pipeline.evidence.identity import facts
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
@@ -125,7 +126,7 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         rows=evidence.rows,
         samples=samples,
         own=own,
-        binds=identity.binds,
+        facts=facts(identity),
         settings={
             "kv": built.pop("kv", {}),
             "engine": built,

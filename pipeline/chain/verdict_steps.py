@@ -23,7 +23,6 @@ from stages.engines.backend import TORCH
 from stages.engines.interface import Engine
 from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
 from stages.verdict.gates import decide, is_final
-from stages.verdict.report import EvaluationReport
 from stages.verdict.thresholds import Verdict
 from stages.workloads.config import long_cost
 from stages.workloads.own import own_content, own_files
@@ -131,7 +130,7 @@ class VerdictSteps:
                 ).write(entry.scratch)
         return entry.made
 
-    def identity(self, evaluation: Artifact, report: EvaluationReport, verdict: Verdict) -> Artifact:
+    def identity(self, evaluation: Artifact, verdict: Verdict) -> Artifact:
         """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
         chain, config = self.chain, self.chain.config
         engine = chain.bundle(config.kv)
@@ -145,7 +144,7 @@ class VerdictSteps:
         }
         links = [Link.of(title, artifact) for title, artifact in chain.finished]
         roles = {role: member.key for role, member in members.items()}
-        identity = make_identity(config, links, roles, engine.path, report=report, verdict=verdict)
+        identity = make_identity(config, links, roles, verdict)
         content = {"identity": json_digest(identity.model_dump(mode="json"))}
         recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
         with chain.making(recipe, config.kv) as entry:

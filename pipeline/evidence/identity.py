@@ -2,7 +2,8 @@
 
 It has the manifest of every artifact in the chain: inputs, code, libraries, hardware, and the digest of every file. The key of
 a manifest is the digest of its parts, and the parts name the digests of the inputs. Replacing an artifact therefore breaks the
-key of the next one. The field `binds` repeats the most important digests and versions by name. `pipeline.evidence.verify`
+key of the next one.
+`pipeline.evidence.verify`
 replays the whole chain.
 """
 
@@ -23,9 +24,7 @@ from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest
 from stages.core.errors import UserError, short
 from stages.core.strict import StrictModel, Unreadable, first_problem, parse_json, read_file
-from stages.policies.policy import POLICY_FILE
-from stages.policies.scales import SCALES_FILE
-from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.verdict.thresholds import RULES, Thresholds, Verdict
 from stages.workloads.config import WorkloadsConfig
 from stages.workloads.own import own_content
@@ -138,13 +137,18 @@ class Lineage(StrictModel, extra="ignore"):
         return next(link for link in self.chain if link.key == self.roles[role])
 
     @property
+    def sources(self) -> dict[str, str]:
+        """Digests of the model's files: `checkpoint`, and `gguf` if the checkpoint was converted from one."""
+        return {name: link.inputs[name] for link in self.chain for name in ("gguf", "checkpoint") if name in link.inputs}
+
+    @property
     def reads(self) -> list[Link]:
         """The artifacts that a replay, promotion, rollback or route reads. Earlier artifacts of the chain are not needed."""
         return [self.link("engine"), self.link("baseline"), self.link("evaluation")]
 
 
 class Identity(Lineage, extra="forbid"):
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     model: str
     policy: str
     backend: str
@@ -154,8 +158,6 @@ class Identity(Lineage, extra="forbid"):
     verdict: Verdict  # type: ignore[assignment]  # the lineage does not depend on its form
     signer: str | None = None
     """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""
-    binds: dict[str, str]
-    """Readable name -> digest, version or verdict; see `bindings`."""
 
     @property
     def digests(self) -> dict[str, str]:
@@ -192,23 +194,15 @@ def _read(path: Path, record: type[R]) -> R:
     except Unreadable as error:
         raise UserError(f"{path}: {error}") from None
     except ValidationError as error:
-        raise UserError(f"{path}: {first_problem(error)}; give the identity.json that stage=evaluate wrote") from None
+        raise UserError(f"{path}: {first_problem(error)}; judge it again with stage=evaluate, or restore the file") from None
 
 
-def make_identity(
-    config: Config,
-    chain: Sequence[Link],
-    roles: Mapping[Role, str],
-    engine: Path,
-    *,
-    report: EvaluationReport,
-    verdict: Verdict,
-) -> Identity:
-    """Build the identity of a judged engine. Raises UserError if the engine's bundle.json cannot be read."""
+def make_identity(config: Config, chain: Sequence[Link], roles: Mapping[Role, str], verdict: Verdict) -> Identity:
+    """Build the identity of a judged engine."""
     own = config.workloads.own
     name = own.name if own is not None and own.is_file() else "documents.txt"
-    unbound = Identity(
-        schema_version=1,
+    return Identity(
+        schema_version=2,
         kvgate=__version__,
         model=config.model.label,
         policy=config.kv.name,
@@ -220,9 +214,7 @@ def make_identity(
         gates=config.gates,
         verdict=verdict,
         signer=config.signing.signer,
-        binds={},
     )
-    return unbound.model_copy(update={"binds": bindings(unbound, read_bundle(engine), report)})
 
 
 def write_identity(identity: Identity, evaluation: Path, workloads: WorkloadsConfig, out: Path, signing: SigningConfig) -> None:
@@ -249,47 +241,19 @@ def read_bundle(engine: Path) -> dict[str, Any]:
     return record
 
 
-def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationReport) -> dict[str, str]:
-    """Return the digests, versions and verdict that the identity binds, by name. `record` is the engine's bundle.json."""
-    engine, evaluation = identity.link("engine"), identity.link("evaluation")
-    quantized = identity.link("quantized")
-    # An altered chain may lack the weights; `lineage` reports that.
-    weights = next((link for link in identity.chain if link.parts["stage"] == "weights"), quantized)
-    bound = {
-        "kv policy": engine.files[POLICY_FILE],
-        "samples": report.workloads_digest,
-        "checkpoint": quantized.inputs["checkpoint"],
-        "weights": files_digest(weights.files, "checkpoint"),
-        "recipe": json_digest(quantized.parts["config"]),
-        "scales": engine.files[SCALES_FILE],
-        "calibration texts": identity.link("calibration").digest,
-    }
+def facts(identity: Identity) -> dict[str, str]:
+    """Return the digests of the chain's artifacts, the versions of their libraries, and the machine, by name, for people."""
+    versions: dict[str, set[str]] = {}
     for link in identity.chain:
-        if link.parts["stage"] == "checkpoint":
-            bound["gguf"] = link.inputs["gguf"]
-    if "graph_digest" in record:
-        bound["graph"] = record["graph_digest"]
-    bound |= {f"plugin {name}": digest for name, digest in sorted(record.get("plugins", {}).items())}
-    if "built_for" in record:
-        built = record["built_for"]
-        bound["built for"] = f"{built['library']} {built['version']}, SM {', '.join(built['compute_capabilities'])}"
-    bound |= {f"library {name}": ", ".join(sorted(versions)) for name, versions in sorted(_libraries(identity.chain).items())}
-    machine = evaluation.parts["hardware"]
-    bound["processor"] = f"{machine['cpu']}, {machine['cores']} cores, {machine['machine']}"
-    gpus = [" ".join(f"{name}={value}" for name, value in sorted(gpu.items())) for gpu in machine["gpus"]]
-    bound["gpus"] = "; ".join(gpus) or "none"
-    bound |= {name.removesuffix("_digest"): digest for name, digest in identity.digests.items()}
-    if report.limits is not None:
-        bound["covered"] = str(report.limits)
-    if identity.signer is not None:
-        bound["signed by"] = identity.signer
-    return bound | {"gates": json_digest(identity.gates.model_dump(mode="json")), "verdict": identity.verdict.status}
-
-
-def _libraries(chain: Sequence[Link]) -> dict[str, set[str]]:
-    """Return the versions of every library that some artifact of the chain used."""
-    versions_by_name: dict[str, set[str]] = {}
-    for link in chain:
         for name, version in link.parts["libraries"].items():
-            versions_by_name.setdefault(name, set()).add(version)
-    return versions_by_name
+            versions.setdefault(f"library {name}", set()).add(version)
+    machine = identity.link("evaluation").parts["hardware"]
+    gpus = [" ".join(f"{name}={value}" for name, value in sorted(gpu.items())) for gpu in machine["gpus"]]
+    found = {**identity.sources, **{link.title: link.digest for link in identity.chain}}
+    found |= {name: ", ".join(sorted(known)) for name, known in sorted(versions.items())}
+    found |= {
+        "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['machine']}",
+        "gpus": "; ".join(gpus) or "none",
+    }
+    signed = {} if identity.signer is None else {"signed by": identity.signer}
+    return {**found, "gates": json_digest(identity.gates.model_dump(mode="json")), **signed}

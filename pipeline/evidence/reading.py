@@ -198,7 +198,7 @@ def judged_candidate(identity: Identity, cited: Cited, report: EvaluationReport,
         baseline=Cited(path=store / baseline.place, digest=baseline.digest),
         report=Cited(path=store / evaluation.place / REPORT_FILE, digest=identity.digests["report_digest"]),
         identity=cited,
-        checkpoint=identity.binds.get("checkpoint"),
+        checkpoint=identity.sources.get("checkpoint"),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.evidence.identity import IDENTITY_FILE, bindings, read_bundle
+from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import Evidence, lineage
 from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding
@@ -122,7 +122,7 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
 
 
 def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool) -> list[Finding]:
-    """Check the bindings of the identity, the samples and the verdict.
+    """Check the backend, the samples and the verdict.
 
     The samples are checked only if the files of the engine's tokenizer are intact.
     """
@@ -130,12 +130,9 @@ def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool
     findings = list[Finding]()
     if engine is not None:
         try:
-            record = read_bundle(engine)
-            bound = bindings(identity, record, report)
-            findings.append(_compare("backend", identity.backend, record["backend"]))
-        except (UserError, KeyError, TypeError, AttributeError) as error:  # `_files` also reports its digest
+            findings.append(_compare("backend", identity.backend, read_bundle(engine).get("backend")))
+        except UserError as error:  # `_files` also reports its digest
             return [*findings, Finding("engine: bundle.json", "differs", f"cannot be read ({error})")]
-        findings += [_compare(name, identity.binds.get(name), bound.get(name)) for name in {**identity.binds, **bound}]
         if tokenizer_intact:
             findings.append(_samples(evidence, engine, report))
     return [*findings, _verdict(evidence, report)]

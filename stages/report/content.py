@@ -135,7 +135,7 @@ def _identity(exhibit: Exhibit) -> dict[str, str]:
     """Return the identity of a judged engine: digests, libraries, the machine, and the registered version."""
     candidate = exhibit.candidate
     cited = {name: getattr(candidate, name).digest for name in ("engine", "baseline", "report", "identity")}
-    found = {**exhibit.binds, **cited}
+    found = {**exhibit.facts, **cited}
     if candidate.version:
         found |= {"registered as version": candidate.version, "MLflow run": candidate.run_id}
     return found

@@ -24,8 +24,8 @@ class Exhibit:
     """Samples with their prompts. Answers to samples that are missing here are shown without a prompt."""
     own: Set[str] = frozenset()
     """Ids of the user's own samples, whose prompts are not uploaded to the tracking store."""
-    binds: Mapping[str, str] = field(default_factory=dict)
-    """Digests, versions and the machine that the candidate's identity.json binds, by name."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Digests, versions and the machine of the candidate's identity.json, by name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the engine, the workloads and the gates, nested by name."""
     evidence: Path | None = None

@@ -98,7 +98,7 @@ def judged_engine(
     }
     named = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
-    identity = make_identity(named, chain, roles, engine.path, report=judged, verdict=verdict)
+    identity = make_identity(named, chain, roles, verdict)
     return make_artifact(
         store,
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),

@@ -148,7 +148,7 @@ def test_answers_lost_and_gained_stand_beside_the_prompt_of_the_same_sample(judg
 def _hostile(folder: Path, text: str) -> Exhibit:
     of = rows(3, (f"work{text}", "copy"), reference=text, baseline_generation=f"a {text}", candidate_generation=f"b {text}")
     made = exhibit(folder, f"kv {text}", of, prompt=text)
-    return replace(made, binds={text: text}, settings={text: text}, problem=text)
+    return replace(made, facts={text: text}, settings={text: text}, problem=text)
 
 
 def test_texts_from_outside_are_shown_and_do_nothing(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
     show(work, candidate(directory), store)
     page = (work / showing.PAGE).read_text(encoding="utf-8")
     assert "stage=verify bundle=" in page
-    assert read_evidence(directory).identity.binds["gates"] in page
+    assert read_evidence(directory).identity.link("engine").digest in page
     assert "our secret recipe" in page
     assert "our secret recipe" not in store.attached["run"]
     assert "two spoons" in store.attached["run"], "answers are MLflow's anyway, in samples.jsonl"
