@@ -129,7 +129,7 @@ def _after_weak(
         why = f"judge it at the lengths where the model itself answers ({', '.join(lengths)} tokens)"
         return why, judging(base, f"workloads.lengths=[{','.join(lengths)}]", sweep=sweep)
     if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
-        without = [f"++workloads.samples.{name}=0" for name in weak]
+        without = [f"workloads.samples.{name}=0" for name in weak]
         return f"judge it on what it can do ({', '.join(able)})", judging(base, *without, sweep=sweep)
     if set(weak) <= TRAINED:
         why = "ask what language models can do, instead of what the tiny model was trained on"
@@ -157,7 +157,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
         for name, count in config.workloads.samples.items()
         if count
     }
-    changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
+    changes = [f"workloads.samples.{name}={count}" for name, count in counts.items()]
     changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
     if config.workloads.lengths:
         now = math.ceil(more * config.workloads.length_documents) * LONG_QUESTIONS

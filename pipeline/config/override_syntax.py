@@ -40,7 +40,7 @@ def differing(key: str, value: object, default: object) -> list[str]:
     """Return the overrides that change `default` into `value`; an empty list if they are equal."""
     if isinstance(value, Mapping) and isinstance(default, Mapping):
         return [part for name, inner in value.items() for part in differing(f"{key}.{name}", inner, default.get(name))]
-    return [] if value == default else [f"{'' if default is not None else '++'}{key}={written(value)}"]
+    return [] if value == default else [f"{key}={written(value)}"]
 
 
 def quoted(text: str) -> str:

@@ -45,7 +45,7 @@ def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
             continue
         origin = by_name.get(policy.name)
         changes = [] if origin is None else differing("kv", policy.model_dump(mode="json"), origin.model_dump(mode="json"))
-        found.append((" ".join([policy.name, *(change.lstrip("+") for change in changes)]), policy))
+        found.append((" ".join([policy.name, *changes]), policy))
     return found
 
 

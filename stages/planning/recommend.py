@@ -162,7 +162,7 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     if not passes:
         last = of_engine[0]
         short = {name: count for name, count in last.samples_needed.items() if name != "all" and not name.startswith(LONG)}
-        more = [f"++workloads.samples.{name}={count}" for name, count in short.items()]
+        more = [f"workloads.samples.{name}={count}" for name, count in short.items()]
         again = " ".join([*more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
         return last, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}"
     best = min(passes, key=lambda one: bool(_missing(one, use)))

@@ -53,7 +53,7 @@ def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(monkeypatch: py
     ended = compose.launch(planned, [], sweeps.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
     advised = [one.step.command for one in ended if one.step is not None]
     assert [str(one).partition(" -m pipeline ")[2] for one in advised] == [
-        "-m kv=fp8,int8 model.path=/model ++workloads.samples.copy=0"
+        "-m kv=fp8,int8 model.path=/model workloads.samples.copy=0"
     ] * 2
     assert [one.step.wrong for one in ended if one.step is not None] == [["copy-1: asked ..."]] * 2
     console.close()
