@@ -234,7 +234,8 @@ def _other_use(config: Config, files: dict[str, str], identity: Identity) -> str
     for name, digest in files.items():
         if identity.sources.get(name) != digest:
             return f"it is of another {name} than model.path={config.model.path}"
-    engine, quantized = (identity.link(role).parts["config"] for role in ("engine", "quantized"))
+    engine = identity.link("engine").parts["config"]
+    quantized = next((link.parts["config"] for link in identity.chain if link.parts["stage"] == "quantize"), {})
     for name, judged, asked in (
         ("with backend=", identity.backend, config.backend.name),
         ("with weights=", quantized.get("weights"), config.weights.format),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import weight_bytes
 from pipeline.cli import console
-from pipeline.evidence.identity import Link, Role, answers_input, make_identity, round_input, write_identity
+from pipeline.evidence.identity import Link, answers_input, make_identity, round_input, write_identity
 from pipeline.loading import open_backend
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.places import locate_checkpoint
@@ -133,18 +133,8 @@ class VerdictSteps:
     def identity(self, evaluation: Artifact, verdict: Verdict) -> Artifact:
         """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
         chain, config = self.chain, self.chain.config
-        engine = chain.bundle(config.kv)
-        members: dict[Role, Artifact] = {
-            "calibration": chain.calibration(),
-            "quantized": chain.quantized(config.kv),
-            "engine": engine,
-            "baseline": chain.bundle(FP16_POLICY),
-            "answers": self.round(FP16_POLICY, 1),
-            "evaluation": evaluation,
-        }
         links = [Link.of(title, artifact) for title, artifact in chain.finished]
-        roles = {role: member.key for role, member in members.items()}
-        identity = make_identity(config, links, roles, verdict)
+        identity = make_identity(config, links, verdict)
         content = {"identity": json_digest(identity.model_dump(mode="json"))}
         recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
         with chain.making(recipe, config.kv) as entry:

@@ -9,9 +9,9 @@ replays the whole chain.
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
@@ -34,8 +34,7 @@ R = TypeVar("R", bound=StrictModel)
 IDENTITY_FILE = "identity.json"
 BUNDLE_FILE = "bundle.json"
 
-Role = Literal["calibration", "quantized", "engine", "baseline", "answers", "evaluation"]
-ROLES: tuple[Role, ...] = get_args(Role)
+Role = Literal["engine", "baseline", "evaluation"]
 
 
 def answers_input(number: int) -> str:
@@ -122,19 +121,23 @@ class Lineage(StrictModel, extra="ignore"):
     verdict: dict[str, Any]
     """Decision of the gates, in the form of its rules."""
     chain: list[Link]
-    roles: dict[Role, str]
-    """Role -> key of the artifact in this role."""
 
     @model_validator(mode="after")
-    def _roles_are_of_the_chain(self) -> Self:
-        keys = {link.key for link in self.chain}
-        dangling = next((role for role in ROLES if self.roles.get(role) not in keys), None)
-        if dangling is not None:
-            raise ValueError(f"roles.{dangling} names no artifact of the chain")
+    def _has_an_evaluation(self) -> Self:
+        if sum(link.parts["stage"] == "evaluate" for link in self.chain) != 1:
+            raise ValueError("chain must hold one evaluation")
+        digests, judged = {link.digest for link in self.chain}, self.link("evaluation").inputs
+        missing = next((name for name in ("engine", "baseline") if judged.get(name) not in digests), None)
+        if missing is not None:
+            raise ValueError(f"chain holds no {missing} that its evaluation names")
         return self
 
     def link(self, role: Role) -> Link:
-        return next(link for link in self.chain if link.key == self.roles[role])
+        """Return the evaluation, or the engine or baseline that it judged."""
+        evaluation = next(link for link in self.chain if link.parts["stage"] == "evaluate")
+        if role == "evaluation":
+            return evaluation
+        return next(link for link in self.chain if link.digest == evaluation.inputs[role])
 
     @property
     def sources(self) -> dict[str, str]:
@@ -197,7 +200,7 @@ def _read(path: Path, record: type[R]) -> R:
         raise UserError(f"{path}: {first_problem(error)}; judge it again with stage=evaluate, or restore the file") from None
 
 
-def make_identity(config: Config, chain: Sequence[Link], roles: Mapping[Role, str], verdict: Verdict) -> Identity:
+def make_identity(config: Config, chain: Sequence[Link], verdict: Verdict) -> Identity:
     """Build the identity of a judged engine."""
     own = config.workloads.own
     name = own.name if own is not None and own.is_file() else "documents.txt"
@@ -208,7 +211,6 @@ def make_identity(config: Config, chain: Sequence[Link], roles: Mapping[Role, st
         policy=config.kv.name,
         backend=config.backend.name,
         chain=list(chain),
-        roles=dict(roles),
         # The copy keeps the file's name, because samples without an id are named after their file.
         workloads_file=f"workloads/{name}" if own is not None else None,
         gates=config.gates,

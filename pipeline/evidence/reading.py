@@ -41,9 +41,6 @@ from stages.verdict.tracked import flat_metrics
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents", "draft")
 """Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""
 
-INPUT_ROLES: dict[Role, tuple[Role, ...]] = {"quantized": ("calibration",), "evaluation": ("engine", "baseline", "answers")}
-"""Role -> names of inputs that must be the artifact in the role of that name."""
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -211,7 +208,7 @@ def lineage(identity: Identity) -> list[Finding]:
 
 
 def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
-    """Yield keys and digests that are not their manifest's, inputs from elsewhere, and roles unlike INPUT_ROLES."""
+    """Yield keys and digests that are not their manifest's, and inputs from elsewhere."""
     for link in identity.chain:
         if json_digest(link.parts) != link.key:
             yield link, "its config, inputs, code or libraries are not its key's"
@@ -227,11 +224,6 @@ def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
                 known = name != "checkpoint" or not converted or digest in converted
             if not known:
                 yield link, f"its input {name} {digest[:12]} is nothing of this chain"
-    for role, inputs in INPUT_ROLES.items():
-        for name in inputs:
-            link, source = identity.link(role), identity.link(name)
-            if link.inputs.get(name) != source.digest:
-                yield link, f"made from {name} {str(link.inputs.get(name))[:12]}, the {name} is {source.digest[:12]}"
 
 
 def _round_problems(identity: Identity) -> Iterator[tuple[Link, str]]:

@@ -38,7 +38,6 @@ KEYS = [
     "candidates",
     "exit_code",
     "chain",
-    "roles",
     "gates",
     "verdict",
     "prompt",

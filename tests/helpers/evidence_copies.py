@@ -9,7 +9,7 @@ from judged_engine import config_of
 
 from pipeline.chain.run import Run
 from pipeline.chain.serving import verify
-from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.evidence.identity import IDENTITY_FILE, Role
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import Finding
@@ -17,7 +17,7 @@ from pipeline.registry.signing import SigningConfig
 from stages.core.digest import files_digest, json_digest
 from stages.core.errors import exit_code
 
-ALL = ("engine", "baseline")
+ALL: tuple[Role, Role] = ("engine", "baseline")
 VERIFYING = config_of("stage=verify", "bundle=.")
 
 
@@ -45,25 +45,29 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def member(identity: Any, role: str) -> Any:
-    return next(link for link in identity["chain"] if link["key"] == identity["roles"][role])
+def member(identity: Any, role: Role) -> Any:
+    evaluation = next(link for link in identity["chain"] if link["parts"]["stage"] == "evaluate")
+    if role == "evaluation":
+        return evaluation
+    return next(link for link in identity["chain"] if link["digest"] == evaluation["parts"]["inputs"][role])
 
 
-def rekey(identity: Any, link: Any) -> None:
-    """Recompute the key of a chain member from its parts, and update every role that refers to the member."""
-    key = json_digest(link["parts"])
-    identity["roles"] = {name: key if old == link["key"] else old for name, old in identity["roles"].items()}
-    link["key"] = key
+def rekey(link: Any) -> None:
+    """Recompute the key of a chain member from its parts."""
+    link["key"] = json_digest(link["parts"])
 
 
-def resealed(copy: Path, role: str, change: Callable[[Any], None]) -> None:
-    """Alter a chain member and recompute its keys and digests, as a forger would."""
+def resealed(copy: Path, role: Role, change: Callable[[Any], None]) -> None:
+    """Alter a chain member and recompute its key and digest, and those of all that cite it, as a forger would."""
 
     def seal(identity: Any) -> None:
         link = member(identity, role)
         change(link)
-        link["digest"] = files_digest(link["files"])
-        rekey(identity, link)
+        before, link["digest"] = link["digest"], files_digest(link["files"])
+        for citing in identity["chain"]:
+            inputs = citing["parts"]["inputs"]
+            inputs.update({name: link["digest"] for name, digest in inputs.items() if digest == before})
+            rekey(citing)
 
     edit(copy / IDENTITY_FILE, seal)
 

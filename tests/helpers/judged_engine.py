@@ -12,7 +12,7 @@ from stores import make_artifact
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, write_identity
+from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_lineage, write_identity
 from pipeline.evidence.reading import identities, registered_engine
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
@@ -88,17 +88,9 @@ def judged_engine(
     ran = make("round", f"round {kv} 1/1", compared, _write({"statistics.safetensors": "rows"}))
     inputs = {**compared, "baseline": baseline.digest, "round_1": ran.digest}
     evaluation = make("evaluate", f"evaluate {kv}", inputs, _write(evidence), workloads=config.workloads.model_dump())
-    roles: dict[Role, str] = {
-        "calibration": texts.key,
-        "quantized": coded.key,
-        "engine": engine.key,
-        "baseline": baseline.key,
-        "answers": answers.key,
-        "evaluation": evaluation.key,
-    }
     named = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
-    identity = make_identity(named, chain, roles, verdict)
+    identity = make_identity(named, chain, verdict)
     return make_artifact(
         store,
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
@@ -139,13 +131,12 @@ def _bundle(make: Callable[..., Artifact], weights: Artifact, quantized: Artifac
     return make("build", f"build {quantized.key[:8]}", inputs, write, kv=policy.model_dump())
 
 
-def exported(evidence: Path, target: Path, *roles: str) -> Path:
+def exported(evidence: Path, target: Path, *roles: Role) -> Path:
     """Copy the evidence and the bundles of the given roles out of their store, without the manifests."""
-    identity = json.loads((evidence / "identity.json").read_text())
+    lineage = read_lineage(evidence / IDENTITY_FILE)
     shutil.copytree(evidence, target, ignore=shutil.ignore_patterns(".manifest.json"))
     for role in roles:
-        link = next(link for link in identity["chain"] if link["key"] == identity["roles"][role])
-        place = evidence.parent.parent / link["parts"]["stage"] / link["key"][:32]
+        place = evidence.parent.parent / lineage.link(role).place
         shutil.copytree(place, target / role, ignore=shutil.ignore_patterns(".manifest.json"))
     return target
 
