@@ -202,7 +202,7 @@ class MlflowStore:
                 version = version_of(versions[0])
             else:
                 model = self._log_model(candidate, run_id, {**tags, **candidate.citations})
-                place, said = model.artifact_location, pages.verdict_line(candidate)
+                place, said = model.artifact_location, redact_text(pages.description(candidate))
                 created = self.client.create_model_version(
                     model_name, place, run_id, tags, description=said, model_id=model.model_id
                 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.registry.signing import SIGNATURE_FILE
-from stages.core.redaction import copy_redacted, redact, redact_text
+from stages.core.redaction import copy_redacted, redact
 from stages.policies.policy import POLICY_FILE
 from stages.policies.scales import SCALES_FILE
 from stages.verdict.candidate import DECIDED, Candidate
@@ -107,7 +107,7 @@ def chosen(candidate: Candidate) -> dict[str, float]:
 
 
 def description(candidate: Candidate) -> str:
-    """Return the description of a run, in Markdown: verdict, figures and the first reasons, each in one line without HTML."""
+    """Return the description of a run and its version: verdict, figures and the first reasons, in Markdown without HTML."""
     held = f" {candidate.covered}" if candidate.covered is not None else ""
     where = f"`{candidate.name}` on {candidate.backend}, against the FP16-KV engine"
     head = f"**{candidate.verdict}**{held}: {where}, {'; '.join(candidate.figures)}."
@@ -121,13 +121,6 @@ def registered_as(model_name: str, version: str) -> str:
     """Return the end of a run's description: the version of its engine, with a download command."""
     fetch = f"mlflow artifacts download --artifact-uri models:/{model_name}/{version} --dst-path engine"
     return f"Registered as version {version} of `{model_name}`:\n\n```sh\n{fetch}\n```"
-
-
-def verdict_line(candidate: Candidate) -> str:
-    """Return the description of a version: its verdict, quality and memory, and the first reason if it did not pass."""
-    held = f" {candidate.covered}" if candidate.covered is not None else ""
-    why = [candidate.reasons[0]] if candidate.verdict != "PASS" and candidate.reasons else []
-    return redact_text(". ".join([f"{candidate.verdict}{held}: {'; '.join(candidate.figures)}", *why]))
 
 
 def collect_evidence(candidate: Candidate, folder: Path) -> None:
