@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from bad_input.case import Commands
 from composed_once import compose_once
 
 if TYPE_CHECKING:
+    from conformance_cases import Conformity
     from main_path import Swept
 
 # xdist sets COLUMNS. Without it, tables have the width of output without a terminal.
@@ -77,6 +78,30 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from onnx_fixtures import shared_decoder
 
     return shared_decoder(tmp_path_factory, "float32")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The random Llama in `onnx_fixtures`."""
+    from onnx_fixtures import load_model, shared_checkpoint
+
+    return load_model(shared_checkpoint(tmp_path_factory))
+
+
+@pytest.fixture(scope="session")
+def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of int8 with the random Llama."""
+    from onnx_fixtures import BY_NAME, make_bundle
+
+    return make_bundle(decoder, tmp_path_factory.mktemp("int8") / "bundle", BY_NAME["int8"])
+
+
+@pytest.fixture(scope="session")
+def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> "Conformity":
+    """Engines of the trained tiny model with their reference engines."""
+    from conformance_cases import Conformity
+
+    return Conformity(tiny_checkpoint, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,6 @@ from stages.core.records import no_progress
 from stages.policies.formats import Format, Rotation, WeightsFormat
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import SCALES_FILE, KVScales, SideScales
-from stages.quantize import modelopt_adapter as adapter
-from stages.quantize.export import export
 from stages.quantize.materialize import source_dtype
 from stages.quantize.recipe import AXES, quantizer_name, weight_recipe
 from stages.quantize.run import load_model, measure_cache, quantize_weights, scale_cache
@@ -36,6 +34,8 @@ MAX_LENGTH = 96
 
 def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsFormat = "none", **options: Any) -> None:
     """Quantize with TEXTS, scale the cache, and export to `out/exports`; `options` replace other arguments."""
+    from stages.quantize.export import export
+
     run: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "progress": no_progress} | options
     policy = policy if isinstance(policy, KVPolicy) else POLICIES[policy]
     quantize_weights(checkpoint, out, weights=weights, seed=0, **run)
@@ -65,6 +65,8 @@ def random_checkpoint(family: str, tokenizer_from: Path, directory: Path, rope_s
 
 def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> tuple[torch.nn.Module, KVScales]:
     """Return a model whose attention reads keys and values rounded by ModelOpt's quantizers, and the scales used."""
+    from stages.quantize import modelopt_adapter as adapter
+
     info = inspect_checkpoint(checkpoint)
     model = load_model(info)
 
@@ -101,6 +103,8 @@ def round_cache(quantizer: Any, form: Format, static: SideScales | None, shape: 
         amax = torch.tensor(static.scale) * form.code.limit
         quantizer.amax = amax.reshape(() if axis is None else tuple(n if dim in axis else 1 for dim, n in enumerate(sizes)))
     if form.rotation != "none":
+        from stages.quantize import modelopt_adapter as adapter
+
         adapter._rotate_around(quantizer)
 
 

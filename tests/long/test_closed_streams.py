@@ -1,10 +1,16 @@
-"""The exit code stays the same if a command's streams are closed or write to a full disk."""
+"""Commands with closed streams or a full disk, inside a hostile model directory, and in the notebook."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
+from hostile import plant_code
+from nbclient import NotebookClient
 
 REDIRECTIONS = (">&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full")
 
@@ -22,3 +28,41 @@ def test_closed_and_full_streams_leave_the_exit_code(redirection: str, arguments
     ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert ended.returncode == code, ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_no_code_of_a_model_directory_runs(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint, marker = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")), tmp_path / "it-ran"
+    plant_code(checkpoint, marker)
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable, "-m", "pipeline", "stage=build", "backend=torch", "backend.device=cpu", "kv=fp8", "tracking=none",
+        f"model.path={checkpoint}", f"workdir={tmp_path / 'work'}", "calibration.samples=2",
+    ]  # fmt: skip
+    process = subprocess.run(command, check=False, capture_output=True, text=True, cwd=checkpoint, timeout=300, env=environment)
+    assert not marker.exists(), marker.read_text()
+    assert process.returncode == 0, process.stderr
+    assert not list((tmp_path / "cache").rglob("*.py"))
+
+
+NOTEBOOK = ROOT / "examples" / "kvgate.ipynb"
+
+
+def test_the_notebook_judges_two_policies_and_asks_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    read: Any = nbformat.read  # untyped
+    notebook = read(NOTEBOOK, as_version=4)
+    shown_before = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert len(shown_before) == 6, "it is stored with its outputs"
+    assert str(ROOT) not in str(shown_before)
+    NotebookClient(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "execute_result", "display_data"}
+    shown = [output.data["text/plain"] for output in outputs if "data" in output]
+    assert [verdict in text for verdict, text in zip(("INCONCLUSIVE", "FAIL", "int8"), shown, strict=True)] == [True] * 3
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "04 Bergen 14 Tartu" in printed
+    assert "became" in printed
+    assert (tmp_path / "work" / "junit.xml").is_file()

@@ -4,7 +4,6 @@
 """
 
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,6 @@ from stages.verdict.engine_tests import StressResult
 from stages.workloads.config import StressTestConfig
 
 CONFIG = StressTestConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16, seed=0)
-
-
-@pytest.fixture(scope="module")
-def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Conformity:
-    return Conformity(tiny_checkpoint, tmp_path_factory)
 
 
 def stressed(bench: Conformity, policy: KVPolicy, kind: str) -> StressResult:

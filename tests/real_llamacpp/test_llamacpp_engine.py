@@ -1,5 +1,6 @@
-"""backend=llamacpp on llama.cpp with the tiny model: logits, stored state, and refusals."""
+"""backend=llamacpp on llama.cpp with the tiny model: logits, stored state, refusals, and every byte of its types."""
 
+import subprocess
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_rows import FIRST, assert_batches_steps_and_answers_agree, assert_reads_what_it_stored, mean_kl, two_stories
-from ggml_cases import NAMES, form_of
+from ggml_cases import NAMES, form_of, raw, vectors
 from gguf_files import write_without_tokenizer
 from interpreter_bundles import config_of, write_scales
 from shipped import SHIPPED
@@ -17,6 +19,7 @@ from stages.core.errors import UserError
 from stages.core.records import no_progress
 from stages.engines.llamacpp.backend import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
+from stages.engines.reference.formats import quantize
 from stages.policies.formats import Format
 from stages.policies.policy import KVPolicy
 
@@ -129,3 +132,20 @@ def test_a_gguf_that_the_release_does_not_read_is_refused_in_a_line(
             gguf=gguf, policy=q8_q4.policy, scales=scales, progress=lambda *_: None,
         )  # fmt: skip
     assert "\n" not in str(refused.value)
+
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ggml_rows.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_byte_is_ggmls(name: str, tmp_path: Path, llamacpp_python: str) -> None:
+    random = torch.randn(64, 64, 64, generator=torch.Generator().manual_seed(3)) * 8
+    x = torch.cat([vectors().flatten(0, 1), random.flatten(0, 1)])
+    np.save(tmp_path / "x.npy", x.numpy())
+    width = form_of(name).token_bytes(64)
+    command = [llamacpp_python, str(SCRIPT), str(tmp_path / "x.npy"), str(tmp_path / "rows.npz"), f"{name}={width}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = np.load(tmp_path / "rows.npz")[name]
+    ours = raw(quantize(x[None], form_of(name), None))[0]
+    np.testing.assert_array_equal(ours, theirs)

@@ -1,16 +1,40 @@
-"""The ONNX engine's refusals, and its state afterwards. Policies: test_onnx_policies.py. Families: test_families.py."""
+"""Bundles, exports and prefixes of the embedded engines, the ONNX engine's refusals, and its state afterwards.
 
+Policies: test_onnx_policies.py. Families: test_families.py."""
+
+import gc
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx_fixtures import BY_NAME, make_bundle
+import torch
+from onnx_fixtures import (
+    BY_NAME,
+    forced,
+    llama_config,
+    load_model,
+    make_bundle,
+    make_decoder,
+    make_engine,
+    make_reference,
+    make_reference_bundle,
+    save_model,
+    shared_checkpoint,
+)
 
 from stages.core.digest import file_digest
 from stages.core.errors import UserError
+from stages.engines.base import Logits
+from stages.engines.interface import Continuation, Engine
+from stages.engines.onnx import weights
 from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.reference.engine import load_engine as load_reference_engine
+from stages.policies.policy import FP16_POLICY, KVShape
 
 
 def spoiled(bundle: Path, shape: tuple[int, int], number: int, row: int, by: float = np.nan) -> OnnxEngine:
@@ -63,3 +87,187 @@ def test_a_token_whose_key_is_not_finite_leaves_nothing_in_the_cache(decoder: Pa
     with pytest.raises(UserError, match="logits of sequence 5 after 3 tokens are not finite"):
         engine.generate([[1, 2, 3]], 4, ())
     assert engine.memory().live_tokens == 0
+
+
+def test_weights_of_16_bits_stay_so_on_disk_no_logit_changes_and_no_weight_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Use matrices of a shape that no other test has."""
+    config = llama_config()
+    config.update({"num_hidden_layers": 1, "intermediate_size": 208})
+    checkpoint = save_model(config, tmp_path / "checkpoint", torch.bfloat16)
+    narrow = make_bundle(make_decoder(checkpoint, tmp_path / "narrow"), tmp_path / "narrow_bundle", FP16_POLICY)
+    monkeypatch.setattr(weights, "SIXTEEN_BITS", ())
+    wide = make_bundle(make_decoder(checkpoint, tmp_path / "wide"), tmp_path / "wide_bundle", FP16_POLICY)
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+    assert [found.shape for found in tensors if sorted(found.shape) == [128, 208]] == []
+    stored, before = ((bundle / "weights.bin").stat().st_size for bundle in (narrow, wide))
+    assert stored < 0.6 * before
+    texts = [[5, 6, 7, 8, 9], list(range(70))]
+    logits, expected = (forced(load_engine(bundle, threads=1), texts) for bundle in (narrow, wide))
+    assert np.array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("file", ["decode.onnx", "prefill.onnx", "weights.bin", "kv_policy.json", "kv_scales.json"])
+def test_an_altered_or_missing_file_is_refused_by_name(file: str, decoder: Path, tmp_path: Path) -> None:
+    bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["fp8"])
+    data = bytearray((bundle / file).read_bytes())
+    data[len(data) // 2] ^= 1
+    (bundle / file).unlink()
+    with pytest.raises(UserError, match=f"{file} is missing"):
+        load_engine(bundle, threads=1)
+    (bundle / file).write_bytes(data)
+    with pytest.raises(UserError, match=f"{file} is not the file that was built"):
+        load_engine(bundle, threads=1)
+
+
+def test_the_graph_digest_depends_on_the_policy_and_not_on_the_place(decoder: Path, tmp_path: Path) -> None:
+    shutil.copytree(decoder, tmp_path / "copy")
+    digests = [
+        file_digest(make_bundle(source, tmp_path / name, BY_NAME[policy]) / "decode.onnx")
+        for name, source, policy in (
+            ("a", decoder, "fp8"),
+            ("b", tmp_path / "copy", "fp8"),
+            ("c", decoder, "fp8_uncalibrated"),
+        )
+    ]
+    assert digests[0] == digests[1]
+    assert digests[0] != digests[2]
+
+
+PAGED = ["fp16", "int4_g32_asym_hadamard", "ages", "window_of_keys_and_values", "streaming", "evicted_ages"]
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    tokens: list[int] = np.random.default_rng(0).integers(0, 256, 300).tolist()
+    return tokens
+
+
+def decode(engine: OnnxEngine, handle: int, tokens: list[int]) -> np.ndarray:
+    return np.array([engine.decode([handle], [token])[0] for token in tokens])
+
+
+@pytest.mark.parametrize("length", [64, 130])
+@pytest.mark.parametrize("name", PAGED)
+def test_a_fork_and_its_origin_decode_like_sequences_prefilled_alone(
+    name: str, length: int, decoder: Path, tmp_path: Path, text: list[int]
+) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name])
+    prompt, ends = text[:length], [text[200:270], text[230:300]]
+    alone = []
+    for end in ends:
+        (handle,), _ = engine.prefill([prompt])
+        alone.append(decode(engine, handle, end))
+        engine.release([handle])
+    (origin,), _ = engine.prefill([prompt])
+    fork = engine.fork(origin)
+    batched = np.array([engine.decode([origin, fork], list(pair)) for pair in zip(*ends, strict=True)])
+    np.testing.assert_allclose(batched[:, 0], alone[0], atol=2e-5)
+    np.testing.assert_allclose(batched[:, 1], alone[1], atol=2e-5)
+    engine.release([origin])
+    late = engine.fork(fork)
+    np.testing.assert_allclose(decode(engine, late, [1, 2]), decode(engine, fork, [1, 2]), atol=2e-5)
+    engine.release([fork, late])
+    assert engine.memory().live_tokens == 0
+    assert engine.pool.in_use == (0, 0)
+
+
+@pytest.mark.parametrize("cut", [1, 100])
+@pytest.mark.parametrize("name", [*PAGED, "int8"])
+def test_extending_a_sequence_is_prefilling_it_in_two_chunks(
+    name: str, cut: int, decoder: Path, tmp_path: Path, text: list[int]
+) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=cut)
+    (whole,), logits = engine.prefill([text[: 2 * cut]])
+    (part,), _ = engine.prefill([text[:cut]])
+    fork = engine.fork(part)
+    np.testing.assert_array_equal(engine.extend(fork, text[cut : 2 * cut]), logits[0])
+    np.testing.assert_array_equal(decode(engine, fork, text[200:203]), decode(engine, whole, text[200:203]))
+    np.testing.assert_array_equal(engine.extend(part, text[cut : 2 * cut]), logits[0])
+    engine.release([whole, part, fork])
+    assert engine.pool.in_use == (0, 0)
+
+
+def test_extending_refuses_what_prefill_refuses(decoder: Path, tmp_path: Path, text: list[int]) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int8"], max_pages=2)
+    (handle,), _ = engine.prefill([text[:100]])
+    with pytest.raises(UserError, match="at least one token"):
+        engine.extend(handle, [])
+    with pytest.raises(UserError, match="token ids must be in"):
+        engine.extend(handle, [256_000])
+    with pytest.raises(UserError, match="max_pages=2 is too small"):
+        engine.extend(handle, text[:100])
+    with pytest.raises(KeyError, match="released or never started"):
+        engine.extend(handle + 1, [1])
+
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
+POLICY = BY_NAME["window_of_keys_and_values"]
+TEXT = list(range(100))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_checkpoint(tmp_path_factory)
+
+
+@pytest.fixture
+def bundle(checkpoint: Path, tmp_path: Path) -> Path:
+    return make_reference_bundle(checkpoint, tmp_path / "bundle", POLICY)
+
+
+def test_a_bundle_is_all_that_the_engine_needs_but_nothing_that_its_owner_overwrites(checkpoint: Path, bundle: Path) -> None:
+    assert not (bundle / "model.safetensors").samefile(checkpoint / "model.safetensors"), "it is outside of any store"
+    engine = load_reference_engine(bundle, threads=1)
+    assert (engine.policy, engine.shape, engine.vocab_size) == (POLICY, SHAPE, 256)
+    expected = make_reference(load_model(checkpoint), POLICY, SHAPE).forced(TEXT, 70)
+    np.testing.assert_array_equal(engine.forced(TEXT, 70), expected)
+
+
+def test_a_bundle_of_another_backend_and_senseless_options_are_refused(bundle: Path) -> None:
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        load_reference_engine(bundle, threads=0)
+    record = json.loads((bundle / "bundle.json").read_text())
+    (bundle / "bundle.json").write_text(json.dumps({**record, "backend": "onnxruntime", "graph_digest": "0"}))
+    with pytest.raises(ValueError, match="backend=onnxruntime, this engine loads backend=torch"):
+        load_reference_engine(bundle, threads=1)
+
+
+LENGTHS = (70, 1, 200, 3, 64, 129, 12)
+LIMITS = (3, 12, 2, 9, 1, 5, 7)
+PROMPTS: list[list[int]] = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in LENGTHS]
+
+
+def watched(engine: Engine) -> dict[tuple[int, ...], bytes]:
+    """Record the logits' bytes after every history that the engine continues; return the record."""
+    rows, advance = {}, engine._advance
+
+    def advanced(live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
+        ready, logits = advance(live)
+        rows.update({tuple(one.tokens): row.tobytes() for one, row in zip(ready, logits, strict=True)})
+        return ready, logits
+
+    engine._advance = advanced  # type: ignore[method-assign]
+    return rows
+
+
+def alone(engine: Engine) -> list[list[int]]:
+    return [engine.generate([prompt], limit, ())[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "attention"), [("fp8", "graph"), ("ages", "native")])
+def test_logits_of_the_embedded_engine_do_not_depend_on_who_else_is_live_bit_by_bit(
+    name: str, attention: Any, decoder: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=128, attention=attention)
+    rows = watched(engine)
+    expected = alone(engine)
+    exact = dict(rows)
+    assert len(exact) == sum(LIMITS)
+    for most in (2, 5, None):
+        rows.clear()
+        assert engine.generate(PROMPTS * 3, LIMITS * 3, (), max_sequences=most) == expected * 3
+        assert rows == exact
+    assert engine.pool.in_use == (0, 0)

@@ -5,7 +5,6 @@ compiled kernel with the graph.
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from onnx_fixtures import (
     make_engine,
     make_reference,
     save_model,
-    shared_checkpoint,
     shared_decoder,
 )
 
@@ -48,11 +46,6 @@ MEDIAN = 1e-4
 Measured at most 7e-5, for fine formats (bfloat16, int8), where flips are frequent but matter little. Coarser formats stay
 below 3e-5. For comparison, INT8 as a whole moves a row by 1e-3.
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_model(shared_checkpoint(tmp_path_factory))
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,6 @@ BRIEF = StressTestConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_bat
 
 
 @pytest.fixture(scope="module")
-def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Conformity:
-    return Conformity(tiny_checkpoint, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
 def baseline(bench: Conformity) -> EngineConformance:
     return bench.compared(FP16_POLICY, bench.engine(FP16_POLICY))
 

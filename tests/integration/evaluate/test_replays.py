@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from onnx_fixtures import BY_NAME, load_model, make_reference, shared_checkpoint
+from onnx_fixtures import BY_NAME, make_reference
 
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.deviations import Deviations
@@ -17,11 +17,6 @@ from stages.policies.policy import KVShape
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 PROMPT, COMMON = 90, 95
 """Tokens of the prompt, and of the prompt with the decoded tokens that both sequences have in common."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_model(shared_checkpoint(tmp_path_factory))
 
 
 def comparer_of(model: Any, name: str = "int8") -> Comparer:

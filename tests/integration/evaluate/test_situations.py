@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from faults.fault import keeps_prefixes
 from faults.situations import FAULTS
-from onnx_fixtures import BY_NAME, load_model, make_bundle, make_engine, make_reference, shared_checkpoint
+from onnx_fixtures import BY_NAME, make_engine, make_reference
 
 from stages.core.records import no_progress
 from stages.engines.onnx.engine import load_engine
@@ -32,17 +32,6 @@ SCENARIOS = {
     "dropped_prefix_wiped": "prefix",
 }
 """Fault -> the scenario that must name it."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_model(shared_checkpoint(tmp_path_factory))
-
-
-@pytest.fixture(scope="module")
-def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of int8."""
-    return make_bundle(decoder, tmp_path_factory.mktemp("situations") / "bundle", BY_NAME["int8"])
 
 
 def failures(engine: Any, reference: ReferenceEngine, monkeypatch: pytest.MonkeyPatch, names: set[str]) -> list[str]:

@@ -15,11 +15,9 @@ from faults.library import BY_NAME as FAULTS
 from judged_engine import config_of
 from onnx_fixtures import (
     BY_NAME,
-    load_model,
     make_bundle,
     make_engine,
     make_reference,
-    shared_checkpoint,
 )
 
 from stages.core.records import no_progress
@@ -59,17 +57,6 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 def briefly(limit: Limit) -> Limit:
     """Like `limit` in `make test`. `make test-long` runs every scenario."""
     return limit if STRIDE > 1 else lambda *_: None
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_model(shared_checkpoint(tmp_path_factory))
-
-
-@pytest.fixture(scope="module")
-def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of int8."""
-    return make_bundle(decoder, tmp_path_factory.mktemp("stress_test") / "bundle", BY_NAME["int8"])
 
 
 @pytest.fixture(scope="module")

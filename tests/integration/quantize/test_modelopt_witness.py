@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 import torch
 from format_cases import name
-from modelopt.torch.export.quant_utils import postprocess_state_dict
-from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from onnx_fixtures import FP8, fmt
 from quantize_fixtures import FP8_UNCALIBRATED, cache_states, quantized_model, token_ids
 from shipped import SHIPPED
@@ -145,6 +143,8 @@ def test_nvfp4_is_bit_for_bit_what_modelopt_packs(
     rotation: Rotation, model: Any, states: list[dict[Side, Tensor]], tiny_checkpoint: Path
 ) -> None:
     """ModelOpt rounds an NVFP4 cache only on a GPU. Its packing of weights runs anywhere and uses the same arithmetic."""
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
     form = NVFP4.model_copy(update={"rotation": rotation})
     judged = Judged(form, model, tiny_checkpoint)
     for layer in range(4):
@@ -161,6 +161,8 @@ def test_nvfp4_is_bit_for_bit_what_modelopt_packs(
 
 def test_modelopt_exports_nvfp4_with_six_times_the_scale_that_its_quantizer_takes() -> None:
     """Show why kvgate writes no NVFP4 export: auto-round and the quantizer itself divide amax by 6 * 448."""
+    from modelopt.torch.export.quant_utils import postprocess_state_dict
+
     name = "model.layers.0.self_attn.k_bmm_quantizer._amax"
     ((exported, scale),) = postprocess_state_dict({name: torch.tensor(21.0)}, 448, "NVFP4").items()
     assert exported == "model.layers.0.self_attn.k_proj.k_scale"

@@ -25,7 +25,6 @@ from stages.core.files import STORE_FILE
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import FP16_POLICY, KVPolicy, Side
 from stages.policies.scales import KVScales, SideScales
-from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.run import scale_cache
 
 FACTS = json.loads((Path(__file__).parents[2] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
@@ -206,8 +205,10 @@ def test_the_checkpoint_computes_what_modelopt_computes_without_activation_round
     weights: WeightsFormat, tiny_checkpoint: Path, run_stage: Callable[..., Path]
 ) -> None:
     """Tolerance: 1 % of the logits' standard deviation, for the float16 rounding of the stored weights (2^-11 each)."""
+    from stages.quantize.modelopt_adapter import enabled_quantizers
+
     model, _ = quantized_model(tiny_checkpoint, FP16_POLICY, weights)
-    for name, quantizer in adapter.enabled_quantizers(model):
+    for name, quantizer in enabled_quantizers(model):
         if name.endswith("input_quantizer"):
             quantizer.disable()
     checkpoint = run_stage("fp8", weights) / "checkpoint"

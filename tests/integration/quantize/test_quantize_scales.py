@@ -1,9 +1,10 @@
-"""Static scales against extremes computed here from transformers' own cache, without ModelOpt.
+"""Static scales against extremes from transformers' own cache, without ModelOpt, and bypassed quantizers.
 
 The tolerance is 1e-5, except for rotations, which add 64 products in another order.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from onnx_fixtures import FP8, fmt
 from quantize_fixtures import POLICIES, cache_states, stage
 from torch import Tensor
 
+from stages.checkpoints.description import inspect_checkpoint
+from stages.core.errors import UserError
 from stages.policies.formats import Format, WeightsFormat
 from stages.policies.policy import KVPolicy, KVShape, LayerOverride, Side, Window
 from stages.policies.scales import KVScales, SideScales
+from stages.quantize.run import load_model
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 States = list[dict[str, Tensor]]
@@ -130,3 +134,37 @@ def test_a_window_is_measured_over_a_base_that_is_not(states: States, tiny_check
     scales = scales_of(tiny_checkpoint, tmp_path, policy)
     assert [sorted(layer) for layer in scales.layers] == [["window_key", "window_value"]] * 4
     check_all(scales, states, policy)
+
+
+@pytest.fixture
+def adapter() -> Any:
+    """ModelOpt's adapter, whose import takes seconds."""
+    from stages.quantize import modelopt_adapter
+
+    return modelopt_adapter
+
+
+def test_a_model_without_a_policys_quantizers_is_an_error_before_any_text_runs(adapter: Any, tiny_checkpoint: Path) -> None:
+    """ModelOpt ignores names without a match, such as those of attention that it cannot hook, and leaves the cache exact."""
+    model = load_model(inspect_checkpoint(tiny_checkpoint))
+    with pytest.raises(RuntimeError, match=r"8 quantizers instead of 10: missing model.layers.4.self_attn.k_bmm_quantizer"):
+        adapter.measure(model, 5, "none", lambda _: pytest.fail("a text ran"), tiny_checkpoint)
+
+
+def test_a_quantizer_that_attention_bypasses_is_an_error(adapter: Any, tiny_checkpoint: Path) -> None:
+    model = load_model(inspect_checkpoint(tiny_checkpoint))
+
+    def keys_alone(model: Any) -> None:
+        model.get_submodule("model.layers.0.self_attn.k_bmm_quantizer")(torch.ones(1, 2, 3, 64))
+
+    with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.v_bmm_quantizer was never called"):
+        adapter.measure(model, 1, "none", keys_alone, tiny_checkpoint)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_named_by_layer_and_side(bad: float, adapter: Any, tiny_checkpoint: Path) -> None:
+    model = load_model(inspect_checkpoint(tiny_checkpoint))
+    with torch.no_grad():
+        model.get_submodule("model.layers.2.self_attn.v_proj").weight[0, 0] = bad  # type: ignore[operator]
+    with pytest.raises(UserError, match=r"model\.path=.*: the values of layer 2 are not finite on the calibration texts"):
+        adapter.measure(model, 4, "none", lambda m: m(torch.tensor([[1, 2]])), tiny_checkpoint)

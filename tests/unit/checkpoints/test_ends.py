@@ -1,4 +1,4 @@
-"""The tokens that end an answer: the files that name them, and readers of answers, which must stop at every end token."""
+"""Tokens as tokenizer.json describes them, and the tokens at which every reader of answers must stop."""
 
 import json
 import shutil
@@ -8,11 +8,17 @@ import pytest
 from evaluations import builtin_workloads
 from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, SharingFake, fake_engine
 from gguf_files import TOKENS, bpe_metadata, random_model, write_gguf
+from hostile import changed
 from judged_engine import TINY
+from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
+from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.files import named_ends
 from stages.checkpoints.gguf.convert import convert_gguf
 from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.loading import load_tokenizer
+from stages.checkpoints.opening import TEXTS, check_opens
+from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.bundle import copy_tokenizer
 from stages.evaluate.decoding.batches import Greedy
@@ -100,3 +106,37 @@ def test_the_ends_of_a_gguf_are_those_of_llama_cpp(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     convert_gguf(gguf, tmp_path / "out", progress=lambda *_: None)
     assert BundleTokenizer(tmp_path / "out").ends == ends
+
+
+CLASSES = ("Llama", "CodeLlama", "Qwen2", "Gemma", "GPT2", "Evil")
+
+
+@pytest.fixture
+def copied(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", [f"{name}Tokenizer{fast}" for name in CLASSES for fast in ("", "Fast")])
+def test_the_named_class_does_not_change_tokens(copied: Path, name: str) -> None:
+    changed(copied / "tokenizer_config.json", tokenizer_class=name, add_bos_token=True, legacy=True)
+    itself, loaded = Tokenizer.from_file(str(copied / "tokenizer.json")), load_tokenizer(copied)
+    for text in (*TEXTS, "<|user|> Hi <|end|>"):
+        assert loaded(text)["input_ids"] == itself.encode(text).ids
+    assert loaded.eos_token == "<|end|>"
+    assert loaded.chat_template
+    check_opens(inspect_checkpoint(copied))
+
+
+@pytest.mark.parametrize(("name", "sound"), [("GPT2Tokenizer", True), ("Qwen2Tokenizer", True), ("LlamaTokenizer", False)])
+def test_a_class_that_loses_spaces_of_a_vocabulary_with_merges_is_refused(copied: Path, name: str, sound: bool) -> None:
+    model = json.loads((copied / "tokenizer.json").read_text())["model"]
+    (copied / "tokenizer.json").unlink()
+    (copied / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (copied / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    changed(copied / "tokenizer_config.json", tokenizer_class=name)
+    if sound:
+        check_opens(inspect_checkpoint(copied))
+        return
+    with pytest.raises(UserError, match=r"model.path=.*tokenizer"):
+        check_opens(inspect_checkpoint(copied))

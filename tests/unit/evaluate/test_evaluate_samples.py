@@ -132,7 +132,7 @@ def tokenizer(tiny_checkpoint: Path) -> Any:
 def test_code_beside_a_model_is_not_run_where_the_model_and_its_tokenizer_are_loaded(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """tests/long/test_hostile_directory.py tests the same with a whole command started in the directory."""
+    """tests/long/test_closed_streams.py tests the same with a whole command started in the directory."""
     checkpoint, marker = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")), tmp_path / "it-ran"
     plant_code(checkpoint, marker)
     load_tokenizer(checkpoint)

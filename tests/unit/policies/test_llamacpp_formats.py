@@ -1,6 +1,6 @@
 """llama.cpp's types in the reference engine, compared with the reader in the package gguf.
 
-tests/real_llamacpp/test_llamacpp_codes.py makes the same comparison with ggml's own code.
+tests/real_llamacpp/test_llamacpp_engine.py makes the same comparison with ggml's own code.
 """
 
 import numpy as np
