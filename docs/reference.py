@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from pipeline.config import CONF
 from pipeline.config import compose as _options  # noqa: F401 - the import registers options that are not files
 from pipeline.config.config import Config
-from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.engines.config import backend_configs
 from stages.policies.policy import KVPolicy, KVShape
 
@@ -240,17 +239,6 @@ def policies() -> list[str]:
     return ["## Policies", "", head, "", *table(("`kv=`", "what it stores", "KiB a token"), lines)]
 
 
-def exit_codes() -> list[str]:
-    """Return the table of exit codes: the documents of the exceptions that end a process."""
-    said = {code: " ".join((error.__doc__ or "").split()) for error, code in EXIT_CODES.items()}
-    said |= {
-        0: "Done; of a sweep: at least one candidate passed.",
-        INTERRUPTED: "Interrupted; the same command goes on.",
-        DEFECT: "A defect of kvgate.",
-    }
-    return ["## Exit codes", "", *table(("exit code", "meaning"), [(str(code), said[code]) for code in (0, 2, 3, 4, 130, 1)])]
-
-
 def files() -> list[str]:
     """Return the tables of the files that people and programs read."""
     lines = ["## Files", ""]
@@ -267,10 +255,11 @@ def page() -> str:
     head = [
         "# Reference",
         "",
-        "`python docs/reference.py` writes this page from the code, and a test holds it to the code.",
+        "`python docs/reference.py` writes this page from the code, and a test compares both. "
+        "Exit codes: [README](../README.md#exit-codes).",
         "",
     ]
-    parts = [*head, *exit_codes(), *policies(), *files(), *groups(), *keys()]
+    parts = [*head, *policies(), *files(), *groups(), *keys()]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -11,7 +11,7 @@ class UserError(ValueError):
 
 
 class GateRefusal(Exception):
-    """A gate refused the candidate, or the replayed evidence differs from the judged evidence. Nothing was promoted."""
+    """The answer is no: a gate failed, evidence differs, or no policy meets the goal. Nothing was promoted or routed."""
 
 
 class CannotBeJudged(GateRefusal):
