@@ -52,7 +52,7 @@ class SampleRow(Record):
     id: str
     workload: str
     document: str
-    """Id of the document. Rows of one document are resampled together."""
+    """Id of the document. All rows of one document together give one number to a gate."""
     context_tokens: Count
     depth: float | None
     scored_tokens: Count

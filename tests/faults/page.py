@@ -34,24 +34,29 @@ ENGINES = {"native": "", "graph": ", graph", "torch": ", torch"}
 REASONS = {
     "subnormals_flushed": "FP8 subnormals are below 1/28,000 of the largest number. Zeros in their place change a vector less "
     "than a neighbouring code of a large number, which a sound engine may choose",
-    "float16_copy_unreported": "in this run the process did not grow by half the size of a copy; a short evaluation sees the "
+    "float16_copy_unreported": "In this run the process did not grow by half the size of a copy; a short evaluation sees the "
     "copy (`tests/long/test_faults.py`). The cause is open",
 }
 """Why faults pass although they cost something."""
+
+REMOVED = "max_ppl_ratio"
+"""Gate of rules before 15, which some recorded outcomes still name."""
 
 COMMAND = " \\\n  ".join(["kvgate kv=int8 tracking=none", shlex.join(BACKENDS["native"]), *map(shlex.quote, SMALL)])
 """The small evaluation of one sound cache, as a user runs it."""
 
 HEAD = """# Planted faults, and which gate sees them
 
-{judged} faults as real KV caches have them ([tests/faults](../tests/faults)). Each fault is planted in a sound engine of the
-tiny model, and judged by the evaluation and the gates that judge every candidate.
+{judged} faults of kinds that real KV caches have ([tests/faults](../tests/faults)). Each fault is planted in a sound engine of
+the tiny model, and judged by the evaluation and the gates that judge every candidate.
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left}
 
 - **How a fault is judged.** First by a small evaluation of 104 requests with a small stress test. A fault that passes is
   judged by the default stress test. A fault that only gates on samples see is also judged by all samples of the default
   evaluation. [Sound engines](#the-same-evaluation-of-engines-without-a-fault) pass the small evaluation.
-- **Which gates judged.** The commits of the outcomes are {commits}.
+- **Which gates judged.** The outcomes come from the commits {commits}, with the
+  [rules of the gates](verdict.md#appendix-versions-of-the-rules) of that commit. The tables leave out {removed}, a gate that
+  rules 15 removed; every fault that it saw is also seen by another gate.
   `make faults` judges again every fault whose code or inputs changed, and resumes an interrupted run.
 - **Names.** A gate has the name of its key under `gates.`, or its own name.
 - **Costs.** A day of service runs with the fault and without: batches, turns, forks, prompts that begin alike, crowds,
@@ -96,6 +101,7 @@ def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
         refused=len(judged) - len(missed),
         left=f"\nNot judged yet (`make faults`): {left}." if left else "",
         commits=", ".join(f"{commit} ({count})" for commit, count in commits.most_common()),
+        removed=f"`{REMOVED}`",
     )
     if missed:
         yield "\n## Undetected faults\n"
@@ -125,7 +131,7 @@ def _tables(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
         yield "|---" * 7 + "|"
         for fault in (fault for fault in judged if fault.kind == kind):
             found = now[fault.name]
-            gates = ", ".join(f"`{gate}`" for gate in found.gates) or "-"
+            gates = ", ".join(f"`{gate}`" for gate in found.gates if gate != REMOVED) or "-"
             cache = fault.policy + ENGINES[fault.engine]
             yield _row(
                 f"`{fault.name}`", fault.models, fault.acts, cache, _cost(costs.get(fault.name), fault), found.verdict, gates
@@ -144,7 +150,7 @@ def _sound(now: Outcomes) -> Iterator[str]:
 
 
 def _gates(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
-    seen = [set(now[fault.name].gates) for fault in judged]
+    seen = [set(now[fault.name].gates) - {REMOVED} for fault in judged]
     counts = Counter(gate for gates in seen for gate in gates)
     yield ALL_GATES
     for gate, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])):

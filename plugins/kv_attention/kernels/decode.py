@@ -133,7 +133,7 @@ def _store_part(
     partial_acc, partial_ml, number, h, m, l, unit, sums,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of one KV head in the part with this number, which is best read late: its rows take registers."""
+    """Store the results of one KV head in part `number`. Load `number` just before the call: its rows occupy registers."""
     n = tl.arange(0, N)
     row = (number.to(tl.int64) * H + h) * G + n
     store(partial_acc, partial_ml, row, n < G, m, l, unit, sums, N, D, VALUE, CHUNKS)

@@ -22,7 +22,7 @@ APPEND_TILE = 512
 """Numbers that a warp of the append quantizes at once: 16 per thread, so that a thread stores its 8-bit codes in 16 bytes."""
 
 PLAN_ROWS = 16
-"""Programs of decode_partial that one program of plan_work plans: few, so that they share the comparison with all."""
+"""Programs of decode_partial that one program of plan_work plans. One pass over all sequences serves these 16 programs."""
 
 PLAN_BLOCK = 256
 """Sequences that plan_work reads at once."""
