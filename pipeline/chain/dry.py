@@ -195,7 +195,7 @@ def _print(rows: list[Row]) -> None:
 
 
 def _say_questions(run: Run) -> None:
-    """Print the number of samples per workload, and the time and memory of a verdict with the embedded engine."""
+    """Print the number of samples per workload, and the time and memory of a verdict with the default engine."""
     workloads, path = run.config.workloads, locate_checkpoint(run.config.model.path)
     counts = Counter(sample.workload for sample in run.steps.samples if not sample.workload.startswith(LONG))
     documents = f"{workloads.length_documents} documents with {LONG_QUESTIONS} questions each"

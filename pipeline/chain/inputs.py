@@ -286,7 +286,7 @@ def check_draft(path: str, target: Path) -> None:
     if different is not None:
         ids = [f"token {known[different]}" if different in known else "no token" for known in (offered, wanted)]
         raise UserError(
-            f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
+            f"{key}{path}: its tokenizer differs from model.path's: {different!r} is {ids[0]} in the draft and {ids[1]} in "
             "the target; give a draft with the same tokenizer"
         )
 

@@ -74,7 +74,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     rival = engines.incumbent(candidates) if name is None else None
     if name is not None and not candidates:
         known = [candidate.name for candidate in listed]
-        raise UserError(f"promote.name={name}: no candidate of the sweep is called so{suggest(name, known)}")
+        raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, known)}")
     with console.doing("replaying the evidence"):
         move = engines.promote(candidates, name=name, rival=rival)
     candidates += [rival] if rival is not None else []

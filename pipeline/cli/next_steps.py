@@ -192,7 +192,7 @@ def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swe
     if finer is not None:
         still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
         return NextStep(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}", sweep=still))
-    why = "no uniform policy that keeps more is left: search formats by layer and side"
+    why = "no finer uniform policy is left: search formats by layer and side"
     return NextStep(why=why, command=standing(config, "tune"))
 
 

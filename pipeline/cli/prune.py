@@ -87,8 +87,8 @@ def _check_known(config: Config, found: Found) -> None:
     for model in sorted({one.model for one in candidates}):
         if known.isdisjoint(one.identity.digest for one in candidates if one.model == model):
             raise UserError(
-                f"stage=prune: engines of model {model} were registered from {config.work}, and the tracking store of this "
-                "command knows none of them, so that what serves is not known; leave tracking on, and give their store with "
+                f"stage=prune: engines of model {model} were registered from {config.work}, but not in the tracking store of "
+                "this command, so it is unknown which engines serve; leave tracking on, and name the right store with "
                 "tracking.uri or MLFLOW_TRACKING_URI"
             )
 

@@ -179,9 +179,9 @@ def read_identity(path: Path) -> Identity:
     status, rules = written.verdict.get("status"), written.verdict.get("rules", 1)
     if rules != RULES:
         raise UserError(
-            f"{path}: {short(status)} by rules {short(rules)} of the gates, this kvgate has rules {RULES}, by which "
-            "the same samples may get another verdict: judge it again with stage=evaluate, or verify it with the kvgate that "
-            f"wrote it ({short(written.kvgate)})"
+            f"{path}: version {short(rules)} of the gates' rules decided {short(status)}; this kvgate has version {RULES}, "
+            "which may decide otherwise: judge it again with stage=evaluate, or verify it with the kvgate that wrote it "
+            f"({short(written.kvgate)})"
         )
     return _read(path, Identity)
 

@@ -288,8 +288,8 @@ def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:
         raise UserError(f"weights.format={weights}: the weights are {info.quantized.title} already; set weights=none")
     if weights != "none" and not FAMILIES[ARCHITECTURES[info.architecture]].rounded:
         raise UserError(
-            f"weights.format={weights}: the linear layers of {info.architecture} were not shown to come out of ModelOpt's "
-            "exports as they were rounded; set weights=none"
+            f"weights.format={weights}: no test shows that ModelOpt's exports of {info.architecture} hold the weights "
+            "that it quantized; set weights=none"
         )
 
 

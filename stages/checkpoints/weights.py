@@ -67,9 +67,9 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
         )
     if HEAD in found and HEAD not in expected and not _are_equal(info.path, on_disk, HEAD, EMBEDDING):
         raise UserError(
-            f"model.path={info.path}: the weights hold {HEAD}, which differs from {EMBEDDING}, and config.json ties "
-            "them (tie_word_embeddings, true if it is left out in some families): engines would differ in which they take; set "
-            "tie_word_embeddings=false, or take the tensor out of the file, whichever the model was trained with"
+            f"model.path={info.path}: {HEAD} differs from {EMBEDDING} in the weights, but config.json says that both are one "
+            "tensor (tie_word_embeddings; in some families true by default), so engines may use either; set "
+            f"tie_word_embeddings=false if the model was trained with two tensors, or else remove {HEAD} from the file"
         )
 
 

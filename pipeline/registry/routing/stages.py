@@ -161,7 +161,7 @@ def find_engine(engines: Engines, name: str, key: str) -> RegisteredEngine:
     named = [one for one in versions if name in (one.number, one.name)]
     if not named:
         known = ", ".join(sorted({one.tags.get("kv", "") for one in versions} - {""})) or "none"
-        raise UserError(f"{key}={name}: no registered engine is called so; there are {known}")
+        raise UserError(f"{key}={name}: no registered engine has this name; there are {known}")
     try:
         return engines.find(max(named, key=lambda one: int(one.number)))
     except GateRefusal as error:

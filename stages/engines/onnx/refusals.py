@@ -18,7 +18,7 @@ def refuse_reference_only(policy: KVPolicy) -> None:
             if form.rotation not in ("none", "hadamard"):
                 instead.append("rotation=hadamard")
             raise UserError(
-                f"kv.{key}.{named}={getattr(form, named)}: ONNX's operators have no graph of it; "
+                f"kv.{key}.{named}={getattr(form, named)}: ONNX graphs cannot compute this format; "
                 f"use {holder(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
             )
 
@@ -27,8 +27,8 @@ def refuse_heavy_tokens(policy: KVPolicy) -> None:
     """Raise UserError for H2O's eviction."""
     if policy.eviction is not None and policy.eviction.heavy_tokens:
         raise UserError(
-            f"kv.eviction.heavy_tokens={policy.eviction.heavy_tokens}: each layer and KV head keeps tokens of its own, which a "
-            "page table that all of them share cannot say; use backend=torch backend.device=cpu, or set heavy_tokens to 0"
+            f"kv.eviction.heavy_tokens={policy.eviction.heavy_tokens}: each layer and KV head would keep different tokens, but "
+            "one page table serves all layers and heads; use backend=torch backend.device=cpu, or set heavy_tokens to 0"
         )
 
 

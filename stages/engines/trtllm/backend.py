@@ -78,7 +78,7 @@ def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
 FP8_SM = 89
 """First SM version on which TensorRT-LLM supports FP8 caches and FP8 weights (8.9)."""
 ENGINE_RELEASES = re.compile(r"1\.2(\..*)?|1\.3\.0rc(\d|1\d|20)(\D.*)?")
-ENGINES = "1.2 (1.2.1 is the last that builds engines, but for candidates of 1.3 up to 1.3.0rc20)"
+ENGINES = "1.2 (1.2.1 is the last release that builds engines; release candidates of 1.3 up to 1.3.0rc20 also do)"
 NO_INTEGERS_SM = range(100, 120)
 """TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")

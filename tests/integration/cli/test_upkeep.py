@@ -319,7 +319,7 @@ def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsy
     command(ground.work, "stage=route", f"routing.file={routes}")
     command(ground.work, "stage=rollback")
     assert ground.alias("champion") == "int8"
-    with pytest.raises(UserError, match=r"no candidate of the sweep is called so, did you mean fp8k_int4v\?"):
+    with pytest.raises(UserError, match=r"the sweep has no candidate of this name, did you mean fp8k_int4v\?"):
         command(ground.work, "stage=promote", "promote.name=fp8k_int4")
     command(ground.work, "stage=promote", "promote.name=fp8k_int4v")
     assert ground.alias("champion") == "fp8k_int4v"

@@ -158,7 +158,10 @@ def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_a
     monkeypatch.setattr(mlflow_store, "aliased", lambda *_: Version("1", cited_tags(evidence)))
     monkeypatch.setattr(mlflow_store, "download_engine", lambda *_: evidence)
     monkeypatch.setattr(reading, "bundle_of", lambda *_: None)  # the registry holds only the evidence
-    with pytest.raises(GateRefusal, match=f"version 1, the champion of tiny: .*: PASS by rules {RULES - 1}.*judge it again"):
+    with pytest.raises(
+        GateRefusal,
+        match=f"version 1, the champion of tiny: .*: version {RULES - 1} of the gates' rules decided PASS.*judge it again",
+    ):
         champion("tiny", workdir=tmp_path / "work")
 
 

@@ -152,7 +152,7 @@ def test_a_verdict_by_older_rules_is_refused_for_its_rules_whatever_fields_it_ha
 ) -> None:
     copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
     edit(copy / IDENTITY_FILE, change)
-    said = f"PASS by rules {rules} of the gates, this kvgate has rules {RULES}, .*judge it again with stage=evaluate"
+    said = f"version {rules} of the gates' rules decided PASS; .* has version {RULES}, .*judge it again with stage=evaluate"
     with pytest.raises(UserError, match=said):
         replayed(copy)
     assert code(copy) == 2

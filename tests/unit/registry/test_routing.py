@@ -88,7 +88,7 @@ def test_a_rollback_takes_no_engine_that_was_deleted(fleet: Fleet) -> None:
         (
             "routes: {copy: fp9}",
             UserError,
-            "copy=fp9: no registered engine is called so; there are bf16, fp8, int8",
+            "copy=fp9: no registered engine has this name; there are bf16, fp8, int8",
         ),
         ("routes: {copy: 7}", UserError, "routes.copy=7: no registered engine"),
         (
