@@ -127,7 +127,7 @@ def show(answers: Answers) -> None:
             side = "at most" if checks[0].status == "FAIL" else "at least"
             points = 100 * float((answers.right[policy][:count] - answers.right["fp16"][:count]).mean())
             cells.append(
-                f"{status} {checks[0].value:.3f} ({side} {checks[0].bound:.3f}); {'FAIL ' if worse else ''}{points:+.1f} points"
+                f"{status} {checks[0].value:.4f} ({side} {checks[0].bound:.4f}); {'FAIL ' if worse else ''}{points:+.1f} points"
             )
         print(f"| {policy} | {' | '.join(cells)} |")
 

@@ -12,7 +12,7 @@ from stages.core.records import Sample
 from stages.workloads.config import LONG, WorkloadsConfig
 
 PRODUCTS, ATTENTION, BYTES = 156e9, 83e9, 11.4e9
-"""The embedded engine: operations per second in products with weights, operations per second in attention, and bytes of weights
+"""The default engine: operations per second in products with weights, operations per second in attention, and bytes of weights
 that decode steps read per second."""
 REFERENCE_PRODUCTS, REFERENCE_ATTENTION = 110e9, 94e9
 """The reference engine: operations per second in products with weights and in attention."""
@@ -79,9 +79,9 @@ class VerdictWork:
     """The work of a verdict on one policy and its baseline."""
 
     first: Work
-    """The embedded engines' work if the first round decides."""
+    """The work of baseline and candidate on the default engine if the first round decides."""
     whole: Work
-    """The embedded engines' work in all rounds."""
+    """The work of baseline and candidate on the default engine in all rounds."""
     reference: Work
 
     def seconds(self, parameters: int, width: int, threads: int) -> tuple[float, float]:

@@ -1,1 +1,1 @@
-"""backend=onnxruntime: the embedded engine."""
+"""backend=onnxruntime: the default engine."""

@@ -13,7 +13,7 @@ from stages.policies.policy import KVPolicy
 
 
 class OnnxBackend(Backend):
-    """The embedded engine, on any CPU."""
+    """The default engine, on any CPU."""
 
     libraries = ("onnx", "onnxscript", "onnxruntime", "numpy", "scipy")
 

@@ -17,7 +17,7 @@ CpuAttention = Literal["auto", "native", "graph"]
 
 
 class OnnxRuntimeConfig(GraphConfig, InProcessConfig):
-    """The embedded engine: ONNX Runtime executes the graphs on a CPU."""
+    """The default engine: ONNX Runtime executes the graphs on a CPU."""
 
     name: Literal["onnxruntime"]
     attention: CpuAttention

@@ -1,4 +1,4 @@
-"""The embedded engine: ONNX Runtime over a paged, quantized KV cache.
+"""The default engine: ONNX Runtime over a paged, quantized KV cache.
 
 Pools are not copied: a run binds the addresses of the numpy arrays as inputs. After the run, the engine writes the codes of the
 new tokens into their pages.
