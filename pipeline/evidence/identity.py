@@ -162,16 +162,6 @@ class Identity(Lineage, extra="forbid"):
     signer: str | None = None
     """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """Digests of the engine, its baseline and their report. The keys are the tags of a model version."""
-        evaluation = self.link("evaluation").files
-        return {
-            "engine_digest": self.link("engine").digest,
-            "baseline_digest": self.link("baseline").digest,
-            "report_digest": files_digest({name: evaluation[name] for name in (REPORT_FILE, SAMPLES_FILE)}),
-        }
-
 
 def read_identity(path: Path) -> Identity:
     """Read an identity.json. Raises UserError if it is missing or invalid, or if other rules of the gates decided."""

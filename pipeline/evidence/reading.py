@@ -184,6 +184,7 @@ def registered_engine(
 def judged_candidate(identity: Identity, cited: Cited, report: EvaluationReport, store: Path) -> Candidate:
     """Return the candidate of an identity, which `cited` cites: its verdict, and citations of artifacts in a store."""
     engine, baseline, evaluation = identity.reads
+    reported = {name: evaluation.files[name] for name in (REPORT_FILE, SAMPLES_FILE)}
     return Candidate(
         name=identity.policy,
         policy=identity.policy,
@@ -193,7 +194,7 @@ def judged_candidate(identity: Identity, cited: Cited, report: EvaluationReport,
         metrics=flat_metrics(report),
         engine=Cited(path=store / engine.place, digest=engine.digest),
         baseline=Cited(path=store / baseline.place, digest=baseline.digest),
-        report=Cited(path=store / evaluation.place / REPORT_FILE, digest=identity.digests["report_digest"]),
+        report=Cited(path=store / evaluation.place / REPORT_FILE, digest=files_digest(reported)),
         identity=cited,
         checkpoint=identity.sources.get("checkpoint"),
     )
