@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 from stores import make_artifact
 
+from pipeline.chain import sweeps
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.run import Run
@@ -21,6 +22,7 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.evidence.reading import USER_INPUTS
 from pipeline.loading import open_backend, required_libraries
+from pipeline.registry import summary
 from pipeline.store import store as store_module
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
@@ -252,3 +254,12 @@ def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pyt
     vars(steps).update(encoded_samples=Mock(), chain=Mock(config=job))
     monkeypatch.setattr(VerdictSteps, "reference", lambda *_: pytest.fail("the reference engine is not asked for anything"))
     assert "reference" not in steps.inputs(job.kv, None)
+
+
+def test_a_sweep_of_a_stage_that_judges_nothing_leaves_the_candidates_of_the_last_one(tmp_path: Path) -> None:
+    summary.begin(tmp_path, "judged", ["fp8"])
+    planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
+    assert sweeps._conclude(planned, "built", [0, 4]) == 4
+    last = summary.load(tmp_path)
+    assert (last.sweep, last.exit_code) == ("judged", 4)
+    assert [path.name for path in (tmp_path / "summaries").iterdir()] == ["judged.json"]
