@@ -41,7 +41,7 @@ def every_format() -> list[Format]:
     keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")
     own = [
         name for name, code in CODES.items() if code.dynamic_group is None
-    ]  # tests/unit/policies/test_llamacpp_formats.py has the others
+    ]  # tests/unit/policies/test_engine_formats.py has the others
     for values in product(own, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
         try:
             formats.append(Format.model_validate(dict(zip(keys, values, strict=True))))

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from gate_reports import CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
-from test_conformance_gate import SOUND, engine, record, request
-from test_coverage import BAD, LARGER, engine_tests
+from test_coverage import BAD, LARGER, SOUND, engine, engine_tests, record, request
 
 from pipeline.config.compose import plan
 from stages.verdict.bets import OUTLIER

@@ -1,0 +1,149 @@
+"""Formats of vLLM and llama.cpp in the reference engine, against their definition number by number and the package gguf.
+
+tests/real_vllm/test_vllm_codes.py compares with vLLM's own kernels, tests/real_llamacpp/test_llamacpp_engine.py with ggml.
+"""
+
+import ggml_cases
+import numpy as np
+import pytest
+import torch
+from ggml_cases import form_of
+from gguf import GGMLQuantizationType, quants
+from pydantic import ValidationError
+from shipped import SHIPPED
+from torch import Tensor
+
+from pipeline.chain.inputs import check_inputs
+from pipeline.config.compose import plan
+from stages.core.errors import UserError
+from stages.engines.reference.formats import dequantize, quantize
+from stages.policies.arithmetic_torch import Stored
+from stages.policies.formats import Format
+from stages.policies.ggml.arithmetic_torch import asked
+from stages.policies.vllm_token_head.arithmetic_torch import signs
+
+K8V4, INT4 = SHIPPED["vllm_k8v4"], SHIPPED["vllm_int4"]
+V4, Q4_0 = K8V4.value, form_of("q4_0")
+
+
+def vectors() -> Tensor:
+    """Return vectors (2, 12, 64): random at many magnitudes, of one sign, constant, zero, and with ties."""
+    x = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(12.0) - 6)[:, None]
+    x[:, 0], x[:, 1] = 0.0, 0.25
+    x[:, 2] += 100
+    x[:, 3] -= 3000
+    x[:, 4] = torch.arange(64) % 31 * 0.5
+    return x
+
+
+def unpacked(stored: Stored) -> Tensor:
+    """Return codes from 0 up, unpacked from bytes."""
+    byte = stored.codes.to(torch.int16)
+    return torch.cat([byte & 15, (byte >> 4) + 8], dim=-1)
+
+
+def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range() -> None:
+    x, levels = vectors(), 15
+    stored = quantize(x, K8V4.value, None)
+    assert stored.scale is not None
+    assert stored.zero is not None
+    for vector, codes, scale, zero in zip(
+        x.flatten(0, 1).numpy(),
+        unpacked(stored).flatten(0, 1).numpy(),
+        stored.scale.flatten().numpy(),
+        stored.zero.flatten().numpy(),
+        strict=True,
+    ):
+        low, high = vector.min(), vector.max()
+        step = max(np.float32(high - low) / np.float32(levels), np.float32(1e-8))
+        expected = [min(int(np.float32((number - low) / step) + np.float32(0.5)), levels) for number in vector]
+        assert codes.tolist() == expected
+        assert (scale, zero) == (np.float16(step), np.float16(low))
+    numbers = unpacked(stored) * stored.scale.float() + stored.zero.float()
+    torch.testing.assert_close(dequantize(stored, K8V4.value, None), numbers)
+    assert stored.codes.shape[-1] == 32
+
+
+def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None:
+    x = vectors()
+    stored = quantize(x, INT4.value, None)
+    assert stored.scale is not None
+    assert stored.zero is None
+    assert stored.scale.dtype == torch.float32
+    matrix = np.ones((1, 1))
+    while len(matrix) < 64:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    rotated = (x * signs(64)).double().numpy() @ matrix
+    scale = np.maximum((rotated.max(-1) - rotated.min(-1)) / 15, 1e-6)
+    zero = np.clip(np.floor(-rotated.min(-1) / scale + 0.5), 0, 15)
+    bits = stored.scale[..., 0].numpy().view(np.int32)
+    whole = rotated.std(-1) > 1e-3  # otherwise the sums are only rounding errors
+    assert (bits & 15)[whole].tolist() == zero[whole].astype(int).tolist()
+    np.testing.assert_allclose((bits & -16).view(np.float32)[whole], scale[whole], rtol=2e-5)
+    steps = rotated / scale[..., None] + zero[..., None]
+    off = np.abs(unpacked(stored).numpy() - np.clip(steps, 0, 15))
+    assert off[whole].max() <= 0.5 + 1e-3
+    back = dequantize(stored, INT4.value, None).double().numpy()
+    expected = ((unpacked(stored).numpy() - zero[..., None]) * scale[..., None]) @ matrix / 64 * signs(64).numpy()
+    np.testing.assert_allclose(back[whole], expected[whole], atol=1e-4 * np.abs(x.numpy()).max())
+
+
+@pytest.mark.parametrize("name", ggml_cases.NAMES)
+def test_the_bytes_mean_what_ggufs_reader_reads_of_them(name: str) -> None:
+    form = form_of(name)
+    stored = quantize(ggml_cases.vectors(), form, None)
+    bytes_ = ggml_cases.raw(stored)
+    assert bytes_.shape[-1] == form.token_bytes(64)
+    expected = quants.dequantize(bytes_, GGMLQuantizationType[name.upper()])
+    np.testing.assert_array_equal(dequantize(stored, form, None).numpy(), expected)
+
+
+def test_hadamard_64_rotates_each_64_channels_and_goes_back() -> None:
+    x = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(1))
+    blocks = form_of("q8_0", "hadamard_64")
+    halves = [quantize(part, form_of("q8_0", "hadamard"), None) for part in x.chunk(2, dim=-1)]
+    assert torch.equal(quantize(x, blocks, None).codes, torch.cat([half.codes for half in halves], dim=-1))
+    assert (dequantize(quantize(x, blocks, None), blocks, None) - x).abs().max() < 0.05
+
+
+def test_queries_are_rounded_to_blocks_of_8_bits() -> None:
+    x = ggml_cases.vectors()
+    expected = quants.dequantize(quants.quantize(x.numpy(), GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
+    assert np.abs(asked(x).numpy() - expected).max() <= np.abs(x.numpy()).max() / 127
+    assert (asked(x).numpy() != expected).mean() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("form", "changed", "message"),
+    [
+        (V4, {"symmetric": True}, "arithmetic vllm_turboquant requires dtype=int4 granularity=per_token symmetric=false"),
+        (V4, {"dtype": "int8"}, "arithmetic vllm_turboquant requires dtype=int4"),
+        (V4, {"rotation": "hadamard"}, "rotation=none: set these, or arithmetic=kvgate"),
+        (V4, {"arithmetic": "vllm_token_head"}, "arithmetic vllm_token_head requires .* rotation=signed_hadamard"),
+        (V4, {"arithmetic": "kvgate", "rotation": "signed_hadamard"}, "rotation must be none or hadamard unless"),
+        (V4, {"arithmetic": "kvgate", "dtype": "int3"}, "dtype must be one of .*, got int3"),
+        (V4, {"arithmetic": "vllm"}, "arithmetic"),
+        (Q4_0, {"group_size": 64}, "dtype q4_0 requires granularity=per_group group_size=32 symmetric=true"),
+        (Q4_0, {"symmetric": False}, "dtype q4_0 requires granularity=per_group group_size=32 symmetric=true"),
+        (Q4_0, {"scale": "calibrated"}, "scale must be dynamic for q4_0 per_group"),
+        (Q4_0, {"dtype": "int4", "rotation": "hadamard_64"}, "hadamard_64 requires a type of llama.cpp, got dtype int4"),
+    ],
+)
+def test_a_format_that_an_engine_does_not_have_is_refused(form: Format, changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Format.model_validate(form.model_dump() | changed)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv", "message"),
+    [
+        ("onnxruntime", "vllm_int4", r"arithmetic=vllm_\w+: .*; use backend=torch .* kv\.key\.rotation=hadamard$"),
+        ("tensorrt_rtx", "vllm_int8", r"arithmetic=vllm_\w+: .*; use backend=torch .*, or set kv\.key\.arithmetic=kvgate$"),
+        ("onnxruntime", "llamacpp_q4_0", r"dtype=q4_0: .*; use backend=torch backend\.device=cpu, or"),
+        ("tensorrt_rtx", "llamacpp_q4_0", r"dtype=q4_0: .*; use backend=torch backend\.device=cpu, or"),
+    ],
+)
+def test_graphs_refuse_what_the_reference_alone_computes_and_name_it(backend: str, kv: str, message: str) -> None:
+    (job,) = plan([f"backend={backend}", f"kv={kv}"], multirun=False).jobs
+    with pytest.raises(UserError, match=rf"^kv\.key\.{message}"):
+        check_inputs(job)
