@@ -147,10 +147,11 @@ class Mean:
         return skewed_upper_bound(self.values, level) if many else np.full(self.values.shape[:-1], math.inf)
 
     def test(self, fail_level: float, pass_level: float, t_level: float = 0.0) -> Result:
-        """Decide FAIL if the mean is clearly above the limit, PASS if it is clearly below (`passes`)."""
-        if not np.isfinite(self.values).all():
+        """Decide FAIL if the mean is clearly above the limit or not finite, PASS if it is clearly below (`passes`)."""
+        with np.errstate(over="ignore", invalid="ignore"):  # finite values may have a sum that no float64 holds
+            mean = float(self.values.mean()) if self.values.size else math.nan
+        if not math.isfinite(mean):
             return Result("FAIL", math.nan, math.nan, fail_level)
-        mean = float(self.values.mean())
         if self.fails(fail_level):
             enough = -math.log(fail_level)
             found = _crossing(mean, -1.0, lambda limit: bool(log_score(self.fail_gains(limit), FAIL_STAKES) >= enough))
@@ -213,10 +214,17 @@ def _documents_to_reach(steps: Array, enough: float) -> float:
 
 
 def _crossing(mean: float, direction: float, rejected: Callable[[float], bool]) -> float:
-    """Return the rejected limit nearest to the mean, in `direction` (1 above, -1 below); farther limits are also rejected."""
+    """Return the rejected limit nearest to the mean, in `direction` (1 above, -1 below); farther limits are also rejected.
+
+    The limit is infinite if no finite limit is rejected. Raises ValueError if the mean is not finite.
+    """
+    if not math.isfinite(mean):
+        raise ValueError(f"the mean of a bet must be finite, got {mean}")
     step = max(abs(mean), 1e-6)
     while not rejected(mean + direction * step):
         step *= 2
+        if not math.isfinite(mean + direction * step):
+            return direction * math.inf
     inside, outside = mean, mean + direction * step
     for _ in range(HALVINGS):
         middle = (inside + outside) / 2

@@ -19,16 +19,17 @@ UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the 
 
 
 def complete(evidence: GateInput) -> Iterator[Check]:
-    """Yield a FAIL for samples that are missing or duplicated, have a number that is not finite, or an unplanned round."""
+    """Yield a FAIL for samples that are missing or duplicated, have a number that is not finite, or are of the wrong rounds."""
     report, rows = evidence.report, evidence.rows
     problems: list[tuple[str, str]] = []
     if not rows:
         problems.append(("all", "no samples were evaluated"))
     if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
         problems.append(("all", f"the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
-    unplanned = sorted({row.round for row in rows} - set(range(1, len(report.planned_rounds) + 1)))
-    if unplanned:
-        problems.append(("all", f"samples are of round {unplanned[0]}, {len(report.planned_rounds)} were planned"))
+    ran, planned = sorted({row.round for row in rows}), len(report.planned_rounds)
+    if ran != list(range(1, len(ran) + 1)) or len(ran) > planned:
+        numbers = ", ".join(map(str, ran))
+        problems.append(("all", f"samples.jsonl has rounds {numbers} of 1 to {planned}; rounds start at 1 and have no gaps"))
     for workload, some in by_workload(rows).items():
         broken = [row.id for row in some if not _is_complete(row)]
         if broken:

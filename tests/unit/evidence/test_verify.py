@@ -92,6 +92,17 @@ def test_what_was_altered_is_named(copy: Path, alter: Callable[[Path], object], 
     assert wrong(copy) == dict.fromkeys(named, "differs")
 
 
+def test_rows_without_a_first_round_are_refused_in_one_line(tmp_path: Path) -> None:
+    judged = judged_engine(tmp_path / "store", measured={"planned_rounds": [0.5, 1.0]})
+    copy = exported(judged, tmp_path / "copy", *ALL)
+    rows = (copy / SAMPLES_FILE).read_text()
+    (copy / SAMPLES_FILE).write_text(rows.replace('"round":1', '"round":2'))
+    detail = {finding.name: finding.detail for finding in replayed(copy)}["verdict, decided again"]
+    reason = "all: samples.jsonl has rounds 2 of 1 to 2; rounds start at 1 and have no gaps"
+    assert detail == f"recorded PASS, it is FAIL: {reason}"
+    assert code(copy) == 3
+
+
 def test_whatever_else_was_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
     outside, engine = tmp_path / "outside", copy / "engine"
     outside.mkdir()

@@ -105,9 +105,15 @@ def test_a_document_outside_of_the_range_ends_its_stake_and_no_other() -> None:
     assert both == pytest.approx(40 * math.log(1.15) + math.log(1 - 0.15 * 3) - math.log(2))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_fails(bad: float) -> None:
-    assert Mean(np.array([0.0] * 100 + [bad]), LIMIT).test(1e-9, 0.05).decision == "FAIL"
+@pytest.mark.parametrize("values", [[0.0] * 100 + [math.nan], [0.0] * 100 + [math.inf], [1e308] * 100, []])
+def test_a_mean_that_is_not_finite_fails(values: list[float]) -> None:
+    assert Mean(np.array(values), LIMIT).test(1e-9, 0.05).decision == "FAIL"
+
+
+def test_a_bound_of_no_finite_mean_or_of_no_finite_limit_is_not_searched_forever() -> None:
+    with pytest.raises(ValueError, match="must be finite, got nan"):
+        bets._crossing(math.nan, 1.0, lambda _: False)
+    assert bets._crossing(0.0, -1.0, lambda _: False) == -math.inf
 
 
 def test_the_number_of_documents_that_is_asked_for_decides() -> None:
