@@ -1,7 +1,7 @@
 """Copies of an engine's evidence that tests alter, and the results of stage=verify on these copies."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,12 @@ def resealed(copy: Path, role: Role, change: Callable[[Any], None]) -> None:
     edit(copy / IDENTITY_FILE, seal)
 
 
-def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [leaf for key, inner in items for leaf in leaves(inner, (*place, key))]
-    return [place]
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every part of a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*place, key)
+        yield from places(inner, (*place, key))
 
 
 def at(value: Any, place: tuple[Any, ...]) -> Any:
@@ -86,8 +87,9 @@ def at(value: Any, place: tuple[Any, ...]) -> Any:
     return value
 
 
-def replaced(value: Any, place: tuple[Any, ...], replacement: object) -> Any:
-    """Return a copy of a JSON value with the part at a path replaced."""
+def replaced(value: Any, paths: Iterable[tuple[Any, ...]], replacement: object) -> Any:
+    """Return a copy of a JSON value with the parts at some paths replaced."""
     altered = json.loads(json.dumps(value))
-    at(altered, place[:-1])[place[-1]] = replacement
+    for path in paths:
+        at(altered, path[:-1])[path[-1]] = replacement
     return altered

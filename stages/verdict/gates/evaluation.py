@@ -114,13 +114,13 @@ def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     for engine, noise in (("baseline", report.noise), ("candidate", report.candidate_noise)):
         if noise is None:
             continue
-        for key, label, value, limit in (
-            ("max_mean_kl", "mean KL", noise.kl_mean, thresholds.max_mean_kl),
-            ("max_p999_kl", "99.9th percentile of KL", noise.kl_p999, FAR_KL),
+        for limited, label, value, limit in (
+            (f"max_mean_kl={thresholds.max_mean_kl:g}", "mean KL", noise.kl_mean, thresholds.max_mean_kl),
+            (f"the limit of far tokens, a KL of {FAR_KL:g},", "99.9th percentile of KL", noise.kl_p999, FAR_KL),
         ):
             if value is None or value >= limit:
                 shown = "not a number" if value is None else f"{value:.3g}"
-                reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {shown})"
+                reason = f"all: {limited} is finer than the {engine}'s own noise ({label} {shown})"
                 yield Check(
                     gate="noise_floor", where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason
                 )

@@ -144,6 +144,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "noise of the candidate itself": (
         every_class(), {"candidate_noise": fidelity(kl_mean=1.0)}, "INCONCLUSIVE", {"noise_floor"},
         "the candidate's own noise"),
+    "noise of single tokens": (
+        every_class(), {"noise": fidelity(kl_p999=1.5)}, "INCONCLUSIVE", {"noise_floor"},
+        "all: the limit of far tokens, a KL of 1, is finer than the baseline's own noise (99.9th percentile of KL 1.5)"),
     "noise that nobody measured": (every_class(), {"noise": None}, "INCONCLUSIVE", {"noise_floor"}, ""),
     "a code that one request of seven stores wrong": (
         every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),
