@@ -1,0 +1,113 @@
+"""stage=verify notices every altered value, whatever the value is now, and neither breaks nor hangs."""
+
+import json
+import math
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evidence_copies import ALL, at, code, places, replaced
+from gate_reports import CLASSES
+from judged_engine import exported, judged_engine
+
+from pipeline.evidence.identity import IDENTITY_FILE
+from stages.core.records import Sample
+from stages.evaluate.inputs import tokens
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
+from stages.workloads.config import WorkloadsConfig
+
+STRANGE: list[Any] = [None, [], {}, 0, -1, 10**30, 10**400, "x", 1e308, -1e308, math.nan, math.inf]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of an engine and its evidence: 60 rows, which are decided fast, of the first of two rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gate_reports.CLASSES", dict.fromkeys(CLASSES, 15))
+        judged = judged_engine(tmp_path_factory.mktemp("store"), measured={"planned_rounds": [0.5, 1.0]})
+    return exported(judged, tmp_path_factory.mktemp("copies") / "copy", *ALL)
+
+
+@pytest.fixture
+def encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode equal samples once. Rendering them takes most of the time of a verification."""
+    known: dict[str, tokens.Encoded] = {}
+    encode_rounds = tokens.encode_rounds
+
+    def encode(samples: Sequence[Sample], tokenizer: tokens.BundleTokenizer, config: WorkloadsConfig) -> tokens.Encoded:
+        key = config.model_dump_json()
+        if key not in known:
+            known[key] = encode_rounds(samples, tokenizer, config)
+        return known[key]
+
+    monkeypatch.setattr(tokens, "encode_rounds", encode)
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Fail if the block takes longer."""
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"still running after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def other_than(value: Any) -> Any:
+    """Return another number or text; for other types, return whether the value is falsy."""
+    if isinstance(value, str):
+        return f"{value}x"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value + 1
+    return not value
+
+
+def matters(name: str, place: tuple[Any, ...]) -> bool:
+    """Return whether to alter a value: names of an identity may change, and samples.jsonl has rows like the control's."""
+    if name == IDENTITY_FILE:
+        return place not in (("kvgate",), ("model",)) and place[-1] not in ("title", "reason")
+    return name != REPORT_FILE or place[:2] != ("control", "rows") or len(place) == 2
+
+
+def alterations(name: str, content: Any, chance: random.Random) -> Iterator[list[tuple[Any, ...]]]:
+    """Yield the places to alter together: one place of every field, then each field of a row in all rows."""
+    by_field: dict[str, list[tuple[Any, ...]]] = {}
+    for place in places(content):
+        if isinstance(place[-1], str) and matters(name, place):
+            by_field.setdefault(place[-1], []).append(place)
+    for found in by_field.values():
+        yield [chance.choice(found)]
+    if name == SAMPLES_FILE:
+        yield from by_field.values()
+
+
+@pytest.mark.usefixtures("encoded_once")
+@pytest.mark.parametrize("name", [IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE])
+def test_an_altered_or_strange_value_is_noticed_and_is_neither_a_defect_nor_endless(small: Path, name: str) -> None:
+    """Only names, the signer, and gates by which the verdict stays may change unnoticed in a copy.
+
+    They change the digest, which is shown, and a trusted key notices every change.
+    """
+    chance, text = random.Random(0), (small / name).read_text()
+    original = [json.loads(row) for row in text.splitlines()] if name == SAMPLES_FILE else json.loads(text)
+    for altered in alterations(name, original, chance):
+        value = at(original, altered[0])
+        others = other_than(value), chance.choice([strange for strange in STRANGE if strange != value])
+        for other in others if name == SAMPLES_FILE else [chance.choice(others)]:
+            content = replaced(original, altered, other)
+            rows = content if name == SAMPLES_FILE else [content]
+            (small / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            with at_most(seconds=10):
+                noticed = code(small) in (2, 3, 4)
+            assert noticed or altered[0][0] in ("gates", "signer"), (altered[0], len(altered), other)
+    (small / name).write_text(text)
