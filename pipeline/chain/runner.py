@@ -47,8 +47,6 @@ def build(run: Run) -> None:
     bundle = run.make()
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
-    for line in run.chain.backend.describe(bundle.path):
-        console.say(line)
     if not run.sweeping:
         next_steps.show(next_steps.after_making("build", commands.typed()))
 

@@ -193,7 +193,3 @@ class Backend(ABC):
         Raises UserError if a file of the bundle is missing or was altered; MissingRequirement if this machine cannot run the
         engine.
         """
-
-    def describe(self, bundle: Path) -> list[str]:  # noqa: ARG002  (the interface's parameter)
-        """Return lines that stage=build prints about a bundle in addition to its path and digest."""
-        return []

@@ -34,7 +34,7 @@ SOURCES: dict[str, dict[str, str]] = {
 }
 """Files that call TensorRT -> names with another class than in RECEIVERS ("": not a TensorRT object)."""
 
-OVERRIDDEN = ("ILogger.log", "IProgressMonitor.phase_start", "IProgressMonitor.phase_finish", "IProgressMonitor.step_complete")
+OVERRIDDEN = ("ILogger.log",)
 """Methods of kvgate's classes that TensorRT calls."""
 
 

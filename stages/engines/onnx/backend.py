@@ -55,19 +55,6 @@ class OnnxBackend(Backend):
 
         return load_engine(bundle, threads=self.config.threads, attention=self.config.attention)
 
-    def describe(self, bundle: Path) -> list[str]:
-        """Return lines that name the implementation of attention, and the layers that the kernel does not support."""
-        attention = self._attention()
-        if attention == "graph":
-            return ["attention: standard ONNX operators"]
-        from stages.engines.onnx.bundle import open_bundle
-        from stages.engines.onnx.native.rewrite import refusals
-
-        described, policy, _ = open_bundle(bundle)
-        refused = refusals(described.model, policy)
-        lines = [f"attention: {attention} in {described.model.layers - len(refused)} of {described.model.layers} layers"]
-        return lines + [f"layer {layer}: standard ONNX operators, because {reason}" for layer, reason in refused.items()]
-
     def _attention(self) -> str:
         """Return "graph", or the kernel with the digest of its sources, flags, compiler and processor."""
         if self.config.attention == "graph":

@@ -58,11 +58,6 @@ class PlanBackend(Backend):
 
         return load_engine(bundle, library=self.library)
 
-    def describe(self, bundle: Path) -> list[str]:
-        """Return one line with the sizes of the plans."""
-        plans = {path.name: path.stat().st_size / 2**20 for path in sorted(bundle.glob("*.plan"))}
-        return ["  ".join(f"{name} {size:.1f} MiB" for name, size in plans.items())]
-
     def build_arguments(self) -> dict[str, Any]:
         return {"library": self.library, **self._sizes()}
 

@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,6 @@ from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.shapes import PlanLimits, Range, prefill_rows
 from stages.policies.policy import POLICY_FILE, KVPolicy
 from stages.policies.scales import SCALES_FILE
-
-Steps = Callable[[int, int], None]
-"""Called with the number of finished steps of the build, and the total number."""
 
 NETWORK_FLAGS: dict[Name, tuple[str, ...]] = {
     "tensorrt_rtx": ("STRONGLY_TYPED",),
@@ -89,7 +85,7 @@ def parse(library: Library, graph: Path) -> Parsed:
     return Parsed(library, builder, network, parser, inputs, outputs)
 
 
-def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], steps: Steps) -> bytes | memoryview:
+def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int]) -> bytes | memoryview:
     """Return a plan (a serialized engine).
 
     TensorRT for RTX does not measure kernels during the build. Its plan has the same kernels on any build machine, and two
@@ -112,7 +108,6 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
         smallest, largest = [size.smallest for size in sizes], [size.largest for size in sizes]
         profile.set_shape(tensor.name, smallest, largest, largest)
     config.add_optimization_profile(profile)
-    config.progress_monitor = _monitor(trt, steps)
     data = parsed.builder.build_serialized_network(parsed.network, config)
     if data is None:
         raise GraphRefusal(_last(library.take_errors()))
@@ -145,28 +140,6 @@ def _reason(error: Any) -> str:
 
 def _last(lines: list[str]) -> str:
     return lines[-1] if lines else "no reason given"
-
-
-def _monitor(trt: Any, steps: Steps) -> Any:
-    """Return a progress monitor, which TensorRT calls from several threads. It never cancels a build."""
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self.total = 0
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:  # noqa: ARG002
-            if parent_phase is None:
-                self.total = num_steps
-
-        def phase_finish(self, phase_name: str) -> None: ...
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            if phase_name == "Building engine":
-                steps(step + 1, self.total)
-            return True
-
-    return Monitor()
 
 
 GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, PlanLimits], tuple[Mapping[Mode, Path], dict[int, str]]]
@@ -202,14 +175,15 @@ def build_bundle(
             graphs, native = adapt(graphs, Path(scratch), described.model, limits)
         rows = prefill_rows(limits, described.model.q_heads, native=adapt is None or bool(native))
         limits = replace(limits, prefill_rows=rows)
-        for mode, graph in graphs.items():
+        for done, (mode, graph) in enumerate(graphs.items()):
+            progress("plans", done, len(graphs))
             open_graph = Path(scratch, f"{mode}.onnx")
             found = _without_weights(graph, open_graph)
             assert weights in ([], found), "both graphs have the decoder's weights"
             weights = found
             try:
                 plans[mode] = parse(trt, open_graph)
-                plan = build(plans[mode], limits.ranges(mode), targets, partial(progress, f"{mode} plan"))
+                plan = build(plans[mode], limits.ranges(mode), targets)
                 (out / PLANS[mode]).write_bytes(plan)
             except GraphRefusal as refused:
                 raise refusal(trt, policy, refused, targets) from refused

@@ -90,7 +90,7 @@ def test_every_shipped_policy_parses_into_a_network(
 def test_the_formats_of_every_shipped_policy_build_into_a_plan(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
     bundle = make_bundle(decoder, tmp_path / "bundle", policy)
     parsed = parse(load("tensorrt_rtx"), bundle / "decode.onnx")
-    plan = build(parsed, PlanLimits(policy, 4, 512).ranges("decode"), [89], lambda *_: None)
+    plan = build(parsed, PlanLimits(policy, 4, 512).ranges("decode"), [89])
     assert len(plan) > (bundle / "weights.bin").stat().st_size
 
 
