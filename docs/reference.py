@@ -222,7 +222,7 @@ def groups() -> list[str]:
         "",
         "`kv=` has a [table of its own](#policies).",
         "",
-        *table(("option", "what it is"), some),
+        *table(("option", "meaning"), some),
     ]
 
 
@@ -233,10 +233,8 @@ def policies() -> list[str]:
         policy = KVPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         lines.append((f"`{path.stem}`", first_comment(path), f"{policy.bytes_per_token(SHAPE) / 1024:.4g}"))
     lines.sort(key=lambda line: -float(line[2]))
-    head = (
-        "KiB a token are those of 32 layers and 8 KV heads of 128 (Llama-3-8B). Windows and exact tokens come on top of them."
-    )
-    return ["## Policies", "", head, "", *table(("`kv=`", "what it stores", "KiB a token"), lines)]
+    head = "KiB per token for 32 layers and 8 KV heads of 128 channels (Llama-3-8B), without windows and exact tokens."
+    return ["## Policies", "", head, "", *table(("`kv=`", "stored cache", "KiB per token"), lines)]
 
 
 def files() -> list[str]:
@@ -246,7 +244,7 @@ def files() -> list[str]:
         named = [
             (getattr(import_module(place.rpartition(".")[0]), place.rpartition(".")[2]), what) for place, what in some.items()
         ]
-        lines += [f"### Files {title}", "", *table(("file", "what it holds"), [(f"`{name}`", what) for name, what in named])]
+        lines += [f"### Files {title}", "", *table(("file", "content"), [(f"`{name}`", what) for name, what in named])]
     return lines
 
 

@@ -257,7 +257,7 @@ def inspect_model(path: Path) -> CheckpointInfo:
         return info
     info = inspect_gguf(path).info
     if find_spec("gguf") is None:
-        raise MissingRequirement(f"model.path={path}: reading a GGUF takes the package gguf: pip install gguf")
+        raise MissingRequirement(f"model.path={path}: reading a GGUF needs the package gguf: pip install 'gguf>=0.19,<0.20'")
     return info
 
 

@@ -175,5 +175,5 @@ def test_smollm2_says_what_to_install_where_its_package_is_missing(monkeypatch: 
 def test_a_gguf_says_what_to_install_where_the_package_gguf_is_missing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (config,) = plan([f"model.path={small}", "stage=build", "kv=fp8"], multirun=False).jobs
     monkeypatch.setattr(inputs, "find_spec", lambda _: None)
-    with pytest.raises(MissingRequirement, match="reading a GGUF takes the package gguf: pip install gguf"):
+    with pytest.raises(MissingRequirement, match="reading a GGUF needs the package gguf: pip install"):
         inputs.check_inputs(config)
