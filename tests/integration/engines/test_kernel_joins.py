@@ -18,7 +18,7 @@ from benchmarks import benchlib
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.base import Logits
-from stages.engines.cuda.engine import KernelEngine
+from stages.engines.cuda.engine import KernelEngine, plan_pass
 from stages.engines.interface import Continuation
 from stages.engines.reference.model import shape_for
 from stages.evaluate.decoding.batches import Greedy
@@ -167,3 +167,36 @@ def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, make:
         engine.decode(handles, [4, 5, token])
     assert all(map(torch.equal, before, tensors)) is (token == 7)
     assert engine.memory().live_tokens == (68 if token == 7 else 71)
+
+
+def test_a_model_in_bfloat16_stores_what_its_type_gives_and_decodes_within_its_rounding(make: Any) -> None:
+    engine, half = make(), make(GUARDED, torch.bfloat16)
+    prompts = [list(range(10, 72)), [2] * 5]
+    (same, first), (handles, rows) = engine.prefill(prompts), half.prefill(prompts)
+    assert rows.dtype == np.float32
+    assert 1e-4 < distance(rows, first) < 3e-2
+    step = half.decode(handles, [4, 5])
+    assert 1e-4 < distance(step, engine.decode(same, [4, 5])) < 3e-2
+    assert {x.dtype for p in half._passes.values() for x in (p.keys, p.values)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("left", "passes"),
+    [
+        ([], []),
+        ([3], [[(0, 3)]]),
+        ([9, 2, 3], [[(0, 4), (1, 2)], [(0, 4)], [(0, 1), (2, 3)]]),
+        ([12, 4], [[(0, 4)], [(0, 4)], [(0, 4)], [(1, 4)]]),
+        ([8, 1, 1], [[(1, 1), (2, 1), (0, 4)], [(0, 4)]]),
+    ],
+)
+def test_prompts_are_cut_into_their_own_chunks_and_single_tokens_come_first(
+    left: list[int], passes: list[list[tuple[int, int]]]
+) -> None:
+    planned = []
+    while any(left):
+        numbers = [i for i, tokens in enumerate(left) if tokens]
+        planned.append([(numbers[i], size) for i, size in plan_pass([left[i] for i in numbers], 4, 6)])
+        for i, size in planned[-1]:
+            left[i] -= size
+    assert planned == passes
