@@ -22,10 +22,8 @@ from stages.verdict.candidate import Candidate
 from stages.verdict.gates import LINES
 from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, TRAINED, more_documents
 
-MOST_SAMPLES = 100_000
+MOST_QUESTIONS = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
-MOST_ATTEMPTS = 20
-"""Maximum of `gates.attempt`."""
 QUICK, FULL_TIMES = "experiment=quick", 10
 """Argument for a quick look, and the maximum number of questions in a full evaluation as a multiple of the quick look's."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
@@ -149,9 +147,22 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
     titles = dict.fromkeys(LINES[check.gate].title if check.gate in LINES else check.gate for check in still_open)
     said = f"{', '.join(one.name for one in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
-    attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
+
+    def not_by_questions(reason: str) -> NextStep:
+        return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
+
+    def finer(reason: str) -> NextStep:
+        step = _finer(config, undecided, base, swept)
+        return step.model_copy(update={"why": f"{said}, {reason}: {step.why}"})
+
+    stuck = [check.reason for check in still_open if not needed and check.bound is None]  # such as the engine's own noise
+    if stuck:
+        return not_by_questions(stuck[0])
+    following = config.gates.next_attempt
+    if following is None:
+        return finer(f"and gates.attempt={config.gates.attempt} was the last attempt")
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
-    more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
+    more = math.log(following.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
     counts = {
         name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
         for name, count in config.workloads.samples.items()
@@ -167,19 +178,15 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
         for name, count in needed.items()
         if name not in (*counts, "all", "gsm8k") and not name.startswith(LONG)
     ]
-    # More questions do not decide checks without a bound, such as the engine's own noise.
-    stuck = [check.reason for check in still_open if not needed and check.bound is None]
-    if stuck or not (changes or own):
-        reason = next(iter([*stuck, *(check.reason for check in still_open)]), "no check was recorded")
-        return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
-    if max((*counts.values(), *needed.values()), default=0) > MOST_SAMPLES:
-        finer = _finer(config, undecided, base, swept)
-        return finer.model_copy(update={"why": f"{said}, too near the limit for any number of questions: {finer.why}"})
+    if not (changes or own):
+        return not_by_questions(still_open[0].reason if still_open else "no check was recorded")
+    if max((*counts.values(), *needed.values()), default=0) > MOST_QUESTIONS:
+        return finer("too near the limit for any number of questions")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
     add = f"; add questions to {config.workloads.jsonl} (about {', '.join(own)})" if own else ""
-    command = judging(base, *changes, f"gates.attempt={attempt.attempt}", sweep=len(undecided) > 1 or not only_policies)
+    command = judging(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
     return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
 
 
@@ -191,7 +198,9 @@ def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swe
     finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in names), None)
     if finer is not None:
         still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
-        return NextStep(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}", sweep=still))
+        first = ["gates.attempt=1"] if config.gates.attempt > 1 else []  # of another candidate
+        command = judging(base, f"kv={finer.name}", *first, sweep=still)
+        return NextStep(why=f"judge {finer.name}, which keeps more", command=command)
     why = "no finer uniform policy is left: search formats by layer and side"
     return NextStep(why=why, command=standing(config, "tune"))
 

@@ -22,7 +22,7 @@ from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.gates.distances import NONE_OF
 from stages.verdict.gates.recovery import RECOVERY, needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, FAR_KL, MOST_SAMPLES, RULES, Check, Status, Thresholds, Verdict
+from stages.verdict.thresholds import ALPHA, FAR_KL, MOST_ATTEMPTS, MOST_SAMPLES, RULES, Check, Status, Thresholds, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
@@ -92,7 +92,9 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
     order = list(LINES)
     checks = [*(found | failed).values(), *(check for checked in CHECKS for check in checked(whole, thresholds))]
     checks.sort(key=lambda check: order.index(check.gate))
-    checks, numbers = _advised(checks, whole, thresholds)
+    following = thresholds.next_attempt
+    numbers = {} if following is None else _samples_needed(checks, whole, following)
+    checks = [_advised(check, numbers, None if following is None else following.attempt) for check in checks]
     verdict = conclude(checks, numbers, looks)
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
@@ -118,10 +120,10 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
             yield check.model_copy(update={"reason": check.reason + place})
 
 
-def _advised(checks: Sequence[Check], whole: GateInput, thresholds: Thresholds) -> tuple[list[Check], dict[str, int]]:
-    """Return the checks with advice in their reasons, and the number of samples by workload that would decide."""
+def _samples_needed(checks: Sequence[Check], whole: GateInput, following: Thresholds) -> dict[str, int]:
+    """Return the number of samples by workload that would decide the next attempt, by its thresholds."""
     still_open = {check.where for check in checks if check.gate == RECOVERY and check.status == "INCONCLUSIVE"}
-    numbers = needed(whole, thresholds, still_open)
+    numbers = needed(whole, following, still_open)
     unseen = any(check.gate == "max_ruined_share" and check.status == "INCONCLUSIVE" and not check.value for check in checks)
     asked = Counter(row.workload for row in whole.rows) if unseen else Counter[str]()
     for workload, count in asked.items():  # NONE_OF questions without a ruined one pass
@@ -129,17 +131,20 @@ def _advised(checks: Sequence[Check], whole: GateInput, thresholds: Thresholds) 
     if not asked and any(
         check.gate == evaluation.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks
     ):
-        numbers["all"] = thresholds.min_samples
+        numbers["all"] = following.min_samples
+    return numbers
 
-    def said(check: Check) -> Check:
-        count = numbers.get(check.where, sum(numbers.values()) if check.where == "all" else 0)
-        if check.gate != RECOVERY or check.status != "INCONCLUSIVE" or not count:
-            return check
-        amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
-        advice = f"; about {amount} samples would decide with gates.attempt={thresholds.next_attempt.attempt}"
-        return check.model_copy(update={"reason": check.reason + advice})
 
-    return [said(check) for check in checks], numbers
+def _advised(check: Check, numbers: Mapping[str, int], attempt: int | None) -> Check:
+    """Return a check with the advice for an open recovery: the samples to ask at the next attempt, if there is one."""
+    count = numbers.get(check.where, sum(numbers.values()) if check.where == "all" else 0)
+    if check.gate != RECOVERY or check.status != "INCONCLUSIVE" or (attempt is not None and not count):
+        return check
+    amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
+    advice = f"about {amount} samples would decide with gates.attempt={attempt}"
+    if attempt is None:
+        advice = f"gates.attempt={MOST_ATTEMPTS} was the last attempt"
+    return check.model_copy(update={"reason": f"{check.reason}; {advice}"})
 
 
 def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) -> Verdict:

@@ -91,21 +91,22 @@ def recovery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Recovery]:
         yield Recovery.of(place, rows, thresholds)
 
 
-def needed(evidence: GateInput, thresholds: Thresholds, still_open: Collection[str]) -> dict[str, int]:
+def needed(evidence: GateInput, following: Thresholds, still_open: Collection[str]) -> dict[str, int]:
     """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
 
+    `following` are the thresholds of the next attempt.
     Workloads that passed are included if the next attempt needs more, because it has a smaller share of ALPHA. A workload that
     the baseline rarely gets right is left out: more samples would not help.
     """
-    kinds = list(recovery(evidence, thresholds)) if still_open else []
-    if not kinds or kinds[0].is_weak(thresholds):
+    kinds = list(recovery(evidence, following)) if still_open else []
+    if not kinds or kinds[0].is_weak(following):
         return {}
-    level, times = thresholds.next_attempt.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
+    level, times = following.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
     for kind in kinds:
-        if not kind.is_weak(thresholds):
+        if not kind.is_weak(following):
             seen = len(kind.mean.values)
             more = kind.mean.needed(BET * level, MOST_SAMPLES, STUDENT * level)
-            times[kind.where] = max(thresholds.min_samples, seen + (kind.where in still_open), more) / seen
+            times[kind.where] = max(following.min_samples, seen + (kind.where in still_open), more) / seen
     counts = {kind.where: kind.samples for kind in kinds if kind.where != ALL}
     asked = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
     return {name: min(count, MOST_SAMPLES) for name, count in asked.items() if count > counts[name]}

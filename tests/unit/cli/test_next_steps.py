@@ -140,6 +140,7 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more questions would not decide: mean KL"),
         (["workloads.lengths=[2048,4096]"], {"long_2048": 700}, RECOVERY, "workloads.length_documents=100 gates.attempt=2"),
         (["workloads.lengths=[2048]"], {}, "max_mean_kl", "workloads.length_documents=58 gates.attempt=2"),
+        (["gates.attempt=20"], {"copy": 700}, RECOVERY, "gates.attempt=20 was the last attempt: judge int8"),
         ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )

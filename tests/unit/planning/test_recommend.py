@@ -119,6 +119,7 @@ def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence
         ),
         ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with workloads.samples.copy=9 gates.attempt=2"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"long_2048": 106}}, [], "with workloads.length_documents=16 gates.at"),
+        ({"status": "INCONCLUSIVE", "attempt": 20}, [], "gates.attempt=20 was the last attempt"),
         ({"limits": None}, [], "its report does not say how far it holds"),
         ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are needed"),
         ({"forks": 0}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),

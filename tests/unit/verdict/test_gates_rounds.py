@@ -24,7 +24,7 @@ from shipped import SHIPPED
 from stages.policies.policy import KVPolicy, KVShape
 from stages.verdict.gates import decide, is_final
 from stages.verdict.report import MustFailControl, SampleRow
-from stages.verdict.thresholds import ALPHA, RULES, Verdict
+from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 
@@ -141,11 +141,14 @@ def test_a_verdict_names_the_rules_that_made_it() -> None:
 
 
 def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
-    attempts = [gates(attempt=number).pass_alpha for number in range(1, 21)]
+    attempts = [gates(attempt=number).pass_alpha for number in range(1, MOST_ATTEMPTS + 1)]
     assert sum(attempts) <= ALPHA
     assert attempts[0] == pytest.approx(0.9 * ALPHA)
-    text = verdict(keeping(0.953, answered("copy", 120), spread=0.1)).reasons[0]
-    assert text.endswith("samples would decide with gates.attempt=2")
+    rows = keeping(0.953, answered("copy", 120), spread=0.1)
+    assert verdict(rows).reasons[0].endswith("samples would decide with gates.attempt=2")
+    last = verdict(rows, gates(attempt=MOST_ATTEMPTS))
+    assert last.reasons[0].endswith(f"; gates.attempt={MOST_ATTEMPTS} was the last attempt")
+    assert last.samples_needed == {}
 
 
 def test_the_control_rows_are_no_part_of_the_looks() -> None:
