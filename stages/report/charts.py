@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from stages.report.exhibit import Exhibit
 from stages.report.text import quantity, shown
-from stages.verdict.gates.recovery import RECOVERY
+from stages.verdict.gate import RECOVERY
 from stages.verdict.report import EvaluationReport
 
 BASELINE = "fp16 baseline"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.strict import StrictModel
-from stages.verdict.gates.recovery import ALL, RECOVERY, kept
+from stages.verdict.gate import ALL, RECOVERY, kept
 from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.thresholds import Check, Status, Verdict
 

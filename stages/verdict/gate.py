@@ -8,6 +8,11 @@ from stages.verdict.record import finite
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import Check, Thresholds
 
+RECOVERY = "min_recovery"
+"""Key of the lines on recovery."""
+ALL = "all"
+"""Place of a line on all workloads together."""
+
 
 @dataclass(frozen=True)
 class GateInput:
@@ -34,6 +39,12 @@ def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
 def means(rows: Sequence[SampleRow], values: Sequence[float | None], weights: Sequence[float] | None = None) -> Array:
     """Return the weighted mean of every document, shape (documents,); NaN for documents with a missing value."""
     return by_document(values, weights or [1.0] * len(rows), [row.document for row in rows])
+
+
+def kept(value: float, bound: float, status: str) -> str:
+    """Return a clause with a recovery and its bound, both given as shares."""
+    judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "the questions show only that it is at least")
+    return f"keeps {100 * value:.1f} % of the probability of right answers ({judgement} {100 * bound:.1f} %)"
 
 
 @dataclass(frozen=True)

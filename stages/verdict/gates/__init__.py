@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.gate import Figure, GateInput, Line
+from stages.verdict.gate import RECOVERY, Figure, GateInput, Line
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.gates.distances import NONE_OF
-from stages.verdict.gates.recovery import RECOVERY, needed, recovery
+from stages.verdict.gates.recovery import needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MOST_ATTEMPTS, MOST_SAMPLES, RULES, Check, Status, Thresholds, Verdict
 

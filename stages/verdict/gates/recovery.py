@@ -14,24 +14,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
-from stages.verdict.gate import Figure, GateInput, by_workload
+from stages.verdict.gate import ALL, RECOVERY, Figure, GateInput, by_workload, kept
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import MOST_SAMPLES, Check, Thresholds
 
-RECOVERY = "min_recovery"
-ALL = "all"
 WORST = 2.0
 """Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""
 BET, STUDENT = 0.2, 0.1
 """Shares of a PASS's level for the bet and for Student's t. The rest is for documents that are worse than the bet assumes: if
 a few questions are broken and the others are perfect, candidates at the limit pass about five times more often than the bet's
 level (`python -m benchmarks.gates`)."""
-
-
-def kept(value: float, bound: float, status: str) -> str:
-    """Return a clause with a recovery and its bound, both given as shares."""
-    judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "the questions show only that it is at least")
-    return f"keeps {100 * value:.1f} % of the probability of right answers ({judgement} {100 * bound:.1f} %)"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from stages.verdict.candidate import Candidate
-from stages.verdict.gates.recovery import RECOVERY
+from stages.verdict.gate import RECOVERY
 from stages.verdict.thresholds import Check, Status
 
 TINY = str(Path(__file__).parents[3] / "stages" / "tiny" / "checkpoint")

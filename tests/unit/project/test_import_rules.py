@@ -27,7 +27,6 @@ ROOMS = (
     "stages.checkpoints.opening",
     "stages.verdict",
     "stages.verdict.gates",
-    "stages.verdict.candidate",
     "stages.engines",
     "stages.engines.paged",
     "stages.engines.reference",
