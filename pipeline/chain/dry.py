@@ -24,7 +24,6 @@ from pipeline.config.compose import Plan
 from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.config.suiting import has_chat_template
 from pipeline.loading import open_backend, required_libraries
-from pipeline.registry.promotion import PASS
 from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
 from pipeline.store.store import Store
@@ -139,7 +138,7 @@ def foretell(planned: Plan) -> int:
         _print(rows)
     for label, verdict in verdicts.items():
         console.say(f"{escape(label)} is judged already: {verdict.status}")
-    if len(verdicts) == len(planned.jobs) and PASS not in [verdict.status for verdict in verdicts.values()]:
+    if len(verdicts) == len(planned.jobs) and "PASS" not in [verdict.status for verdict in verdicts.values()]:
         (label, verdict), *_ = verdicts.items()
         no = "no candidate of the sweep passed" if planned.sweeping else not_passed(label, verdict.status, verdict.checks)
         problems.found[EXIT_CODES[GateRefusal], no] = list(range(1, len(planned.jobs) + 1))

@@ -25,7 +25,6 @@ from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import judged_candidate
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
-from pipeline.registry.promotion import PASS
 from pipeline.store.store import used
 from stages.core.errors import DEFECT, INTERRUPTED, CannotBeJudged, GateRefusal, exit_code
 from stages.core.files import store_of
@@ -80,10 +79,10 @@ def evaluate(run: Run) -> None:
         return
     promotes = config.stage == "all" and config.tracking.enabled
     show(config, [candidate], sweep=run.sweep, command=commands.whole())
-    if not (promotes and candidate.verdict == PASS):  # a promotion prints its own next step
+    if not (promotes and candidate.verdict == "PASS"):  # a promotion prints its own next step
         asking = sum(artifact.seconds for _, artifact in chain.finished if artifact.stage in ("baseline", "round"))
         next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))
-    if candidate.verdict != PASS and not look:
+    if candidate.verdict != "PASS" and not look:
         raise GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
     if promotes:
         serving.promote_from(run, last)

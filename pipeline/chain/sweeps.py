@@ -18,7 +18,6 @@ from pipeline.config.config import JUDGING, Config
 from pipeline.config.launchers import BASIC, LOGS
 from pipeline.config.workers import SLURM, end_workers, explained, finish, start
 from pipeline.registry import summary
-from pipeline.registry.promotion import PASS
 from stages.core.errors import (
     EXIT_CODES,
     INTERRUPTED,
@@ -157,7 +156,7 @@ def _conclude(planned: Plan, sweep: str, codes: Sequence[int], step: NextStep | 
         replace_page(config, last.command)
     if step is not None:
         next_steps.show(step)
-    decent = (PASS, "INCONCLUSIVE") if next_steps.is_look(typed) else (PASS,)
+    decent = ("PASS", "INCONCLUSIVE") if next_steps.is_look(typed) else ("PASS",)
     if last.unfinished is not None:
         console.error(f"{last.unfinished}; run it again to continue", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)

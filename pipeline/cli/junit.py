@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from pipeline.registry.promotion import PASS
 from pipeline.registry.summary import Summary
 from stages.core.files import write_whole
 from stages.core.redaction import redact_text
@@ -43,7 +42,7 @@ def _add_candidate(root: Element, candidate: Candidate) -> None:
         SubElement(properties, "property", {"name": name, "value": _text(value)})
     case = SubElement(suite, "testcase", {"classname": _text(f"kvgate.{candidate.model}"), "name": _text(candidate.name)})
     checks = "\n".join(f"{check.status} {check.gate} [{check.where}]: {check.reason}" for check in candidate.checks)
-    if candidate.verdict == PASS:
+    if candidate.verdict == "PASS":
         SubElement(case, "system-out").text = _text(checks)
     else:
         reasons = _text("; ".join(candidate.reasons))

@@ -15,7 +15,6 @@ from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, written
 from pipeline.config.overrides import searching_too
 from pipeline.config.policies import load_policies
-from pipeline.registry.promotion import PASS
 from stages.core.strict import StrictModel
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
@@ -92,9 +91,9 @@ def after_judging(
         takes = f", about {duration(FULL_TIMES * asking_s)} more if all rounds run" if asking_s else ""
         why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
         return NextStep(why=why, command=judging([part for part in base if part != QUICK], sweep=sweep))
-    if PASS in verdicts and config.tracking.enabled:
+    if "PASS" in verdicts and config.tracking.enabled:
         return NextStep(why="make the best that passed the champion", command=promoting(config))
-    if PASS in verdicts:
+    if "PASS" in verdicts:
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
         return NextStep(why=why, command=judging(without, "stage=evaluate", sweep=sweep))
@@ -214,7 +213,7 @@ def after_promotion(config: Config, engine: Path) -> NextStep:
 def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> NextStep:
     """Return the next step after a refused promotion."""
     failed = [one for one in candidates if one.verdict == "FAIL"]
-    if failed and not any(one.verdict == PASS for one in candidates):
+    if failed and not any(one.verdict == "PASS" for one in candidates):
         return _finer(config, failed, [*carried(config, "gates"), "stage=evaluate"])
     return see_status(config)
 

@@ -12,7 +12,7 @@ from pipeline.cli.needs import Found, distinct_bytes, find, last_sweeps, needs_o
 from pipeline.cli.next_steps import NextStep
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
-from pipeline.registry.promotion import PASS, PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
+from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
 
@@ -72,7 +72,7 @@ def _show_sweep(sweep: Summary, found: Found) -> None:
     rows, unfinished = [], sweep.unfinished
     for one in sweep.candidates:
         gone = None if one.identity.digest in found.evidence else "its evidence is gone"
-        because = "; ".join(filter(None, (gone, *one.reasons[:1], one.covered if one.verdict == PASS else None)))
+        because = "; ".join(filter(None, (gone, *one.reasons[:1], one.covered if one.verdict == "PASS" else None)))
         rows.append(Row(one.name, [one.verdict, one.version or "-", one.model, one.backend], because))
     missing = f", which did not finish: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
     title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"
@@ -94,7 +94,7 @@ def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | N
     here = [found.root / found.evidence[one][1].reads[0].place for one in champions if one in found.evidence]
     candidates = [[one for one in sweep.candidates if one.model == config.model.label] for sweep in found.sweeps]
     last = next(filter(None, candidates), [])
-    passed = any(one.verdict == PASS and one.version for one in last)
+    passed = any(one.verdict == "PASS" and one.version for one in last)
     return next_steps.after_status(
         config,
         judged=bool(found.sweeps),

@@ -10,7 +10,8 @@ from pipeline.cli.commands import command_line
 from pipeline.cli.grids import Column, Grid, Row, Value
 from pipeline.cli.progress import duration
 from pipeline.registry import promotion
-from pipeline.registry.promotion import PASS, Finding, PromotionMove
+from pipeline.registry.findings import Finding
+from pipeline.registry.promotion import PromotionMove
 from stages.checkpoints.shapes import ModelShape
 from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity
@@ -93,7 +94,7 @@ def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
 
     A first look (`look`) has no verdict. The details (`log=verbose`) are all other reasons, conformance and warnings.
     """
-    passed = candidate.verdict == PASS
+    passed = candidate.verdict == "PASS"
     *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
     saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
@@ -149,7 +150,7 @@ def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[st
 
 def _reason(candidate: Candidate, champion: Candidate | None) -> str:
     """Return the reason why `promotion.choose` did not take a candidate."""
-    if candidate.verdict != PASS or champion is None:
+    if candidate.verdict != "PASS" or champion is None:
         return f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:

@@ -25,8 +25,9 @@ from functools import cached_property
 from getpass import getuser
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Protocol
 
+from pipeline.registry.findings import Finding
 from pipeline.registry.tracking import RegisteredModel, Version
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
@@ -39,7 +40,6 @@ from stages.verdict.gates import Decide
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import Verdict
 
-PASS = "PASS"
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
 """Tags of a version: author and time of the moves of the champion alias to the version or away."""
@@ -79,34 +79,6 @@ def mover(environ: Mapping[str, str] = os.environ) -> str:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of a replay of evidence: the checked part, and how it compares with the record."""
-
-    name: str
-    status: Literal["same", "differs", "missing"]
-    detail: str
-    library_missing: bool = False
-    """Whether this machine lacks a library for the check; such a finding does not concern the evidence."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.status}, {self.detail}"
-
-
-def require_same(what: str, findings: Sequence[Finding]) -> None:
-    """Check that all findings of a replay are "same".
-
-    Raises:
-        GateRefusal: some part differs.
-        MissingRequirement: no part differs, but some part is missing.
-    """
-    named = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
-    if named["differs"]:
-        raise GateRefusal(f"{what} differs from the judged engine: {', '.join(named['differs'])}")
-    if named["missing"]:
-        raise MissingRequirement(f"{what} could not be verified, missing: {', '.join(named['missing'])}")
 
 
 @dataclass(frozen=True)
@@ -167,7 +139,7 @@ class RegisteredEngine:
         for finding in sorted(problems, key=lambda finding: finding.library_missing):  # missing libraries last
             raise (MissingRequirement if finding.library_missing else GateRefusal)(str(finding))
         verdict, covered = decide(self.report, self.rows), self.report.limits
-        if verdict.status != PASS:
+        if verdict.status != "PASS":
             raise GateRefusal(f"decided again from its samples it is {verdict.status}: {'; '.join(verdict.reasons)}")
         beyond = covered.exceeded_by(self.built_for) if covered is not None else None
         if beyond is not None:
@@ -248,7 +220,7 @@ class Engines:
             found = self.find(serving).judged(self.decide)
         except GateRefusal:  # another work directory judged it, or it was deleted
             return None
-        return found if found.verdict == PASS and any(one.checkpoint == found.checkpoint for one in candidates) else None
+        return found if found.verdict == "PASS" and any(one.checkpoint == found.checkpoint for one in candidates) else None
 
     def promote(
         self, candidates: Sequence[Candidate], *, name: str | None = None, rival: Candidate | None = None
@@ -335,7 +307,7 @@ def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingPro
     mean KL wins. `left` has the digests of reports whose engines were rolled back; these candidates are excluded.
     """
     best = max(
-        (candidate for candidate in candidates if candidate.verdict == PASS and candidate.report.digest not in left),
+        (candidate for candidate in candidates if candidate.verdict == "PASS" and candidate.report.digest not in left),
         key=lambda c: (live_tokens(c), not serves_last(c.backend), -c.metric("quality/kl_mean"), c.name),
         default=None,
     )
@@ -343,7 +315,7 @@ def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingPro
         return best
     said = []
     for one in candidates:
-        if one.verdict == PASS:
+        if one.verdict == "PASS":
             said.append(f"{one.name}: PASS, but it {_stays_back(one, left[one.report.digest])}")
         else:
             said.append(f"{one.name}: {one.verdict}" + (f" ({one.reasons[0]})" if one.reasons else ""))

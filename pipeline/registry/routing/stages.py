@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pipeline.registry.promotion import PASS, Engines, RegisteredEngine
+from pipeline.registry.promotion import Engines, RegisteredEngine
 from pipeline.registry.routing.files import (
     ClassSnapshot,
     MonitorConfig,
@@ -77,7 +77,7 @@ def step_down(
     """Return the first engine, in the module's order, that is proven for the class. Rejections are reported to `say`."""
     larger, broken, left = list[RegisteredEngine](), set[str](), engines.model.left(workload)
     for version in engines.model.versions.values():
-        if version.tags.get("verdict") != PASS or version.number == now.version:
+        if version.tags.get("verdict") != "PASS" or version.number == now.version:
             continue
         try:
             engine = engines.find(version)
