@@ -87,7 +87,7 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
     champion_name, why = f"version {found.number}, the champion of {model}", ""
     evidence: Evidence | None = None
     try:
-        evidence = registered_evidence(identities(config.work / "artifacts"), found)
+        evidence = registered_evidence(identities(config.artifacts), found)
     except GateRefusal as error:  # another work directory judged it, or an older kvgate
         why = f" ({error})"
     if evidence is None or evidence.engine is None:

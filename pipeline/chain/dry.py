@@ -118,7 +118,7 @@ def foretell(planned: Plan) -> int:
     Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
     """
     problems, rows, verdicts, short = Problems(), list[Row](), dict[str, Verdict](), list[str]()
-    store, opened = DryStore(planned.jobs[0].work / "artifacts"), set[Path]()  # a sweep has one work directory
+    store, opened = DryStore(planned.jobs[0].artifacts), set[Path]()  # a sweep has one work directory
     for store.job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {problems.look(store.job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if config.stage not in MAKING:

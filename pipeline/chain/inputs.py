@@ -156,7 +156,7 @@ def _check_work(config: Config) -> None:
         summary.load(config.work)
     elif os.path.lexists(config.work) and not config.work.is_dir():
         raise UserError(f"workdir={config.workdir}: is not a directory; give the directory of the other commands")
-    check_store(config.work / "artifacts")
+    check_store(config.artifacts)
 
 
 def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:

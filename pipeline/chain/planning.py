@@ -147,7 +147,7 @@ def _find_evidence(config: Config, files: dict[str, str], scratch: Path) -> Iter
 
     Skips evidence of another model, and evidence that cannot be read.
     """
-    model, known = read_model(locate_checkpoint(config.model.path)).kv, identities(config.work / "artifacts")
+    model, known = read_model(locate_checkpoint(config.model.path)).kv, identities(config.artifacts)
     for path in known.values():
         yield from _judged(config, model, files, path, str(path), (path / IDENTITY_FILE).stat().st_mtime)
     location = locate(config.tracking, config.work, config.model.label)
@@ -172,7 +172,7 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
         inspect_checkpoint(path)
     except UserError:
         return {}, ["the model's weights are not here: evidence is taken to be about it by its name and its bytes a token"]
-    return {"checkpoint": EngineSteps(config, Store(config.work / "artifacts")).checkpoint_digest}, []
+    return {"checkpoint": EngineSteps(config, Store(config.artifacts)).checkpoint_digest}, []
 
 
 def _judged(

@@ -48,7 +48,7 @@ class Run:
 
     @cached_property
     def chain(self) -> EngineSteps:
-        return EngineSteps(self.config, self.store or Store(self.config.work / "artifacts"))
+        return EngineSteps(self.config, self.store or Store(self.config.artifacts))
 
     @cached_property
     def steps(self) -> VerdictSteps:
@@ -72,6 +72,6 @@ class Run:
             store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
-        known = identities(self.config.work / "artifacts")
+        known = identities(self.config.artifacts)
         find = partial(registered_engine, known, partial(replay, signing=self.config.signing))
         return Engines(store, find, lambda report, rows: decide(report, rows, self.config.gates))

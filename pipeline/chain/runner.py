@@ -106,7 +106,7 @@ def holding(config: Config) -> AbstractContextManager[None]:
     """Prevent stage=prune from removing artifacts that a command uses while the block runs."""
     if config.stage in ("status", "prune", "audit"):  # status and audit only read; prune takes its own lock
         return nullcontext()
-    root = config.work / "artifacts"
+    root = config.artifacts
     if config.stage == "verify":  # the bundle may be outside of any work directory
         found = store_of(Path(str(config.bundle)).resolve() / "bundle.json")
         return used(found, make=False) if found is not None else nullcontext()

@@ -114,7 +114,7 @@ class Found:
 
 def find(config: Config) -> Found:
     """Read a work directory and the tracking store. Nothing is written or made."""
-    root, problems = config.work / "artifacts", list[Exception]()
+    root, problems = config.artifacts, list[Exception]()
     pieces, evidence, sweeps, models = walk(root), dict[str, tuple[str, Lineage]](), list[Summary](), list[RegisteredModel]()
     last = ""
 

@@ -38,7 +38,7 @@ class PrunePlan:
 
 def prune(config: Config) -> None:
     """Show the pieces that are not needed, and remove these pieces if `prune.apply` is set."""
-    root = config.work / "artifacts"
+    root = config.artifacts
     if not root.is_dir():
         console.say(f"{escape(str(root))}: there are no artifacts")
         return

@@ -12,6 +12,7 @@ from pipeline.registry.routing.files import MonitorConfig, RoutingConfig
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Tracking
 from stages.checkpoints.places import checkpoint_label
+from stages.core.files import ARTIFACTS
 from stages.core.strict import PathText, StrictModel, absolute
 from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.tuning import TuneConfig
@@ -187,3 +188,8 @@ class Config(StrictModel):
     @property
     def work(self) -> Path:
         return absolute(self.workdir)
+
+    @property
+    def artifacts(self) -> Path:
+        """Root of the work directory's artifact store."""
+        return self.work / ARTIFACTS

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from stages.core.errors import MissingRequirement, UserError
+from stages.core.files import ARTIFACTS
 
 BELOW = 240
 """Length in characters of the longest path that kvgate makes below the work directory."""
@@ -15,7 +16,7 @@ LONGEST_PATH = 4095
 LONGEST_NAME = 255
 """Limit in bytes of every file system that matters here."""
 
-FOLDERS = ("artifacts", "mlartifacts", "sweep")
+FOLDERS = (ARTIFACTS, "mlartifacts", "sweep")
 FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock")
 
 
@@ -61,7 +62,7 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if weight_bytes > memory:
         raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))
-    if (work / "artifacts").exists():  # earlier artifacts are reused
+    if (work / ARTIFACTS).exists():  # earlier artifacts are reused
         return
     free = shutil.disk_usage(next(place for place in (work, *work.parents) if place.is_dir())).free
     if COPIES * weight_bytes > free:

@@ -16,6 +16,8 @@ from pathlib import Path
 from stages.core.digest import file_digest
 from stages.core.records import in_threads
 
+ARTIFACTS = "artifacts"
+"""Folder of a work directory with its store of artifacts."""
 STORE_FILE = ".store.json"
 """File at the root of a store with the version of the store's layout."""
 POOL = ".files"

@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stages.core.files import ARTIFACTS
 from stages.core.strict import StrictModel
 from stages.verdict.gate import ALL, RECOVERY, kept
 from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.thresholds import Check, Status, Verdict
-
-ARTIFACTS = "artifacts"
-"""Folder of the cited files in a work directory."""
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """Fields of a candidate that come from its verdict."""
