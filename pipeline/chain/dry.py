@@ -119,7 +119,8 @@ def foretell(planned: Plan) -> int:
     """
     problems, rows, verdicts, short = Problems(), list[Row](), dict[str, Verdict](), list[str]()
     store, opened = DryStore(planned.jobs[0].artifacts), set[Path]()  # a sweep has one work directory
-    for store.job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
+    for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
+        store.job = job
         codes = {problems.look(store.job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if config.stage not in MAKING:
             console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")

@@ -136,8 +136,9 @@ class RegisteredEngine:
             MissingRequirement: there is no problem, but the replay needs a library that is not installed.
         """
         problems = [finding for finding in self.replay() if finding.status != "same"]
-        for finding in sorted(problems, key=lambda finding: finding.library_missing):  # missing libraries last
-            raise (MissingRequirement if finding.library_missing else GateRefusal)(str(finding))
+        first = min(problems, key=lambda finding: finding.library_missing, default=None)  # missing libraries last
+        if first is not None:
+            raise (MissingRequirement if first.library_missing else GateRefusal)(str(first))
         verdict, covered = decide(self.report, self.rows), self.report.limits
         if verdict.status != "PASS":
             raise GateRefusal(f"decided again from its samples it is {verdict.status}: {'; '.join(verdict.reasons)}")

@@ -102,15 +102,15 @@ class Mean:
     limit: float
     best: float = 0.0
     """Lowest value that the stakes on a FAIL allow for."""
-    worst: float = math.nan
-    """Highest value that the stakes on a PASS allow for; NaN means OUTLIER times the limit."""
+    worst: float | None = None
+    """Highest value that the stakes on a PASS allow for; None means OUTLIER times the limit."""
     whole: bool = False
     """Whether worse documents count in full in a test for PASS; otherwise they count as `worst`."""
 
     @property
     def cap(self) -> float:
         """Highest value that the stakes on a PASS allow for."""
-        return OUTLIER * self.limit if math.isnan(self.worst) else self.worst
+        return OUTLIER * self.limit if self.worst is None else self.worst
 
     @property
     def stakes(self) -> tuple[float, ...]:

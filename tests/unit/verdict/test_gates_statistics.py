@@ -134,7 +134,7 @@ def test_ten_documents_can_pass_and_nine_cannot() -> None:
 @pytest.mark.parametrize(("documents", "whole"), [(20, False), (bets.MANY, True)])
 def test_many_runs_are_decided_like_each_run_alone(documents: int, whole: bool) -> None:
     drawn = np.random.default_rng(6).exponential(np.linspace(0.01, 0.15, 80)[:, None], (80, documents))
-    runs = Mean(drawn, LIMIT, -CUT, 2 * LIMIT if whole else math.nan, whole=whole)
+    runs = Mean(drawn, LIMIT, -CUT, 2 * LIMIT if whole else None, whole=whole)
     alone = [Mean(one, LIMIT, runs.best, runs.worst, whole=whole).test(0.01, 0.01, 0.01).decision for one in drawn]
     together = np.select([runs.fails(0.01), runs.passes(0.01, 0.01)], ["FAIL", "PASS"], "")
     assert [decision or "" for decision in alone] == together.tolist()
