@@ -271,3 +271,10 @@ def test_logits_of_the_embedded_engine_do_not_depend_on_who_else_is_live_bit_by_
         assert engine.generate(PROMPTS * 3, LIMITS * 3, (), max_sequences=most) == expected * 3
         assert rows == exact
     assert engine.pool.in_use == (0, 0)
+
+
+def test_threads_wait_passively(decoder: Path, tmp_path: Path) -> None:
+    engine = load_engine(make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"]), threads=2)
+    for session in engine._sessions.values():
+        options = session._session.get_session_options()
+        assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
