@@ -201,10 +201,10 @@ def _say_questions(run: Run) -> None:
     documents = f"{workloads.length_documents} documents with {LONG_QUESTIONS} questions each"
     kinds = [f"{count:,} of {name}" for name, count in counts.items()]
     kinds += [f"{documents} of {length:,} tokens" for length in workloads.lengths]
-    said = f"asks {', '.join(kinds)}, in {len(workloads.rounds)} rounds at most"
+    rounds = assign_rounds(run.steps.samples, workloads.rounds)
+    said = f"asks {', '.join(kinds)}, in {len(rounds)} rounds at most"
     console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
     model, backend = read_model(path), run.config.backend
     if isinstance(backend, OnnxRuntimeConfig) and model.parameters is not None:
-        work = verdict_work(assign_rounds(run.steps.samples, workloads.rounds), workloads)
-        for line in verdict_lines(work, model, model.parameters, backend.threads):
+        for line in verdict_lines(verdict_work(rounds, workloads), model, model.parameters, backend.threads):
             console.say(line)
