@@ -62,7 +62,8 @@ def serve(engine: Engine, *, long: bool) -> Day:
         turns = [_turns] if isinstance(engine, SupportsFork) else []
         forks = [_conversation, _many_forks, _large_step] if isinstance(engine, SupportsFork) else []
         pools = [_full_pool] if isinstance(engine, SupportsFullPool) else []
-        more = [*forks, _schedule, _answers, *pools, _alone, _many, *[_crowd] * 7, _idle_and_worn] if long else []
+        rest = [_schedule, _answers, *pools, _alone, _many, *[_crowd] * 7, _idle_and_worn, _borders]
+        more = [*forks, *rest] if long else []
         for part in (_large_batch, *turns, _prefixes, _generated, _crowd, *more):
             part(desk)
     except (UserError, KeyError, IndexError, AssertionError) as error:
@@ -228,6 +229,32 @@ def _idle_and_worn(desk: _Desk) -> None:
         handles = desk.start([desk.tokens(5), desk.tokens(9)])
         desk.decode(handles, 43)
         desk.engine.release(handles)
+
+
+def _borders(desk: _Desk) -> None:
+    """Serve prompts of whole tiles, prompts that part near the end of a page or chunk, full pages, and answers that stop."""
+    begin = desk.tokens(200)
+    changed = [[*begin[:place], *desk.tokens(1), *begin[place + 1 :]] for place in (50, 62, 127)]
+    rows = desk.start([desk.tokens(length) for length in (208, 176, 144)])
+    rows += desk.start([begin, *changed])
+    desk.decode(rows, 3)
+    desk.decode([rows[0], *rows[-2:0:-1], rows[-1]], 2)  # the middle rows change places
+    desk.engine.release(rows)
+    for prompt in (begin, *changed):
+        (alone,) = desk.start([prompt])
+        desk.decode([alone], 3)
+        desk.engine.release([alone])
+    ending, *rows = desk.start([desk.tokens(length) for length in (126, 30, 150)])
+    rows += desk.start([desk.tokens(90)])
+    desk.decode([ending, *rows], 2)
+    desk.engine.release([ending])  # its two pages are full
+    rows += desk.start([desk.tokens(100), desk.tokens(180)])
+    desk.decode(rows, 6)
+    desk.engine.release(rows)
+    (answer,) = desk.engine.generate([begin], 150, ())
+    for stop in list(dict.fromkeys(answer))[:6]:
+        desk.day.answers += desk.engine.generate([begin], 12, (stop,))
+    desk.day.answers += [answer]
 
 
 def cost(sound: Day, faulty: Day) -> Cost:

@@ -23,7 +23,7 @@ KINDS = {
     "prompts": "Prompts and their first tokens",
     "prefixes": "Beginnings of prompts that are kept for later ones",
     "serving": "Batches, generation, and rare or late faults",
-    "situations": "Faults of long turns, many rows on a prefix, whole tiles, dropped prefixes, and long queues",
+    "situations": "Faults of long turns, many rows on a prefix, whole tiles, dropped prefixes, long queues, and stop tokens",
     "kernels": "Mutants of the attention kernel and of the graphs",
     "reference": "backend=torch on a CPU",
     "claims": "Engines that break their claims, and faults that the baseline shares",

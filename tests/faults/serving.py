@@ -52,6 +52,13 @@ def generating(edit: Callable[..., Any]) -> Plant:
     return method("generate", faulty)
 
 
+def wrapped(answers: list[list[int]], *_: Any) -> list[list[int]]:
+    """Let tokens beyond a buffer of 103 overwrite an answer's beginning."""
+    return [
+        [one[place + (len(one) - 1 - place) // 103 * 103] for place in range(min(103, len(one)))] + one[103:] for one in answers
+    ]
+
+
 def turned(answers: list[list[int]], _: Any, __: Any, options: dict[str, Any]) -> list[list[int]]:
     """Send answers to other callers if there are more prompts than sequences at once."""
     most = options.get("max_sequences") or len(answers)
@@ -154,6 +161,7 @@ FAULTS = [
        generating(lambda answers, prompts, *_: [[] if len(p) > 300 else a for a, p in zip(answers, prompts, strict=True)])),
     of("generate_other_callers", "int8", "with more prompts than sequences at once, answers go to other callers",
        generating(turned)),
+    of("answers_wrap_at_103", "fp8", "an answer's tokens beyond a buffer of 103 overwrite its beginning", generating(wrapped)),
     of("nan_rarely", "fp8", "logits are NaN in one step of 2,000",
        logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000))),
     of("first_40_steps", "fp8", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",

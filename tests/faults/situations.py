@@ -1,4 +1,4 @@
-"""Faults that act in long turns, with many rows on one prefix, on whole tiles, on dropped prefixes, and in long queues only."""
+"""Faults of long turns, many rows on a prefix, whole tiles, dropped prefixes, long queues, and stop tokens."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -121,6 +121,16 @@ def first_chunk_and_count(keys: Any, _: Any, prompt: Sequence[int]) -> list[str]
     return [f"{found[0]}-{number}" for number in range(len(found))]
 
 
+def first_of_chunks(tokens: int) -> Callable[[Any, Any, Sequence[int]], list[str]]:
+    """Key a prefix by the first `tokens` tokens of each of its chunks."""
+
+    def keyed(keys: Any, _: Any, prompt: Sequence[int]) -> list[str]:
+        begins = [number * KEPT_CHUNK for number in range(len(keys(prompt)))]
+        return [str([list(prompt[at : at + tokens]) for at in begins[: number + 1]]) for number in range(len(begins))]
+
+    return keyed
+
+
 def wipe_last_page(evict: Any, engine: Any) -> bool:
     """Wipe the last page of an evicted prefix, although live requests may share the page."""
     kept = engine.prefixes.kept
@@ -130,6 +140,44 @@ def wipe_last_page(evict: Any, engine: Any) -> bool:
             array[page] = 0
     evicted: bool = evict()
     return evicted
+
+
+def known_by_outer_rows(table: Array, step: Step) -> Array:
+    """Keep the page tables of middle rows that changed places, if the number of rows and the outer rows stayed."""
+    sound, rows = table.copy(), list(step.handles)
+    before, last = step.memo.get("outer", ([], table))
+    if before and (len(rows), rows[0], rows[-1]) == (len(before), before[0], before[-1]):
+        moved, width = np.array(rows) != np.array(before), min(table.shape[1], last.shape[1])
+        table[moved, :width] = last[moved, :width]
+    step.memo["outer"] = rows, sound
+    return table
+
+
+def share_first_page(first: int) -> Callable[..., Any]:
+    """Let prompts of one call that share their `first` tokens share the first page."""
+
+    def faulty(prefill: Any, engine: Any, prompts: Sequence[Sequence[int]]) -> Any:
+        handles, logits = prefill(prompts)
+        rows, pages = [engine.pool.sequences[handle] for handle in handles], engine.pool.pages
+        heads = [tuple(prompt[:first]) if len(prompt) >= PAGE_TOKENS else number for number, prompt in enumerate(prompts)]
+        for row, page in [(row, rows[heads.index(head)].pages[0]) for row, head in zip(rows, heads, strict=True)]:
+            if row.pages[0] != page:
+                pages.free(row.pages[0])
+                row.pages[0] = pages.share(page)
+        return handles, logits
+
+    return faulty
+
+
+def stop_in_blocks(size: int) -> Callable[..., Any]:
+    """Look for stop tokens only after every `size` tokens: an answer keeps the rest of its block."""
+
+    def faulty(generate: Any, _: Any, prompts: Any, limits: Any, stops: Any, **options: Any) -> list[list[int]]:
+        answers: list[list[int]] = generate(prompts, limits, (), **options)
+        ends = [next((place for place, token in enumerate(one) if token in stops), len(one)) for one in answers]
+        return [one[: -(-end // size) * size] for one, end in zip(answers, ends, strict=True)]
+
+    return faulty
 
 
 def generating(edit: Callable[..., Any]) -> Plant:
@@ -183,6 +231,16 @@ FAULTS = [
        method("prefixes.keys", first_chunk_and_count), engine="graph"),
     of("dropped_prefix_wiped", "int8_prefixes", "a dropped prefix's last page is wiped while a live request shares it",
        method("prefixes.evict", wipe_last_page), engine="graph"),
+    of("prompt_of_tiles_of_208", "int8", "a prompt of whole tiles of 208 tokens loses its last token's values in a layer",
+       write("value", zero, last_of_tile(208), [0])),
+    of("prefix_hash_of_120_tokens", "int8_prefixes", "a prefix's hash covers the first 120 tokens of each chunk",
+       method("prefixes.keys", first_of_chunks(120))),
+    of("step_known_by_its_outer_rows", "fp8", "a step keeps the last step's tables if only its middle rows changed places",
+       given("page_table", known_by_outer_rows)),
+    of("first_41_tokens_share_a_page", "int8", "prompts of one call that share 41 tokens share the first page",
+       method("_prefill_batch", share_first_page(41))),
+    of("stops_seen_in_blocks", "fp8", "stop tokens are looked for after every four tokens: an answer keeps the block's rest",
+       method("generate", stop_in_blocks(4))),
     of("queue_of_73", "fp8k_int4v", "with more than 73 prompts waiting, later ones get earlier answers",
        generating(ring_of(73))),
     of("first_101_tokens_merged", "int8_sinks", "prompts of one call with the same first 101 tokens get one answer",

@@ -18,7 +18,7 @@ from stages.evaluate.conformance.deviations import PASS_TOKENS
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.decoding.system import STATM, resident_bytes
-from stages.policies.policy import page_count
+from stages.policies.policy import PAGE_TOKENS, page_count
 
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
 """(minimum prompt tokens, maximum prompt tokens, answer tokens) of short requests."""
@@ -115,8 +115,10 @@ def _kinds(test: StressTest) -> list[ForcedSequence]:
     """Return the watched requests, which are sent repeatedly."""
     most = test.max_tokens
     shapes = [(test.length(low, high), steps) for low, high, steps in SHORT if high + steps <= most]
-    # Use three lengths for long requests, limited by the model and the engine.
+    # Use three lengths for long requests, limited by the model and the engine. One of them ends with a full page.
     drawn = [test.length(*span) for span in LONG]
+    full = test.length(0, len(LONG) - 1)
+    drawn[full] = page_count(LONG[full][0] + LONG_STEPS) * PAGE_TOKENS - LONG_STEPS
     shapes += [(max(1, min(length, most - LONG_STEPS - number)), LONG_STEPS) for number, length in enumerate(drawn)]
     return [test.sequence(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
 
@@ -139,6 +141,7 @@ def _arrivals(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int)
 def _serve(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int, *, compared: bool = False) -> list[Marks]:
     """Serve the crowd; return some logits per watched token, in order."""
     waiting = deque(_arrivals(test, kinds, strangers))
+    places = np.random.default_rng([test.seed, 0, 1])
     marks: list[Marks] = []
     live: list[ForcedSequence] = []
     while waiting or live:
@@ -152,7 +155,8 @@ def _serve(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int, *,
         else:
             if arrived:
                 test.prefill(*arrived)
-                live += arrived
+                for sequence in arrived:  # between other rows, as on engines that refill the places of requests that left
+                    live.insert(int(places.integers(len(live) + 1)), sequence)
             test.decode(*live)
             leaving = [sequence for sequence in live if not sequence.ahead]
             live = [sequence for sequence in live if sequence.ahead]

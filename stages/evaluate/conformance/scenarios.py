@@ -35,11 +35,11 @@ TURNS = ((60, 1, 5), (61, 9, 2), (20, 41, 60), (57, 62, 7))
 """(tokens of the prompt, of the second turn, of the third turn). A turn is followed by three decoded tokens, so that the
 lengths are at and next to page boundaries."""
 
-TILES = (384, 512, 960, 510)
-"""Prompt lengths in tokens: whole tiles of 64 to 512 tokens, also of 96, 160, 192, 320 and 384, and a step before a tile."""
+TILES = (144, 176, 208, 240, 320, 384, 448, 512)
+"""Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, and so do larger tiles of 320 to 512 tokens."""
 
 CONTINUED = 6
-"""Number of different continuations of the rows on one prefix. Equal continuations share a replay."""
+"""Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
 
 KEPT_CHUNKS = 5
 """Maximum number of chunks in a kept prefix."""
@@ -67,7 +67,8 @@ def batch(test: StressTest) -> None:
     """Decode a ragged batch of the largest size, with free answers first and forced decode second.
 
     Two rows have the claimed length. Rows end successively, so that the batch has many sizes; the rows with the most decode
-    steps end last. The last row decodes its own free answer. The longest row gets none, so that it is prefilled only once.
+    steps end last. The last row decodes its own free answer, and its prompt has two pages or more, because answers to short
+    random prompts repeat one token. The longest row gets none, so that it is prefilled only once.
     """
     sequences = ragged(test)
     more = [test.sequence("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(test.largest // 2 + 1)]
@@ -87,7 +88,7 @@ def ragged(test: StressTest) -> list[ForcedSequence]:
     claimed = min(test.claimed, most - STEPS)
     chosen = [
         test.sequence(f"{most:,} tokens", most - steps, steps),
-        test.sequence("9 tokens and far", 9, far),
+        test.sequence("a long answer", min(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS), most - far), far),
         test.sequence("a row of the claimed length", claimed, STEPS),
         test.sequence("1 token and far", 1, far),
     ][:size]
@@ -119,13 +120,16 @@ def offsets_and_borders(test: StressTest, size: int, most: int) -> list[int]:
 
 
 def equal(test: StressTest) -> None:
-    """Decode equal prompts that diverge within a page and past its end, and prompts that differ before an equal second page."""
+    """Decode equal prompts that diverge within a page and past its end, prompts that differ from the last token of a page on,
+    and prompts that differ before an equal second page."""
     prompt = test.draw(PAGE_TOKENS - STEPS)
     role = f"equal prompts of {len(prompt)} tokens that part"
     test.serve([test.sequence(role, prompt, 2 * STEPS) for _ in range(2)])
     page, role = test.draw(PAGE_TOKENS), "prompts that differ before an equal page"
     if test.max_tokens >= 2 * PAGE_TOKENS + STEPS:
         test.serve([test.sequence(role, [*test.draw(PAGE_TOKENS), *page], STEPS) for _ in range(2)])
+        role = "prompts that part at the end of a page"
+        test.serve([test.sequence(role, [*page[:-1], *test.draw(STEPS)], STEPS) for _ in range(2)])
 
 
 def turns(test: StressTest) -> None:
@@ -202,7 +206,11 @@ def prefix(test: StressTest) -> None:
             ("a kept beginning", beginning),
             ("a kept beginning and a whole chunk", [*beginning[:chunk], *test.draw(chunk)]),
             ("a kept beginning with another last chunk", [*beginning[:-chunk], *test.draw(chunk + 5)]),
+            ("a kept beginning with swapped chunks", [*beginning[chunk : 2 * chunk], *beginning[:chunk], *test.draw(5)]),
         ]
+        for place in (chunk - 1, test.length(0, chunk - 2)):
+            changed = [*beginning[:place], (beginning[place] + 1) % test.engine.vocab_size, *beginning[place + 1 : 2 * chunk]]
+            others.append((f"a kept beginning with another token {place}", [*changed, *test.draw(5)]))
     for number, (role, prompt) in enumerate([*alike, *others]):
         sequence = test.sequence(role, prompt, STEPS)
         test.prefill(sequence)
@@ -220,22 +228,23 @@ def prefix(test: StressTest) -> None:
 def talk(test: StressTest) -> None:
     """Run a conversation of up to all tokens, most of them in the first later turn; fork it before the last turn.
 
-    If the policy evicts or has a window, the longest turn is shorter and the prompt longer.
+    The fourth later turn ends with a page. If the policy evicts or has a window, the longest turn is shorter and the prompt
+    longer.
     """
     policy, all_kept = test.engine.policy, test.max_tokens
     window = all_kept if policy.window is None else policy.window.tokens
     # The cache would drop some tokens of a longer turn before they can be recorded.
     longest = min(window, policy.latest_tokens(test.engine.shape) or all_kept)
-    lengths = [min(longest, test.length(*span)) for span in ((63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
+    lengths = [min(longest, test.length(*span)) for span in ((63, 66), (1, 9), (64, 64), (63, 120), (70, 130))]
     room = test.max_tokens - sum(lengths) - 40
     if room < 2:
         return
     lengths.insert(0, min(longest, room - test.length(1, min(2 * PAGE_TOKENS, room // 2))))
     origin = test.sequence("a long conversation", room - lengths[0])
     test.prefill(origin)
-    for length in lengths[:-1]:
+    for number, length in enumerate(lengths[:-1]):
         test.decode(origin, steps=3)
-        test.extend(origin, length)
+        test.extend(origin, min(length, PAGE_TOKENS - len(origin.tokens) % PAGE_TOKENS) if number == 3 else length)
     test.decode(origin, steps=3)
     rows = [origin]
     if isinstance(test.engine, SupportsFork) and test.largest > 1:
@@ -271,7 +280,7 @@ def shared(test: StressTest) -> None:
 
 
 def schedule(test: StressTest) -> None:
-    """Reorder rows, let rows skip steps and pause, cancel a row after its prompt, and release a row with a full page."""
+    """Reorder rows, let rows skip steps and pause, cancel a row after its prompt, and release a row whose pages are full."""
     if isinstance(test.engine, SupportsRequests) or test.largest < 4 or test.max_tokens < 4 * PAGE_TOKENS:
         return
     rows = [test.sequence(f"row {number}", test.length(1, 2 * PAGE_TOKENS)) for number in range(min(4, test.largest - 2))]
@@ -280,7 +289,8 @@ def schedule(test: StressTest) -> None:
     cancelled = test.sequence("cancelled after its prompt", test.length(1, 90))
     test.prefill(cancelled)
     test.release(cancelled)
-    full, beside = (test.sequence(role, PAGE_TOKENS - STEPS) for role in ("ends with a full page", "beside a full page"))
+    length = test.length(1, 3) * PAGE_TOKENS - STEPS
+    full, beside = (test.sequence(role, length) for role in ("ends with a full page", "beside a full page"))
     test.prefill(full, beside)
     test.decode(full, beside, steps=STEPS)
     test.release(full)
@@ -291,6 +301,8 @@ def schedule(test: StressTest) -> None:
     for _ in range(6):
         order = test.rng.permutation(len(rows))[: test.length(1, len(rows))]
         test.decode(*(rows[place] for place in order))
+    test.decode(*rows)
+    test.decode(rows[0], *rows[-2:0:-1], rows[-1])  # only the middle rows change places
     test.decode(*rows[:2], steps=PAGE_TOKENS - 20)
     test.decode(*rows[::-1], steps=3)
     test.release(*rows)
@@ -299,8 +311,8 @@ def schedule(test: StressTest) -> None:
 def lengths(test: StressTest) -> None:
     """Decode prompts of whole tiles, whole chunks and random lengths across their boundaries, then a batch of their forks."""
     chunk = test.engine.prefill_chunk
-    drawn = (chunk + test.length(1, PAGE_TOKENS), test.length(430, 980))
-    fitting = [length for length in (*TILES, chunk, *drawn) if length + 8 <= test.max_tokens]
+    drawn = (chunk + test.length(1, 8), test.length(430, 980))
+    fitting = sorted((length for length in (*TILES, chunk, *drawn) if length + 8 <= test.max_tokens), reverse=True)
     rows = [test.sequence(f"a prompt of {length} tokens", length, STEPS + 2) for length in fitting[: test.largest]]
     if rows and isinstance(test.engine, SupportsRequests):
         test.serve(rows)
@@ -309,7 +321,7 @@ def lengths(test: StressTest) -> None:
     test.prefill(*rows)
     test.decode(*rows, steps=STEPS)
     for number in range(test.largest - len(rows) if isinstance(test.engine, SupportsFork) else 0):
-        row = rows[number % len(fitting)]
+        row = rows[number % min(CONTINUED, len(fitting))]
         branch = test.fork(row, f"{row.name}, forked")
         branch.ahead = list(row.ahead)  # equal tokens, so that one replay serves all
         rows.append(branch)
@@ -331,18 +343,19 @@ def answers(test: StressTest) -> None:
     """Generate answers to a long queue, equal prompts with different limits, equal beginnings, and answers with stop tokens."""
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
-    again = test.sequence("the same prompt again", 50)
-    for limit in (4, 10):
-        (answer,) = test.ask([again], [limit])
     waiting = [test.sequence("one of many that wait", test.length(2, 5)) for _ in range(WAITING)]
     test.ask(waiting, [1 + number % 2 for number in range(WAITING)], at_once=max(1, test.largest // 2))
     beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
-    alike = [test.sequence("prompts with one beginning", [*beginning, *test.draw(9)]) for _ in range(3)]
-    test.ask(alike, [6] * len(alike))
+    parts = (len(beginning), len(beginning), test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1))  # the last within the first page
+    prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in parts]
+    alike = [test.sequence("prompts with one beginning", prompt) for prompt in prompts]
+    asked = zip(alike, test.ask(alike, [10] * len(alike)), strict=True)
+    again, answer = max(asked, key=lambda pair: len(set(pair[1])))  # a random prompt's answer may repeat one token
+    test.ask([again], [4])
     other = next(token for token in range(test.engine.vocab_size) if token not in answer)
-    for stop in (answer[:1], answer[-1:]):
-        if stop:
-            test.ask([again], [10], [other, *stop])
+    ends = list(dict.fromkeys(answer))
+    for stop in dict.fromkeys([*ends[:2], *ends[test.length(2, 9) :][:1], *ends[-1:]]):
+        test.ask([again], [10], [other, stop])
 
 
 def full_pool(test: StressTest) -> None:

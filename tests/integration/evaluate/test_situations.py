@@ -24,11 +24,16 @@ SCENARIOS = {
     "rows_on_a_prefix_read_as_far_as_the_first": "shared",
     "scales_of_a_page_with_17_users": "shared",
     "prompt_of_tiles_of_320": "lengths",
+    "prompt_of_tiles_of_208": "lengths",
+    "step_known_by_its_outer_rows": "schedule",
+    "first_41_tokens_share_a_page": "equal",
+    "stops_seen_in_blocks": "answers",
     "queue_of_73": "answers",
     "first_101_tokens_merged": "answers",
     "prompt_equal_to_a_kept_prefix": "prefix",
     "prefix_kept_before_its_last_write": "prefix",
     "prefix_hash_of_first_chunk": "prefix",
+    "prefix_hash_of_120_tokens": "prefix",
     "dropped_prefix_wiped": "prefix",
 }
 """Fault -> the scenario that must name it."""
