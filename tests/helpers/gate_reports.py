@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stages.verdict.engine_tests import EngineTests, FreeAnswers, FullPool
-from stages.verdict.gate import GateInput
-from stages.verdict.gates import CHECKS, FIGURES, decide
+from stages.verdict.gates import decide
 from stages.verdict.report import (
     Acceptance,
     Accuracy,
@@ -18,7 +17,7 @@ from stages.verdict.report import (
     Slice,
     SystemMetrics,
 )
-from stages.verdict.thresholds import ALPHA, Check, Thresholds, Verdict
+from stages.verdict.thresholds import Check, Thresholds, Verdict
 
 GATES = Thresholds()
 CLASSES = {"retrieval": 128, "tool_call": 128, "copy": 128, "multi_turn": 128}
@@ -139,17 +138,10 @@ def verdict(rows: list[SampleRow], thresholds: Thresholds = GATES, **changes: ob
 
 
 def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Thresholds = GATES) -> list[Check]:
-    """Return the lines of the function that writes lines named `key`, decided at the last look as if it were the only one."""
-    evidence = GateInput(judged, rows)
-    for measured in FIGURES if rows else ():
-        figures = list(measured(evidence, thresholds))
-        if any(figure.gate == key for figure in figures):
-            tested = [(figure, figure.test(ALPHA / 2 / len(figures), thresholds, last=True)) for figure in figures]
-            return [
-                figure.check(result, thresholds) for figure, result in tested if figure.must_pass or result.decision == "FAIL"
-            ]
-    found = (list(checked(evidence, thresholds)) for checked in CHECKS)
-    return next((checks for checks in found if any(check.gate == key for check in checks)), [])
+    """Return the lines named `key` of the verdict on a report with the given rows, or else with 60 sound rows."""
+    rows = rows or answered("copy", 60)
+    outcome = decide(judged.model_copy(update={"samples": len(rows)}), rows, thresholds)
+    return [check for check in outcome.checks if check.gate == key]
 
 
 def full_pool_line(found: FullPool) -> Check:
