@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from fake_stages import FakeBackend, use_fake_stages
+from fake_stages import FakeBackend, checked, use_fake_stages
 
 from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
@@ -213,3 +213,10 @@ def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytes
     assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,fp8", sweeping=True)) == 0
     assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,int8", sweeping=True)) == 0  # int8 may pass
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
+
+
+def test_a_fake_stage_takes_what_the_real_one_takes() -> None:
+    measure = checked("evaluate.measure", "measure", lambda *_, **__: "measured")
+    assert measure("engine", [], "tokenizer", "out", config={}, progress=None) == "measured"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'seed'"):
+        measure("engine", [], "tokenizer", "out", config={}, progress=None, seed=1)
