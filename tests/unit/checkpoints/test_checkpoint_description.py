@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import MISTRAL, make
 from quantized_checkpoints import FORMS, quantize_checkpoint
 from safetensors.torch import load_file, save_file
 from shipped import SHIPPED
 
 from stages.checkpoints.description import inspect_checkpoint
-from stages.checkpoints.families import ARCHITECTURES
 from stages.checkpoints.files import INDEX
 from stages.checkpoints.finite import check_finite
 from stages.checkpoints.loading import expected_tensors, load_causal_lm
@@ -23,27 +23,6 @@ from stages.engines.reference.model import round_inputs
 from stages.engines.trtllm.backend import refuse
 from stages.policies.policy import KVShape, Side
 from stages.quantize.materialize import copy_without_scales, own_scales, write_plain
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-}
-
-
-def make(directory: Path, *, drop: str = "", **changes: Any) -> Path:
-    declared = (changes.get("architectures") or CONFIG["architectures"])[0]
-    config = CONFIG | {"model_type": ARCHITECTURES.get(declared, "other")} | changes
-    config.pop(drop, None)
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "model.safetensors").write_bytes(b"")
-    (directory / "tokenizer.json").write_text("{}")
-    return directory
 
 
 def test_head_dim_defaults_to_hidden_over_heads_and_kv_heads_to_query_heads(tmp_path: Path) -> None:
@@ -73,7 +52,6 @@ def test_shards_come_from_the_index(tmp_path: Path) -> None:
     assert INDEX in info.other_files
 
 
-MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"]}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"]}
 SLIDES: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}

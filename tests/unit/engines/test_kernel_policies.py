@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import MISTRAL, make
 from refusals import refused
 from shipped import SHIPPED
-from test_checkpoint_description import MISTRAL, make
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
