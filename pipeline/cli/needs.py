@@ -11,12 +11,14 @@ A version or a candidate needs the artifacts of the identity that it cites. The 
 | candidates of the last sweep | also the measurements: the baseline's log-probabilities, and the rounds against it |
 | an unfinished sweep | every artifact made since the sweep began, because no identity names it yet |
 
-A single evaluation is a sweep with one job. Unfinished work of an interrupted evaluation or search stays for thirty days.
+Single evaluations are counted separately from sweeps, with the same limit.
+Unfinished work of an interrupted evaluation or search stays for thirty days, the limit of the store.
 """
 
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,12 +32,12 @@ from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel, locate
-from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, Store
+from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, Store
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import REFUSALS, UserError
 
-UNFINISHED = "unfinished"
-"""Kind of the pieces that are not artifacts: resumable work of an interrupted command."""
+UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
+"""Kinds of pieces that are not artifacts: resumable work of an interrupted command, and temporary directories."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Piece:
     place: str
     """Path relative to the store's root: `build/0bbee01def1948b5e69ef32590a029cc`."""
     kind: str
-    """Stage of an artifact, or `UNFINISHED`."""
+    """Stage of an artifact, or `UNFINISHED` or `SCRATCH_KIND`."""
     path: Path
     files: Mapping[tuple[int, int], int]
     """(device, inode) of every file -> its bytes. Hard links share an inode."""
@@ -54,14 +56,20 @@ class Piece:
 
     @property
     def is_artifact(self) -> bool:
-        return self.kind != UNFINISHED
+        return self.kind not in (UNFINISHED, SCRATCH_KIND)
 
 
 def walk(root: Path) -> list[Piece]:
     """Return every piece of a store; empty if the store does not exist. Nothing is written."""
-    places = sorted(path for path in root.glob("[!.]*/[!.]*") if (path / MANIFEST).is_file() and not path.is_symlink())
-    artifacts = [_piece(root, path.parent.name, path) for path in places]
-    return artifacts + [_piece(root, UNFINISHED, path) for path in sorted((root / PARTIAL).glob("*/*"))]
+    found = []
+    for directory in sorted(root.glob("[!.]*/*")):
+        if not directory.is_dir() or directory.is_symlink():
+            continue
+        if SCRATCH.fullmatch(directory.name):
+            found.append(_piece(root, SCRATCH_KIND, directory))
+        elif (directory / MANIFEST).is_file():
+            found.append(_piece(root, directory.parent.name, directory))
+    return found + [_piece(root, UNFINISHED, directory) for directory in sorted((root / PARTIAL).glob("*/*"))]
 
 
 def distinct_bytes(pieces: Iterable[Piece]) -> int:
@@ -98,13 +106,21 @@ REGISTERED_LAST = "candidate"
 
 
 @dataclass(frozen=True)
+class Held:
+    """An identity, and the places of its artifacts: a signed and an unsigned artifact may hold the same identity."""
+
+    identity: Lineage
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Found:
     """Contents of a work directory and its tracking store."""
 
     root: Path
     pieces: Sequence[Piece]
-    evidence: Mapping[str, tuple[str, Lineage]]
-    """The sha256 of identity.json -> the place of its artifact, and its chain."""
+    evidence: Mapping[str, Held]
+    """Identities by the sha256 of identity.json."""
     models: Sequence[RegisteredModel]
     sweeps: Sequence[Summary]
     """Sweeps, the latest first."""
@@ -115,7 +131,7 @@ class Found:
 def find(config: Config) -> Found:
     """Read a work directory and the tracking store. Nothing is written or made."""
     root, problems = config.artifacts, list[Exception]()
-    pieces, evidence, sweeps, models = walk(root), dict[str, tuple[str, Lineage]](), list[Summary](), list[RegisteredModel]()
+    pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Summary](), list[RegisteredModel]()
     last = ""
 
     @contextmanager
@@ -130,8 +146,9 @@ def find(config: Config) -> Found:
     for piece in pieces:
         if piece.kind == "identity":
             with noting():
-                path = piece.path / IDENTITY_FILE
-                evidence.setdefault(file_digest(path), (piece.place, read_lineage(path)))
+                digest = file_digest(piece.path / IDENTITY_FILE)
+                known = evidence.get(digest) or Held(read_lineage(piece.path / IDENTITY_FILE), ())
+                evidence[digest] = Held(known.identity, (*known.places, piece.place))
     for path in (config.work / summary.FOLDER).glob("[!.]*.json"):
         with noting():
             sweeps.append(summary.load(config.work, path.stem))
@@ -147,11 +164,12 @@ def find(config: Config) -> Found:
 
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
-    """Return the last sweeps up to the `number`-th with candidates."""
-    chosen = list[Summary]()
+    """Return the last sweeps up to the `number`-th with candidates, and the last single evaluations likewise."""
+    counts, chosen = Counter[bool](), []
     for sweep in sweeps:
-        if sum(bool(one.candidates) for one in chosen) < number:
+        if counts[sweep.single] < number:
             chosen.append(sweep)
+            counts[sweep.single] += bool(sweep.candidates)
     return chosen
 
 
@@ -165,13 +183,13 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
     there = {piece.place for piece in found.pieces if piece.is_artifact}
 
     def keep(digest: str, who: str, *, built: bool = False, measured: bool = False) -> None:
-        if digest not in found.evidence:
+        held = found.evidence.get(digest)
+        if held is None:
             missing.setdefault(who, NO_IDENTITY)
             return
-        own, lineage = found.evidence[digest]
-        read = {link.place for link in lineage.reads}
-        also = {link.place for link in lineage.chain if (measured if link.place.partition("/")[0] in MEASURED else built)}
-        for place in (own, *read, *also):
+        read = {link.place for link in held.identity.reads}
+        also = {link.place for link in held.identity.chain if (measured if link.place.partition("/")[0] in MEASURED else built)}
+        for place in (*held.places, *read, *also):
             if place in there:
                 reasons.setdefault(place, who)
             elif place in read:

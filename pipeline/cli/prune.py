@@ -23,10 +23,13 @@ from pipeline.store.store import USE_LOCK, alone
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import POOL
 
+FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
+"""Kinds that are removed first. The baseline's log-probabilities are the largest, and no identity outlives its engines."""
+
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Pieces to remove from a store, and the reasons for pieces that stay."""
+    """Pieces to remove from a store, in this order, and the reasons for pieces that stay."""
 
     gone: tuple[Piece, ...]
     freed_bytes: int
@@ -67,8 +70,11 @@ def make_plan(config: Config) -> PrunePlan:
         raise type(problem)(f"stage=prune: {line}; repair it or remove it: it may name needed artifacts")
     _check_known(config, found)
     reasons, _ = needs_of(found, config.prune.keep_sweeps)
+    order = {kind: number for number, kind in enumerate(FIRST)}
     gone = [piece for piece in found.pieces if piece.place not in reasons]
-    lost = {digest for digest, (place, _) in found.evidence.items() if place not in reasons}
+    gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
+    places = {piece.place for piece in gone}
+    lost = {digest for digest, held in found.evidence.items() if places.issuperset(held.places)}
     behind = [
         f"version {version.number} of {model.name} ({version.name})"
         for model in found.models
@@ -94,7 +100,7 @@ def _check_known(config: Config, found: Found) -> None:
 
 
 def remove(root: Path, gone: Sequence[Piece]) -> None:
-    """Remove pieces, then pool files without other links. The caller must hold the store alone."""
+    """Remove pieces in their order, then pool files without other links. The caller must hold the store alone."""
     for piece in gone:
         path = piece.path
         if piece.is_artifact:

@@ -91,7 +91,7 @@ def _show_artifacts(found: Found) -> None:
 
 def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | None:
     champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
-    here = [found.root / found.evidence[one][1].reads[0].place for one in champions if one in found.evidence]
+    here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
     candidates = [[one for one in sweep.candidates if one.model == config.model.label] for sweep in found.sweeps]
     last = next(filter(None, candidates), [])
     passed = any(one.verdict == "PASS" and one.version for one in last)

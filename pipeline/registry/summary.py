@@ -49,6 +49,11 @@ class Summary(StrictModel):
     exit_code: int = 0
 
     @property
+    def single(self) -> bool:
+        """Whether it is a single evaluation."""
+        return max(len(self.names), len(self.candidates)) < 2
+
+    @property
     def unfinished(self) -> str | None:
         """Message with the missing jobs of the sweep; None if all jobs ended."""
         jobs = enumerate(self.names, start=1)

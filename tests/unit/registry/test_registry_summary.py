@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 from refusals import refused
 
-from pipeline.registry.summary import begin, finish, load, note, record
+from pipeline.cli.needs import last_sweeps
+from pipeline.registry.summary import Summary, begin, finish, load, note, record
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.thresholds import Check, Verdict
@@ -160,3 +161,10 @@ def test_the_cited_files_of_a_moved_work_directory_are_found_in_it(tmp_path: Pat
     (moved,) = load(new).candidates
     assert moved.engine.path == new / "artifacts" / "engine" / "e"
     assert moved.baseline.path == Path("/b"), "a file outside of the work directory"
+
+
+def test_single_evaluations_do_not_displace_a_sweep() -> None:
+    """`prune.keep_sweeps` counts them apart: three single commands must not make a large sweep prunable."""
+    sweep = Summary(sweep="sweep", names=("int8", "fp8"), candidates=(FP8, FP8))
+    single = [Summary(sweep=f"single {number}", names=("fp8",), candidates=(FP8,)) for number in range(4)]
+    assert [one.sweep for one in last_sweeps([*single, sweep], 3)] == ["single 0", "single 1", "single 2", "sweep"]
