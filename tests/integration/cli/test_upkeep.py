@@ -256,7 +256,7 @@ def test_an_engine_that_serves_stays_although_older_rules_judged_it(ground: Grou
 def test_what_serves_is_not_guessed(ground: Ground, tmp_path: Path) -> None:
     other = f"tracking.uri=sqlite:///{tmp_path / 'other.db'}"
     for overrides in (["tracking=none"], [other]):
-        with pytest.raises(UserError, match="what serves is not known"):
+        with pytest.raises(UserError, match="it is unknown which engines serve"):
             ground.plan(*overrides)
     damaged = ground.work / "summaries" / "20250101-000000-1-z.json"
     damaged.write_text("{")
