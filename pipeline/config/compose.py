@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config import CONF
@@ -73,6 +73,8 @@ def to_config(composed: DictConfig) -> Config:
     ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
         values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
         fix = "give it a value, or name a key or a variable that exists"
         raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {fix}") from error

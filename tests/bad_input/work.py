@@ -101,6 +101,7 @@ CASES = [
       for name, given, prepare, code, says in WORKDIRS),
     *(Case(f"summary.json: {name}", ("stage=build",), ("summary.json",), text("work/summary.json", content))
       for name, content in SUMMARIES),
+    Case("own samples without their file", ("workloads=jsonl",), ("workloads.jsonl: this choice needs a value",)),
     *(Case(f"workloads.jsonl: {name}", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("s.jsonl", *says),
            text("s.jsonl", content)) for name, content, says in SAMPLES),
     *(Case(f"calibration.jsonl: {name}", ("calibration.jsonl=c.jsonl",), ("calibration.jsonl=c.jsonl", *says),

@@ -64,8 +64,8 @@ PROGRAM = Program(
     "vLLM",
     Path(worker.__file__).with_name("kvgate_vllm_worker.py"),
     "make vllm installs vLLM's CPU build into .venv-vllm: backend.python=.venv-vllm/bin/python; on a GPU machine run kvgate in "
-    "the container vllm/vllm-openai:v0.32.0 with backend.python=python3, or give the python of an environment with "
-    "pip install vllm==0.32.0",
+    "the container vllm/vllm-openai:v0.26.0 with backend.python=python3, or give the python of an environment with "
+    "pip install vllm==0.26.0",
     {
         # Models are local directories, and only the release's own code runs: no hub access, no installed plugins.
         "HF_HUB_OFFLINE": "1",

@@ -214,7 +214,7 @@ def _unanswerable(line: _Line) -> Iterator[str]:
         if not words_of(phrase):
             yield f'{key}: {phrase!r} has no word that an answer could mention, give one or use check "exact"'
         elif not mentions(words_of(line.reference), words_of(phrase)):
-            yield f"mentions: {phrase!r} does not stand in the reference, which would be wrong, correct one of the two"
+            yield f"mentions: {phrase!r} is not in the reference, so the reference would be wrong; correct one of the two"
     for distractor in line.distractors:
         if not words_of(distractor):
             yield f"distractors: {distractor!r} has no word that an answer could mention, leave it out"

@@ -53,6 +53,17 @@ class Ruined(Figure):
         none = not self.ruined and self.requests >= NONE_OF
         return replace(result, decision="PASS") if none and result.decision is None else result
 
+    def check(self, result: Result, thresholds: Thresholds) -> Check:
+        """Return the verdict line. It says so if the number of requests decided, and not the bound of the share."""
+        line = super().check(result, thresholds)
+        if result.decision != "PASS" or result.bound <= self.threshold:
+            return line
+        reason = (
+            f"{self.where}: {self.label} 0; {NONE_OF} requests without a ruined one pass, although {self.requests} only show "
+            f"that the share is at most {result.bound:.3g} ({self.gate} is {self.threshold:g})"
+        )
+        return line.model_copy(update={"reason": reason})
+
 
 def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> bool:
     """Return whether so many requests about so many documents PASS `max_ruined_share` if none of them is ruined."""

@@ -90,7 +90,7 @@ def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directo
         ({**GOOD, "distractors": ["5"]}, 'distractors: check "exact" does not read them, leave them out or use'),
         ({**GOOD, "mentions": ["4"]}, 'mentions: check "exact" does not read them'),
         ({**GOOD, "check": "mention", "reference": "?"}, "reference: '?' has no word that an answer could mention"),
-        ({**GOOD, "check": "mention", "mentions": ["5"]}, "mentions: '5' does not stand in the reference"),
+        ({**GOOD, "check": "mention", "mentions": ["5"]}, "mentions: '5' is not in the reference"),
         ({**GOOD, "check": "mention", "mentions": ["!"]}, "mentions: '!' has no word that an answer could mention"),
         ({**GOOD, "check": "mention", "distractors": ["4"]}, "distractors: '4' stands in the reference"),
         ({**GOOD, "check": "mention", "distractors": ["-"]}, "distractors: '-' has no word"),

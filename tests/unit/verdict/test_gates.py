@@ -202,6 +202,12 @@ def test_what_too_few_documents_could_show_can_fail_and_has_no_line_otherwise(ro
     assert not [check for check in outcome.checks if check.gate == gate and check.where in ("all", "prose")]
 
 
+def test_a_share_that_passes_by_the_number_of_requests_says_what_they_show() -> None:
+    check = line(verdict(answered("copy", 60)), "max_ruined_share")
+    assert (check.status, check.threshold) == ("PASS", 0.025)
+    assert "60 requests without a ruined one pass, although 60 only show that the share is at most 0.0" in check.reason
+
+
 def test_ruined_requests_are_counted_by_raw_values() -> None:
     ruin = OUTLIER * GATES.max_mean_kl
     rows = [r.model_copy(update={"mean_kl": ruin + 1e-12 * (i % 100 < 50)}) for i, r in enumerate(every_class())]
