@@ -41,8 +41,8 @@ def promote(run: Run) -> None:
     try:
         if last.unfinished is not None and run.config.promote.name is None:
             raise GateRefusal(
-                f"stage=promote: {last.unfinished}; run it again to finish it, promote one that passed: promote.name=NAME, or "
-                "look at another sweep: promote.sweep=NAME"
+                f"stage=promote: {last.unfinished}; wait if it still runs, else run it again to finish it, promote one that "
+                "passed: promote.name=NAME, or look at another sweep: promote.sweep=NAME"
             )
         promote_from(run, last, unfinished=last.unfinished)
     except GateRefusal:

@@ -212,5 +212,5 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
         if piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S:
             reasons.setdefault(piece.place, "the interrupted command, which resumes from it")
         elif piece.is_artifact and first is not None and piece.made >= first.began:
-            reasons.setdefault(piece.place, f"sweep {first.sweep}, which did not finish")
+            reasons.setdefault(piece.place, f"sweep {first.sweep}, which has not finished")
     return reasons, missing

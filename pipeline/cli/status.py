@@ -74,7 +74,7 @@ def _show_sweep(sweep: Summary, found: Found) -> None:
         gone = None if one.identity.digest in found.evidence else "its evidence is gone"
         because = "; ".join(filter(None, (gone, *one.reasons[:1], one.covered if one.verdict == "PASS" else None)))
         rows.append(Row(one.name, [one.verdict, one.version or "-", one.model, one.backend], because))
-    missing = f", which did not finish: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
+    missing = f", which has not finished: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
     title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"
     if rows:
         columns = _words("verdict", "version", "model", "backend")
