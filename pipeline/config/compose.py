@@ -166,7 +166,7 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
-                    line = str(swept[0].input_line)
+                    line = _shown(swept[0])
                     raise UserError(
                         f"{line}: several values need a sweep; add -m, or quote one text with commas: {as_text(line)}"
                     )
@@ -289,13 +289,13 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
             try:
                 choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MOST_JOBS + 1)]
             except ValueError as error:  # from Python's range()
-                raise UserError(f"{o.input_line}: {error}; give values that the sweep is over") from None
+                raise UserError(f"{_shown(o)}: {error}; give values that the sweep is over") from None
         else:
             choices[key] = [str(o.input_line) if o.is_delete() else f"{key}={o.get_value_element_as_str()}"]
         if not choices[key]:
-            raise UserError(f"{o.input_line}: there is no such option; give values that the sweep is over")
+            raise UserError(f"{_shown(o)}: there is no such option; give values that the sweep is over")
     if prod(map(len, choices.values())) > MOST_JOBS:
-        swept = " ".join(str(o.input_line) for o in overrides if o.is_sweep_override())
+        swept = " ".join(_shown(o) for o in overrides if o.is_sweep_override())
         raise UserError(f"{swept}: more than {MOST_JOBS:,} jobs; make several sweeps")
     return [list(job) for job in product(*choices.values())]
 
@@ -305,6 +305,11 @@ def _added(override: str) -> str:
     key = key_of(override)
     other = override.startswith(("+", "~")) or "@" in key or f"{key}.".startswith(("hydra.", "hydra/"))
     return override if other or _options(key) else f"++{override}"
+
+
+def _shown(override: Override) -> str:
+    """Return an override as the user wrote it, without the prefix of `_added`."""
+    return str(override.input_line).removeprefix("++")
 
 
 def _options(key: str, places: Sequence[str] = ()) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from stages.core.errors import UserError
 from stages.core.redaction import clip, printable, redact_text
-from stages.core.strict import StrictModel, Unreadable, absolute, read_file
+from stages.core.strict import StrictModel, Unreadable, absolute, first_error, read_file
 
 M = TypeVar("M", bound=StrictModel)
 
@@ -33,7 +33,7 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
     except UserError:
         raise
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = first_error(error)
         place = printable(".".join(str(part) for part in first["loc"] if part != "[key]"))
         text = first["msg"].removeprefix("Value error, ")
         shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
