@@ -39,9 +39,6 @@ REASONS = {
 }
 """Why faults pass although they cost something."""
 
-REMOVED = "max_ppl_ratio"
-"""Gate of rules before 15, which some recorded outcomes still name."""
-
 COMMAND = " \\\n  ".join(["kvgate kv=int8 tracking=none", shlex.join(BACKENDS["native"]), *map(shlex.quote, SMALL)])
 """The small evaluation of one sound cache, as a user runs it."""
 
@@ -55,8 +52,7 @@ the tiny model, and judged by the evaluation and the gates that judge every cand
   judged by the default stress test. A fault that only gates on samples see is also judged by all samples of the default
   evaluation. [Sound engines](#the-same-evaluation-of-engines-without-a-fault) pass the small evaluation.
 - **Which gates judged.** The outcomes come from the commits {commits}, with the
-  [rules of the gates](verdict.md#appendix-versions-of-the-rules) of that commit. The tables leave out {removed}, a gate that
-  rules 15 removed; every fault that it saw is also seen by another gate.
+  [rules of the gates](verdict.md#appendix-versions-of-the-rules) of that commit.
   `make faults` judges again every fault whose code or inputs changed, and resumes an interrupted run.
 - **Names.** A gate has the name of its key under `gates.`, or its own name.
 - **Costs.** A day of service runs with the fault and without: batches, turns, forks, prompts that begin alike, crowds,
@@ -101,7 +97,6 @@ def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
         refused=len(judged) - len(missed),
         left=f"\nNot judged yet (`make faults`): {left}." if left else "",
         commits=", ".join(f"{commit} ({count})" for commit, count in commits.most_common()),
-        removed=f"`{REMOVED}`",
     )
     if missed:
         yield "\n## Undetected faults\n"
@@ -131,7 +126,7 @@ def _tables(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
         yield "|---" * 7 + "|"
         for fault in (fault for fault in judged if fault.kind == kind):
             found = now[fault.name]
-            gates = ", ".join(f"`{gate}`" for gate in found.gates if gate != REMOVED) or "-"
+            gates = ", ".join(f"`{gate}`" for gate in found.gates) or "-"
             cache = fault.policy + ENGINES[fault.engine]
             yield _row(
                 f"`{fault.name}`", fault.models, fault.acts, cache, _cost(costs.get(fault.name), fault), found.verdict, gates
@@ -150,7 +145,7 @@ def _sound(now: Outcomes) -> Iterator[str]:
 
 
 def _gates(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
-    seen = [set(now[fault.name].gates) - {REMOVED} for fault in judged]
+    seen = [set(now[fault.name].gates) for fault in judged]
     counts = Counter(gate for gates in seen for gate in gates)
     yield ALL_GATES
     for gate, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
