@@ -121,17 +121,17 @@ def foretell(planned: Plan) -> int:
     store, opened = DryStore(planned.jobs[0].artifacts), set[Path]()  # a sweep has one work directory
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         store.job = job
-        codes = {problems.look(store.job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
+        codes = {problems.look(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if config.stage not in MAKING:
             console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
         elif EXIT_CODES[UserError] not in codes:
-            number = f"job {store.job}: " if planned.sweeping else ""
+            number = f"job {job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
             run = Run(config, label=label, store=store)
-            walked = problems.look(store.job, partial(_walk, run, verdicts)) == 0
+            walked = problems.look(job, partial(_walk, run, verdicts)) == 0
             if config.stage in JUDGING and walked:
-                if store.job == 1:
-                    problems.look(store.job, partial(_say_questions, run))
+                if job == 1:
+                    problems.look(job, partial(_say_questions, run))
                 if (reason := run.steps.too_few) is not None:
                     short.append(reason)
             rows += _rows(run, store)

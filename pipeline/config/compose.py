@@ -30,7 +30,7 @@ from pipeline.config import CONF
 from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.explain import explain_hydra, explain_validation
 from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep
-from pipeline.config.override_syntax import key_of
+from pipeline.config.override_syntax import as_typed, key_of
 from pipeline.config.overrides import (
     MOST_JOBS,
     OPTION,
@@ -166,7 +166,7 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
-                    line = _shown(swept[0])
+                    line = as_typed(str(swept[0].input_line))
                     raise UserError(
                         f"{line}: several values need a sweep; add -m, or quote one text with commas: {as_text(line)}"
                     )
@@ -253,7 +253,7 @@ def configurations(planned: Plan) -> Iterator[str]:
     """
     with _hydra():
         for number, overrides in enumerate(planned.overrides, start=1):
-            own = " ".join(override.lstrip("+") for override in overrides)
+            own = " ".join(map(as_typed, overrides))
             head = f"---\n# job {number} of {len(planned.overrides)}: {own}\n" if planned.sweeping else ""
             yield head + OmegaConf.to_yaml(compose("config", overrides=overrides))
 
@@ -289,13 +289,13 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
             try:
                 choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MOST_JOBS + 1)]
             except ValueError as error:  # from Python's range()
-                raise UserError(f"{_shown(o)}: {error}; give values that the sweep is over") from None
+                raise UserError(f"{as_typed(str(o.input_line))}: {error}; give values that the sweep is over") from None
         else:
             choices[key] = [str(o.input_line) if o.is_delete() else f"{key}={o.get_value_element_as_str()}"]
         if not choices[key]:
-            raise UserError(f"{_shown(o)}: there is no such option; give values that the sweep is over")
+            raise UserError(f"{as_typed(str(o.input_line))}: there is no such option; give values that the sweep is over")
     if prod(map(len, choices.values())) > MOST_JOBS:
-        swept = " ".join(_shown(o) for o in overrides if o.is_sweep_override())
+        swept = " ".join(as_typed(str(o.input_line)) for o in overrides if o.is_sweep_override())
         raise UserError(f"{swept}: more than {MOST_JOBS:,} jobs; make several sweeps")
     return [list(job) for job in product(*choices.values())]
 
@@ -305,11 +305,6 @@ def _added(override: str) -> str:
     key = key_of(override)
     other = override.startswith(("+", "~")) or "@" in key or f"{key}.".startswith(("hydra.", "hydra/"))
     return override if other or _options(key) else f"++{override}"
-
-
-def _shown(override: Override) -> str:
-    """Return an override as the user wrote it, without the prefix of `_added`."""
-    return str(override.input_line).removeprefix("++")
 
 
 def _options(key: str, places: Sequence[str] = ()) -> list[str]:

@@ -15,6 +15,11 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def as_typed(override: str) -> str:
+    """Return an override as the user wrote it, without the prefix `++` that composing adds to keys."""
+    return override.removeprefix("++")
+
+
 def written(value: object, key: str = "") -> str:
     """Return a value in Hydra's grammar, without spaces. Text is quoted if the grammar would read it as another type.
 

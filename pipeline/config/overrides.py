@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from pipeline.config import CONF, launchers
 from pipeline.config.explain import suggest
 from pipeline.config.launchers import LAUNCHER_KEYS
-from pipeline.config.override_syntax import quoted, written
+from pipeline.config.override_syntax import as_typed, quoted, written
 from pipeline.registry.yaml_files import MOST_BYTES, refuse_growth
 from stages.core.errors import UserError, short
 from stages.core.redaction import redact_text
@@ -108,7 +108,7 @@ def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], S
 
 
 def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
-    key, line = override.key_or_group, redact_text(str(override.input_line).lstrip("+"))
+    key, line = override.key_or_group, redact_text(as_typed(str(override.input_line)))
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return _hydra_problem(override, line)
     for wrong, problem in (

@@ -2,9 +2,7 @@
 
 It has the manifest of every artifact in the chain: inputs, code, libraries, hardware, and the digest of every file. The key of
 a manifest is the digest of its parts, and the parts name the digests of the inputs. Replacing an artifact therefore breaks the
-key of the next one.
-`pipeline.evidence.verify`
-replays the whole chain.
+key of the next one. `pipeline.evidence.verify` replays the whole chain.
 """
 
 import re

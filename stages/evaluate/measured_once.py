@@ -1,5 +1,5 @@
 """Makes the measurements that an engine needs only once: noise, must-fail control, times, memory, stress test, free answers,
-reused prefixes, speculation, and a full pool."""
+and a full pool."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stages.core.records import Sample
-from stages.workloads.config import LONG, WorkloadsConfig
+from stages.workloads.config import CONTROL_SAMPLES, LONG, WorkloadsConfig
 
 PRODUCTS, ATTENTION, BYTES = 156e9, 83e9, 11.4e9
 """The default engine: operations per second in products with weights, operations per second in attention, and bytes of weights
@@ -26,8 +26,6 @@ TEMPLATE_TOKENS = 8
 """Tokens of a chat template per message."""
 OWN_WORDS = 0.3
 """Share of the questions that the baseline is asked again in the words of its own answer."""
-CONTROL = 8
-"""Samples of the must-fail control."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,9 @@ class Work:
     """Decode steps: passes over all weights."""
 
     def __add__(self, other: "Work") -> "Work":
-        parts = (getattr(self, name) + getattr(other, name) for name in ("tokens", "decoded", "pairs", "passes"))
-        return Work(*parts)
+        return Work(
+            self.tokens + other.tokens, self.decoded + other.decoded, self.pairs + other.pairs, self.passes + other.passes
+        )
 
     def times(self, factor: float) -> "Work":
         return Work(factor * self.tokens, factor * self.decoded, factor * self.pairs, factor * self.passes)
@@ -132,7 +131,7 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     first, longest = asked[0], max(one.prompt + one.answer for found in asked for one in found)
     both = [_asked(found, config.batch_size).times(2 + OWN_WORDS) for found in asked]
     once = (_noise(first, config) + _load(config)).times(2)
-    once += _asked(sorted(first, key=lambda one: one.prompt)[:CONTROL], CONTROL)
+    once += _asked(sorted(first, key=lambda one: one.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
     reference = Work()
     if config.conformance_samples:
         stress = config.stress_test.limited(longest)

@@ -58,7 +58,7 @@ def changed_answers(exhibits: Sequence[Exhibit]) -> ChangedAnswers:
     prompts = {sample.id: sample for exhibit in exhibits for sample in exhibit.samples}
     rank = [RANK.index(exhibit.candidate.verdict) for exhibit in exhibits]
     cards, left_out = dict[tuple[str, str | None], Card](), dict[int, int]()
-    most = MOST_ANSWERS // max(1, len(exhibits))
+    most = max(1, MOST_ANSWERS // max(1, len(exhibits)))
     for index, exhibit in enumerate(exhibits):
         rows = [row for row in exhibit.rows if row.judged and bool(row.baseline_correct) != bool(row.candidate_correct)]
         rows.sort(key=lambda row: not row.baseline_correct)

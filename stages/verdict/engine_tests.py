@@ -186,6 +186,6 @@ class EngineTests(Record):
 
     free_answers: FreeAnswers
     stress: StressResult | None = None
-    """None if no reference engine could be opened."""
+    """None for the baseline, or if no request is compared with the reference engine (`workloads.conformance_samples`)."""
     full_pool: FullPool | None = None
     """Result in a full pool; None for the baseline, or if it was not requested."""

@@ -37,6 +37,11 @@ DRAFT_TOKENS = 5
 """Maximum tokens that a draft checkpoint proposes per pass."""
 CONTROL_FACTOR = 0.1
 """Factor of the must-fail control for every key scale."""
+CONTROL_SAMPLES = 8
+"""Samples of the must-fail control.
+
+Some answers stand in tokens that the cache keeps exact. Such samples lose nothing, so a control of two samples could pass.
+"""
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]

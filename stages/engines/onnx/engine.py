@@ -46,8 +46,7 @@ class GraphSession:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = LOGGER_ERROR
-        # Threads that spin while they wait take time from the others: on a busy machine with two cores, decode steps took 1.7
-        # times as long with spinning, and 2.2 times the processor time.
+        # Threads that spin while they wait take processor time from other programs, and from each other on a busy machine.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # Shapes change at every step, so memory plans per shape would only accumulate.
         options.enable_mem_pattern = False

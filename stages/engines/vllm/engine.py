@@ -20,7 +20,7 @@ from stages.engines.vllm.backend import PROGRAM, LayerScales, VllmBundle, VllmFa
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import Format
-from stages.policies.policy import PAGE_TOKENS, Side, page_count
+from stages.policies.policy import FP16_POLICY, PAGE_TOKENS, Side, page_count
 from stages.policies.scales import LayerDelivery
 
 LOGPROBS = 20
@@ -132,8 +132,7 @@ class VllmEngine(ShowingEngine):
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
         carried = self._described.kv_scales_in_checkpoint  # otherwise the worker multiplies the keys
         model = self._checkpoint(partial(write_faulted, self._scales)) if carried else self._bundle / CHECKPOINT
-        shape = self.shape
-        two_longest = 2 * self.max_tokens * 4 * shape.layers * shape.kv_heads * shape.head_dim
+        two_longest = 2 * self.max_tokens * FP16_POLICY.bytes_per_token(self.shape)
         arguments = {CACHE: max(LEAST_CACHE, two_longest), **self._described.arguments, **self._evaluated}
         return self._opened(bound, model, engine_args=arguments, key_fault=self._fault)
 

@@ -66,11 +66,11 @@ class StressTest:
     def __post_init__(self) -> None:
         self.engine, self.deviations = self.comparer.engine, Deviations(self.comparer)
         self.rng = np.random.default_rng(self.seed)
+        self.expected = self.config.tokens(self.max_tokens, self.claimed, self.largest)
 
     def _advance(self, tokens: int) -> None:
         self.computed += tokens
-        total = self.config.tokens(self.max_tokens, self.claimed, self.largest)
-        self.progress("stress test [tokens]", self.computed, max(total, self.computed))
+        self.progress("stress test [tokens]", self.computed, max(self.expected, self.computed))
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -90,6 +90,7 @@ class StressTest:
     def prefill(self, *sequences: ForcedSequence) -> None:
         """Prefill sequences together."""
         handles, logits = self.engine.prefill([sequence.prompt for sequence in sequences])
+        self._advance(sum(len(sequence.prompt) for sequence in sequences))
         self.counts["requests"] += len(sequences)
         for row, (sequence, handle) in enumerate(zip(sequences, handles, strict=True)):
             sequence.handle = handle
@@ -101,7 +102,6 @@ class StressTest:
         self, sequence: ForcedSequence, tokens: Sequence[int], logits_V: Logits, row: int, batch: int, *, decoded: bool
     ) -> None:
         """Record fed tokens and the logits of the last token, computed in row `row` of a batch of size `batch`."""
-        self._advance(len(tokens))
         sequence.feed(tokens, logits_V, (row, batch), decoded=decoded)
         if sequence.watched:
             self.unreplayed += len(tokens)
@@ -124,6 +124,7 @@ class StressTest:
         for _ in range(steps):
             tokens = [sequence.ahead.pop(0) if sequence.ahead else self.draw(1)[0] for sequence in sequences]
             logits = self.engine.decode([sequence.handle for sequence in sequences], tokens)
+            self._advance(len(tokens))
             self.counts["steps"] += 1
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
                 self._take(sequence, [token], logits[row], row, len(sequences), decoded=True)
@@ -137,6 +138,7 @@ class StressTest:
         self._observe(observed)
         assert isinstance(self.engine, SupportsExtend)
         logits_V = self.engine.extend(sequence.handle, tokens)
+        self._advance(count)
         self.counts["turns"] += sequence.decoded > 0
         self._take(sequence, tokens, logits_V, 0, 1, decoded=False)
         self._observe(observed)

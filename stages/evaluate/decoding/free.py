@@ -1,7 +1,6 @@
 """Consistency of free generation with forced decode: each token from `generate` must be the most likely in forced decode.
 
-Serving calls `generate`, whereas an evaluation forces tokens. Both use the same cache and may differ only by rounding. An
-engine that reuses prefixes cached by earlier requests must not change its answers either.
+Serving calls `generate`, whereas an evaluation forces tokens. Both use the same cache and may differ only by rounding.
 """
 
 from collections.abc import Sequence

@@ -7,13 +7,7 @@ from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.report import Fidelity
-from stages.workloads.config import WorkloadsConfig
-
-CONTROL_SAMPLES = 8
-"""Samples of the must-fail control.
-
-Some answers stand in tokens that the cache keeps exact. Such samples lose nothing, so a control of two samples could pass.
-"""
+from stages.workloads.config import CONTROL_SAMPLES, WorkloadsConfig
 
 
 def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:

@@ -3,7 +3,6 @@
 Times are only reported: by default no gate judges them.
 """
 
-import os
 import random
 import resource
 import time
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from stages.core.errors import UserError
 from stages.core.memory import collect_memory, return_freed
@@ -26,8 +26,6 @@ SEED = 0
 GIB = 1 << 30
 STATM = Path("/proc/self/statm")
 """Linux file that reports the resident memory pages of this process."""
-STAT = Path("/proc/stat")
-"""Linux file that reports how long the processors were used since the machine started."""
 
 
 def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_progress) -> SystemMetrics:
@@ -71,11 +69,8 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
 
 def _processor_seconds() -> tuple[float, float]:
     """Return the seconds for which programs except this process used the processors since the machine started, including time
-    that a hypervisor took, and the seconds of all processors; zeros if the platform has no STAT."""
-    if not STAT.exists():
-        return 0.0, 0.0
-    # user, nice, system, idle, iowait, irq, softirq, steal
-    times = [int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in STAT.read_text().split()[1:9]]
+    that a hypervisor took, and the seconds of all processors."""
+    times = psutil.cpu_times()[:8]  # user, nice, system, idle, iowait, irq, softirq, steal; the rest is counted in `user`
     return sum(times) - sum(times[3:5]) - time.process_time(), sum(times)
 
 

@@ -66,7 +66,7 @@ class Ruined(Figure):
 
 
 def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> bool:
-    """Return whether so many requests about so many documents PASS `max_ruined_share` if none of them is ruined."""
+    """Return whether `max_ruined_share` passes for this number of documents and requests if no request is ruined."""
     limit = thresholds.max_ruined_share
     figure = Ruined("max_ruined_share", "all", Mean(np.zeros(documents), limit, worst=1.0), limit, requests=requests)
     return figure.test(ALPHA, thresholds, last=True).decision == "PASS"

@@ -86,9 +86,9 @@ def recovery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Recovery]:
 def needed(evidence: GateInput, following: Thresholds, still_open: Collection[str]) -> dict[str, int]:
     """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
 
-    `following` are the thresholds of the next attempt.
-    Workloads that passed are included if the next attempt needs more, because it has a smaller share of ALPHA. A workload that
-    the baseline rarely gets right is left out: more samples would not help.
+    `following` are the thresholds of the next attempt. Workloads that passed are included if the next attempt needs more,
+    because it has a smaller share of ALPHA. A workload that the baseline rarely gets right is left out: more samples would not
+    help.
     """
     kinds = list(recovery(evidence, following)) if still_open else []
     if not kinds or kinds[0].is_weak(following):

@@ -12,12 +12,12 @@ from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.interface import SupportsForced
-from stages.evaluate.decoding import noise
 from stages.evaluate.decoding.batches import DecodeStep, Greedy, Logits
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.noise import control_samples, repeated_samples
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample, encode, workloads_digest
+from stages.workloads.config import CONTROL_SAMPLES
 
 SAMPLES = [
     Sample(id="a", workload="w", prompt="abc", reference="xy"),
@@ -66,7 +66,7 @@ def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice
 
 def test_the_must_fail_control_has_eight_samples_or_all() -> None:
     a = encoded()[0]
-    assert len(control_samples([a] * 20, 1)) == noise.CONTROL_SAMPLES
+    assert len(control_samples([a] * 20, 1)) == CONTROL_SAMPLES
     assert len(control_samples([a] * 3, 1)) == 3
 
 
