@@ -38,8 +38,8 @@ class VerdictSteps:
     """The evaluation of a chain's engine against the FP16-KV engine."""
 
     chain: EngineSteps
-    _loaded: "LoadedEngine | None" = field(default=None, init=False)
-    """The engine that was used last, kept loaded."""
+    _pair: "EnginePair | None" = field(default=None, init=False)
+    """The engine that was used last, kept in memory."""
 
     def report(self) -> Artifact:
         """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
@@ -61,7 +61,7 @@ class VerdictSteps:
                 break
             answers = made[answers_input(number)] = self.round(FP16_POLICY, number)
             made[round_input(number)] = self.round(policy, number, answers)
-        self._loaded = None
+        self._pair = None
         with self.chain.making(self.recipe("evaluate", "joining", made), policy) as entry:
             if entry.artifact is None:
                 self._joined(made).write(entry.scratch)
@@ -89,9 +89,9 @@ class VerdictSteps:
             if entry.artifact is None:
                 from stages.evaluate.measure import measure
 
-                loaded = self.load(policy)
+                pair = self.load(policy)
                 # Load the engine before its reference engine: on a GPU it may claim a share of all memory.
-                engine = loaded.engine
+                engine = pair.engine
                 measure(
                     engine,
                     self._encoded.round(number),
@@ -100,7 +100,7 @@ class VerdictSteps:
                     config=config.workloads,
                     progress=entry.progress,
                     baseline=None if baseline is None else baseline.path,
-                    reference=loaded.reference if number == 1 and config.workloads.conformance_samples else None,
+                    reference=pair.reference if number == 1 and config.workloads.conformance_samples else None,
                     allow_scale_changes=config.gates.allow_scale_changes,
                 )
         return entry.made
@@ -116,15 +116,15 @@ class VerdictSteps:
             if entry.artifact is None:
                 from stages.evaluate.measured_once import measure_once
 
-                loaded, self._loaded = self.load(policy), None  # the must-fail control leaves its fault in the engine
+                pair, self._pair = self.load(policy), None  # the must-fail control leaves its fault in the engine
                 measure_once(
-                    loaded.engine,
+                    pair.engine,
                     self._encoded.round(1),
                     self._tokenizer,
                     measured.path,
                     config=config,
                     progress=entry.progress,
-                    reference=loaded.reference if config.conformance_samples and baseline is not None else None,
+                    reference=pair.reference if config.conformance_samples and baseline is not None else None,
                     baseline=None if baseline is None else baseline.path,
                     planned=self._encoded.items,
                 ).write(entry.scratch)
@@ -201,14 +201,14 @@ class VerdictSteps:
         size = given.stat().st_size if given.is_file() else weight_bytes(inspect_checkpoint(given))
         return reference_device(self.chain.config.reference.device, size)
 
-    def load(self, policy: KVPolicy) -> "LoadedEngine":
+    def load(self, policy: KVPolicy) -> "EnginePair":
         """Return the engine of `policy`, and release any other engine: two may not fit into memory."""
-        if self._loaded is None or self._loaded.policy != policy:
-            self._loaded = None
+        if self._pair is None or self._pair.policy != policy:
+            self._pair = None
             return_large_blocks()
             collect_memory()
-            self._loaded = LoadedEngine(self, policy)
-        return self._loaded
+            self._pair = EnginePair(self, policy)
+        return self._pair
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -292,7 +292,7 @@ class VerdictSteps:
 
 
 @dataclass
-class LoadedEngine:
+class EnginePair:
     """An engine and its reference engine, each loaded on first use."""
 
     steps: VerdictSteps

@@ -17,7 +17,7 @@ from faults.drill import Day, cost, serve
 from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
 from faults.record import Cost
 from pipeline.chain.engine_steps import EngineSteps
-from pipeline.chain.verdict_steps import LoadedEngine, VerdictSteps
+from pipeline.chain.verdict_steps import EnginePair, VerdictSteps
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
@@ -99,7 +99,7 @@ class SharedReferences(VerdictSteps):
     references: dict[str, Any]
     """Policy name -> reference engine."""
 
-    def load(self, policy: KVPolicy) -> LoadedEngine:
+    def load(self, policy: KVPolicy) -> EnginePair:
         loaded = super().load(policy)
         if policy.name not in self.references:
             self.references[policy.name] = remembering(loaded.reference)
