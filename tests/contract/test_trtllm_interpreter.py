@@ -20,8 +20,8 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import CHANNEL, Interpreter, Worker, probe
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.backend import PROGRAM, TargetName, refuse, refuse_fp8, refuse_unread, require_target
-from stages.engines.trtllm.config import TrtllmConfig
+from stages.engines.trtllm.backend import PROGRAM, refuse, refuse_fp8, refuse_unread, require_target
+from stages.engines.trtllm.config import TargetName, TrtllmConfig
 
 
 @pytest.fixture(scope="module")

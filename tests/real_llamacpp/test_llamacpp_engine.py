@@ -17,7 +17,7 @@ from shipped import SHIPPED
 
 from stages.core.errors import UserError
 from stages.core.records import no_progress
-from stages.engines.llamacpp.backend import build_bundle
+from stages.engines.llamacpp.backend import LlamaCppBackend
 from stages.engines.llamacpp.engine import LlamaCppEngine
 from stages.engines.reference.formats import quantize
 from stages.policies.formats import Format
@@ -36,13 +36,19 @@ def policy_of(key: Format, value: Format) -> KVPolicy:
     return KVPolicy(name="cache", key=key, value=value)
 
 
+def build(checkpoint: Path, out: Path, config: Any, gguf: Path, policy: KVPolicy, scales: Path) -> None:
+    backend = LlamaCppBackend(config)
+    backend.gguf = gguf
+    backend.build(checkpoint, out, policy=policy, scales=scales, progress=no_progress)
+
+
 def make_engine(checkpoint: Path, out: Path, policy: KVPolicy, python: str, **changes: Any) -> LlamaCppEngine:
     """Build a bundle in `out`, as the chain does, and return its engine."""
     out.mkdir(parents=True)
     gguf, config = out.with_suffix(".gguf"), config_of("llamacpp", python, **changes)
     write_without_tokenizer(gguf, checkpoint)
     scales = write_scales(out.with_suffix(".json"), policy)
-    build_bundle(checkpoint, out, config, gguf=gguf, policy=policy, scales=scales, progress=no_progress)
+    build(checkpoint, out, config, gguf, policy, scales)
     return LlamaCppEngine(out, config)
 
 
@@ -127,10 +133,7 @@ def test_a_gguf_that_the_release_does_not_read_is_refused_in_a_line(
     (tmp_path / "out").mkdir()
     scales = q8_q4._bundle / "kv_scales.json"
     with pytest.raises(UserError, match=r"^backend\.python=.*llama-cpp-python 0\.3\.\d+ cannot load .*block_count") as refused:
-        build_bundle(
-            tiny_checkpoint, tmp_path / "out", config_of("llamacpp", llamacpp_python),
-            gguf=gguf, policy=q8_q4.policy, scales=scales, progress=lambda *_: None,
-        )  # fmt: skip
+        build(tiny_checkpoint, tmp_path / "out", config_of("llamacpp", llamacpp_python), gguf, q8_q4.policy, scales)
     assert "\n" not in str(refused.value)
 
 

@@ -32,10 +32,10 @@ from stages.engines.trtllm.backend import (
     ENGINES,
     PROGRAM,
     TARGETS,
-    TargetName,
-    read_llm_args,
     refuse_integers,
 )
+from stages.engines.trtllm.build import read_llm_args
+from stages.engines.trtllm.config import TargetName
 from stages.policies.formats import WeightsFormat
 from stages.policies.scales import SCALES_FILE
 from stages.quantize.export import export

@@ -1,30 +1,41 @@
 """The base class of backends whose library runs in another Python interpreter."""
 
+from abc import abstractmethod
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stages.checkpoints.description import refuse_other_attention
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_other_attention
 from stages.checkpoints.quantized import SERVED
+from stages.core.digest import tree_files
 from stages.core.errors import UserError
+from stages.core.records import Progress
 from stages.engines.backend import Artifacts, Backend, Job, Source
+from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
 from stages.engines.config import InterpreterConfig
 from stages.engines.interface import Engine
-from stages.engines.interpreter.process import Program, probe
+from stages.engines.interpreter.bundle import ServedBundle
+from stages.engines.interpreter.process import Interpreter, Program, probe
 from stages.policies.policy import KVPolicy
 
 
 class InterpreterBackend(Backend):
-    """A backend whose library runs in another Python interpreter.
-
-    `build_bundle`, by default of its own module, and `load_engine` of `engine_module` receive the configuration.
-    """
+    """A backend whose library runs in another interpreter. `load_engine` of `engine_module` receives the configuration."""
 
     config: InterpreterConfig
     program: ClassVar[Program]
+    record: ClassVar[type[ServedBundle]] = ServedBundle
+    """Record type of `bundle.json`."""
     libraries: ClassVar[tuple[str, ...]] = ("numpy", "safetensors")
     running_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the configuration that do not change a bundle."""
+    checkpoint_folder: ClassVar[str] = "."
+    """Folder of the checkpoint within a source."""
+
+    @property
+    def interpreter(self) -> Interpreter:
+        """The interpreter of `backend.python`. Raises MissingRequirement if it or the library is missing."""
+        return probe(self.program, self.config.python)
 
     @property
     def build_module(self) -> str:
@@ -52,10 +63,38 @@ class InterpreterBackend(Backend):
     def build_parts(self) -> dict[str, object]:
         """Return the options and the release for which they are pinned."""
         options = self.config.model_dump(mode="json", exclude={"name", *self.running_keys})
-        return {**options, "release": probe(self.program, self.config.python).release}
+        return {**options, "release": self.interpreter.release}
 
-    def build_arguments(self) -> dict[str, Any]:
-        return {"config": self.config}
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+        interpreter = self.interpreter
+        if interpreter.unread is not None:
+            progress(interpreter.unread, 0, 0)
+        progress("build", 0, 1)
+        info = inspect_checkpoint(source / self.checkpoint_folder)
+        begin_bundle(info.path, out, policy, scales, info.shape)
+        fields = {
+            "backend": self.config.name,
+            "built_for": BuiltFor(
+                library=self.program.library,
+                version=interpreter.release,
+                compute_capabilities=interpreter.compute_capabilities,
+            ),
+            "layers": info.shape.layers,
+            "kv_heads": info.shape.kv_heads,
+            "head_dim": info.shape.head_dim,
+            "vocab_size": info.vocab_size,
+            "max_tokens": self.config.context_limit,
+            **self.write_served(out, info, policy),
+        }
+        write_bundle(out, self.record.model_validate({**fields, "files": tree_files(out)}))
+        progress("build", 1, 1)
+
+    @abstractmethod
+    def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
+        """Write the files that the library serves to `out`, and return the fields of `record` that depend on the library.
+
+        Raises UserError if the library refuses the model or an argument.
+        """
 
     def run_parts(self) -> dict[str, object]:
         return {"python": self.config.python, **{key: getattr(self.config, key) for key in self.running_keys}}

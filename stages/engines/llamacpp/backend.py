@@ -5,17 +5,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.checkpoints.description import read_config
+from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.exports import beyond_one_format, describe_format
 from stages.core.errors import UserError
 from stages.core.files import link_or_copy
-from stages.core.records import Progress
 from stages.core.strict import StrictModel
 from stages.engines.backend import Artifacts, Job, Source
 from stages.engines.interpreter import protocol
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import ServedBundle, begin_bundle, cannot_hold, end_bundle
-from stages.engines.interpreter.process import Interpreter, Program, Worker, probe
+from stages.engines.interpreter.bundle import ServedBundle, cannot_hold
+from stages.engines.interpreter.process import Interpreter, Program, Worker
 from stages.engines.interpreter.requests import open_model
 from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.config import LlamaCppConfig
@@ -110,31 +109,6 @@ class LlamaCppBundle(ServedBundle):
     """The model type in transformers, which determines the order of the keys' channels."""
 
 
-def build_bundle(
-    checkpoint: Path, out: Path, config: LlamaCppConfig, *, gguf: Path, policy: KVPolicy, scales: Path, progress: Progress
-) -> None:
-    """Write a bundle to the empty directory `out`. Raises UserError if the release cannot load the GGUF."""
-    interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
-    progress("build", 0, 2)
-    link_or_copy(gguf, out / GGUF)
-    types = cache_types(policy, info.shape.head_dim)
-    keys = ("n_ctx", "n_seq_max", "n_batch")
-    bundle: dict[str, Any] = {
-        "arguments": config.model_dump(include=set(keys)),
-        "types": {str(side): name for side, name in types.items()},
-        "rotates": rotates(policy, info.shape.head_dim),
-    }
-    progress("build", 1, 2)
-    with open_context(interpreter, out / GGUF, config, **bundle):
-        pass
-    (out / COMMAND_FILE).write_text(_command(config, types, rotated=bundle["rotates"]), encoding="utf-8")
-    end_bundle(
-        out, LlamaCppBundle, interpreter, info, max_tokens=config.n_ctx, max_batch=config.n_seq_max,
-        model_type=str(read_config(checkpoint)["model_type"]), **bundle,
-    )  # fmt: skip
-    progress("build", 2, 2)
-
-
 def open_context(
     interpreter: Interpreter,
     gguf: Path,
@@ -161,8 +135,10 @@ class LlamaCppBackend(InterpreterBackend):
     """A backend whose bundle is the user's GGUF and the arguments of llama-server."""
 
     program = PROGRAM
+    record = LlamaCppBundle
     running_keys = ("threads",)
     config: LlamaCppConfig
+    gguf: Path
     compute_dtype = "bfloat16"
     """The type with a comparable rounding error. llama.cpp rounds the activations that it multiplies with quantized weights
     to blocks of 8 bits. With 16-bit weights the error is smaller and is measured on the baseline."""
@@ -180,7 +156,7 @@ class LlamaCppBackend(InterpreterBackend):
                 "--outfile model.gguf, and give model.path=model.gguf"
             )
         self._check_checkpoint(job)
-        described = probe(PROGRAM, self.config.python).description
+        described = self.interpreter.description
         for side, name in types.items():
             if name not in described.types:
                 raise UserError(
@@ -190,11 +166,22 @@ class LlamaCppBackend(InterpreterBackend):
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return the checkpoint that the reference engine loads, and the digest of the GGUF that the bundle contains."""
-        self._gguf = artifacts.given
-        return Source(super().source(artifacts, policy).path, artifacts.digest_of(self._gguf))
+        self.gguf = artifacts.given
+        return Source(super().source(artifacts, policy).path, artifacts.digest_of(self.gguf))
 
-    def build_arguments(self) -> dict[str, Any]:
-        return {**super().build_arguments(), "gguf": self._gguf}
+    def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
+        """Write the GGUF and the command, and check that the release loads the GGUF."""
+        link_or_copy(self.gguf, out / GGUF)
+        types = cache_types(policy, info.shape.head_dim)
+        context: dict[str, Any] = {
+            "arguments": self.config.model_dump(include={"n_ctx", "n_seq_max", "n_batch"}),
+            "types": {str(side): name for side, name in types.items()},
+            "rotates": rotates(policy, info.shape.head_dim),
+        }
+        with open_context(self.interpreter, out / GGUF, self.config, **context):
+            pass
+        (out / COMMAND_FILE).write_text(_command(self.config, types, rotated=context["rotates"]), encoding="utf-8")
+        return {"max_batch": self.config.n_seq_max, "model_type": str(read_config(info.path)["model_type"]), **context}
 
 
 open_backend = LlamaCppBackend

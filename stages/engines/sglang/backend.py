@@ -3,21 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.exports import beyond_one_format, describe_format
 from stages.core.errors import MissingRequirement, UserError
-from stages.core.records import Progress
 from stages.engines.backend import Job
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import (
-    CHECKPOINT,
-    ServedBundle,
-    begin_bundle,
-    cannot_hold,
-    copy_checkpoint,
-    end_bundle,
-    resolve,
-)
-from stages.engines.interpreter.process import Program, probe
+from stages.engines.interpreter.bundle import CHECKPOINT, cannot_hold, copy_checkpoint, resolve
+from stages.engines.interpreter.process import Program
 from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
 from stages.policies.policy import KVPolicy
@@ -34,21 +26,6 @@ PROGRAM = Program(
     read=(READ,),
 )
 COMMAND_FILE = "launch.txt"
-
-
-def build_bundle(
-    checkpoint: Path, out: Path, config: SglangConfig, *, policy: KVPolicy, scales: Path, progress: Progress
-) -> None:
-    """Write a bundle of a quantized checkpoint to the empty directory `out`. All `scales`, if there are any, are 1.0."""
-    interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
-    copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
-    arguments = server_args(config, cache_dtype(policy, config))
-    resolve(interpreter, out / CHECKPOINT, "server_args", arguments)
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]
-    command = f"python -m sglang.launch_server --model-path {CHECKPOINT} {' '.join(flags)}\n"
-    (out / COMMAND_FILE).write_text(command, encoding="utf-8")
-    limits = {"max_tokens": config.context_length, "max_batch": config.max_running_requests}
-    end_bundle(out, ServedBundle, interpreter, info, arguments=arguments, **limits)
 
 
 def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
@@ -82,8 +59,18 @@ class SglangBackend(InterpreterBackend):
             return
         cache_dtype(job.policy, self.config)
         self._check_checkpoint(job)
-        if not probe(PROGRAM, self.config.python).devices and job.judges:
+        if not self.interpreter.devices and job.judges:
             raise MissingRequirement(f"backend.python={self.config.python}: SGLang finds no GPU there; {PROGRAM.hint}")
+
+    def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
+        """Write the checkpoint and the command. All scales, if there are any, are 1.0."""
+        copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
+        arguments = server_args(self.config, cache_dtype(policy, self.config))
+        resolve(self.interpreter, out / CHECKPOINT, "server_args", arguments)
+        flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]
+        command = f"python -m sglang.launch_server --model-path {CHECKPOINT} {' '.join(flags)}\n"
+        (out / COMMAND_FILE).write_text(command, encoding="utf-8")
+        return {"arguments": arguments, "max_batch": self.config.max_running_requests}
 
 
 open_backend = SglangBackend

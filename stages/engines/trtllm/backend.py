@@ -3,19 +3,19 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from stages.checkpoints.description import CheckpointInfo, refuse_other_attention
 from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Artifacts, Job, Source
-from stages.engines.bundle import sm_number
+from stages.engines.bundle import BuiltFor, sm_number
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import cannot_hold
-from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, probe
-from stages.engines.interpreter.protocol import Pinned
-from stages.engines.trtllm import settings, worker
-from stages.engines.trtllm.config import TrtllmConfig
+from stages.engines.interpreter.bundle import ServedBundle, cannot_hold
+from stages.engines.interpreter.process import Interpreter, Program, probe
+from stages.engines.trtllm import worker
+from stages.engines.trtllm.config import TargetName, TrtllmConfig
+from stages.engines.trtllm.settings import rank_capabilities
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
 
@@ -38,31 +38,6 @@ PROGRAM = Program(
     hidden=("OMPI_", "PMI_", "PMIX_", "SLURM_", "I_MPI_", "HYDRA_"),
 )  # fmt: skip
 """TensorRT-LLM's worker. It was checked against the sources of the listed releases (tests/contract/facts)."""
-
-TargetName = Literal["engine", "pytorch"]
-
-
-def rank_environment(ranks: int) -> dict[str, str]:
-    """Return a worker's environment variables for a model on `ranks` GPUs.
-
-    A single rank runs inside the worker: logits return fastest, and the must-fail control of target=pytorch can reach its
-    layers. Several ranks run in separate processes.
-    """
-    return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"} if ranks == 1 else {}
-
-
-def rank_capabilities(target: TargetName, interpreter: Interpreter, ranks: int) -> list[str]:
-    """Return the compute capability that a bundle is built for, as a list of one item; empty for target=pytorch.
-
-    Raises UserError if the GPUs of the `ranks` ranks differ.
-    """
-    capabilities = [device.compute_cap for device in interpreter.devices[:ranks]] if target == "engine" else []
-    if len(set(capabilities)) > 1:
-        raise UserError(
-            f"backend.tensor_parallel_size={ranks}: GPUs 0 to {len(capabilities) - 1} are SM {', '.join(capabilities)}, "
-            "an engine is built for one kind; choose equal GPUs with CUDA_VISIBLE_DEVICES"
-        )
-    return capabilities[:1]
 
 
 def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
@@ -94,8 +69,6 @@ JUDGED: dict[TargetName, str] = {
 class Target:
     """One way to deploy with TensorRT-LLM."""
 
-    export: str
-    """Name of the ModelOpt export that the target is built from."""
     caches: tuple[str, ...]
     """Supported algorithms of a quantized cache; each has one scale per layer."""
     weights: tuple[WeightsFormat, ...]
@@ -107,14 +80,12 @@ class Target:
 
 TARGETS: dict[TargetName, Target] = {
     "engine": Target(
-        export="tensorrt_llm",
         caches=TENSORRT_LLM_KV,
         weights=("none", "fp8", "int8_sq", "int4_awq"),
         sharded_weights=("none", "fp8"),
         choices="kv=fp16, fp8 or int8_tensor",
     ),
     "pytorch": Target(
-        export="unified_hf",
         caches=UNIFIED_HF_KV,
         weights=("none", "fp8", "int4_awq"),
         sharded_weights=("none", "fp8", "int4_awq"),
@@ -168,19 +139,6 @@ def require_target(target: TargetName, installed: Interpreter) -> None:
             f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target=engine needs {ENGINES}; "
             f"set backend.target=pytorch, or {PROGRAM.hint}"
         )
-
-
-def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Settings) -> list[Pinned]:
-    """Return each set of LLM arguments as the release reads it. Raises UserError if the release refuses a set."""
-    with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
-        try:
-            return [worker.call("validate", Pinned, model=str(model.absolute()), llm_args=given) for given in arguments]
-        except WorkerError as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}; choose others, or "
-                "another release as backend.python"
-            ) from error
 
 
 def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
@@ -251,11 +209,29 @@ def refuse_fp8(policy: KVPolicy, weights: WeightsFormat, interpreter: Interprete
             raise UserError(f"weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on, this is {gpu}; choose weights=none")
 
 
+class TrtllmBundle(ServedBundle):
+    """`bundle.json` of both targets. `arguments` are the settings under TensorRT-LLM's own dotted keys."""
+
+    target: TargetName
+    gpus: list[str]
+    """Name and driver of the building machine's GPUs, one per rank."""
+    tensor_parallel_size: int
+    max_input_len: int
+    evaluated_with: dict[str, Any]
+    """LLM arguments of an evaluation. For target=pytorch: the served arguments without overlap."""
+    rewritten: dict[str, Any]
+    """Settings that TensorRT-LLM changed -> the built value. `backend.allow_rewrites` allowed every change."""
+    kv_scales: list[float]
+    """The cache's scale per layer, shared by keys and values. For target=engine it is the larger of the two calibrated
+    scales; for target=pytorch it is 1.0, because the runtime does not read the checkpoint's scales."""
+
+
 class TrtllmBackend(InterpreterBackend):
     """A backend whose bundle is a checkpoint with pinned LLM arguments, or a TensorRT engine (release 1.2)."""
 
-    build_module = "stages.engines.trtllm.build"
     program = PROGRAM
+    record = TrtllmBundle
+    checkpoint_folder = "checkpoint"
     config: TrtllmConfig
 
     def check_inputs(self, job: Job) -> None:
@@ -270,9 +246,25 @@ class TrtllmBackend(InterpreterBackend):
 
     def build_parts(self) -> dict[str, object]:
         """Return the inherited parts, how an evaluation differs from serving, and the GPUs' compute capabilities."""
-        target, interpreter = self.config.target, probe(PROGRAM, self.config.python)
+        target, interpreter = self.config.target, self.interpreter
         capabilities = rank_capabilities(target, interpreter, self.config.tensor_parallel_size)
         return {**super().build_parts(), "judged": JUDGED[target], "compute_capabilities": capabilities}
+
+    def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
+        """Write a TensorRT engine, or a checkpoint with pinned LLM arguments, from the exports of stage=quantize."""
+        from stages.engines.trtllm.build import write_served
+
+        config, ranks = self.config, self.config.tensor_parallel_size
+        capabilities = rank_capabilities(config.target, self.interpreter, ranks)
+        return {
+            "built_for": BuiltFor(library=PROGRAM.library, version=self.interpreter.release, compute_capabilities=capabilities),
+            "target": config.target,
+            "tensor_parallel_size": ranks,
+            "gpus": [f"{device.name}, driver {device.driver or 'unknown'}" for device in self.interpreter.devices[:ranks]],
+            "max_batch": config.max_batch_size,
+            "max_input_len": config.max_input_len,
+            **write_served(info.path.parent, out, config, policy, self.interpreter),
+        }
 
 
 open_backend = TrtllmBackend

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -11,71 +11,51 @@ from stages.checkpoints.exports import algorithm
 from stages.checkpoints.files import read_json
 from stages.checkpoints.rope import rope_at_top_level
 from stages.core.errors import UserError
-from stages.core.records import Progress
-from stages.engines.bundle import BuiltFor
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, copy_checkpoint, end_bundle
+from stages.engines.interpreter.bundle import CHECKPOINT, copy_checkpoint
 from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
-from stages.engines.interpreter.protocol import EmptyAnswer
+from stages.engines.interpreter.protocol import EmptyAnswer, Pinned
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.backend import PROGRAM, TARGETS, rank_capabilities, rank_environment, read_llm_args
-from stages.engines.trtllm.config import TrtllmConfig
+from stages.engines.trtllm.config import TargetName, TrtllmConfig
 from stages.policies.policy import KVPolicy
 
-STEPS = 3
+EXPORTS: dict[TargetName, str] = {"engine": "tensorrt_llm", "pytorch": "unified_hf"}
+"""Name of the ModelOpt export that a target is built from."""
 ENGINE = "engine"
 """Folder of target=engine, with config.json and rank*.engine."""
 LLM_ARGS_FILE = "llm_args.yaml"
 """File of target=pytorch, for `trtllm-serve BUNDLE/checkpoint --config BUNDLE/llm_args.yaml`."""
 
 
-class TrtllmBundle(ServedBundle):
-    """`bundle.json` of both targets. `arguments` are the settings under TensorRT-LLM's own dotted keys."""
-
-    target: Literal["engine", "pytorch"]
-    gpus: list[str]
-    """Name and driver of the building machine's GPUs, one per rank."""
-    tensor_parallel_size: int
-    max_input_len: int
-    evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation. For target=pytorch: the served arguments without overlap."""
-    rewritten: dict[str, Any]
-    """Settings that TensorRT-LLM changed -> the built value. `backend.allow_rewrites` allowed every change."""
-    kv_scales: list[float]
-    """The cache's scale per layer, shared by keys and values. For target=engine it is the larger of the two calibrated
-    scales; for target=pytorch it is 1.0, because the runtime does not read the checkpoint's scales."""
-
-
-def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write a bundle of ModelOpt's exports to the empty directory `out`; stage=quantize writes the exports."""
-    ranks, target = config.tensor_parallel_size, config.target
-    export = exports / TARGETS[target].export
+def write_served(exports: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
+    """Write the served files of ModelOpt's exports to `out`, and return the settings for bundle.json."""
+    export = exports / EXPORTS[config.target]
     if not export.is_dir():
         reason = json.loads((exports / "exports.json").read_text(encoding="utf-8"))[export.name]
         raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {reason}")
-    progress("build", 0, STEPS)
-    interpreter, info, _ = begin_bundle(PROGRAM, config, exports / "checkpoint", out, policy, scales, progress)
-    if target == "engine":
-        fields = _build_engine(export, out, config, interpreter)
-    else:
-        fields = _pin_llm_args(exports, out, config, policy, interpreter)
-    progress("build", STEPS - 1, STEPS)
-    capabilities = rank_capabilities(target, interpreter, ranks)
-    built_for = BuiltFor(library=PROGRAM.library, version=interpreter.release, compute_capabilities=capabilities)
-    end_bundle(
-        out, TrtllmBundle, interpreter, info,
-        built_for=built_for, target=target, tensor_parallel_size=ranks,
-        gpus=[f"{device.name}, driver {device.driver or 'unknown'}" for device in interpreter.devices[:ranks]],
-        max_tokens=config.max_seq_len, max_batch=config.max_batch_size, max_input_len=config.max_input_len, **fields,
-    )  # fmt: skip
-    progress("build", STEPS, STEPS)
+    if config.target == "engine":
+        return _build_engine(export, out, config, interpreter)
+    return _pin_llm_args(export, out, config, policy, interpreter)
+
+
+def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Settings) -> list[Pinned]:
+    """Return each set of LLM arguments as the release reads it. Raises UserError if the release refuses a set."""
+    with Worker(interpreter.program, interpreter.python, **settings.rank_environment(1)) as worker:
+        try:
+            return [worker.call("validate", Pinned, model=str(model.absolute()), llm_args=given) for given in arguments]
+        except WorkerError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}; choose others, or "
+                "another release as backend.python"
+            ) from error
 
 
 def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interpreter: Interpreter) -> None:
     """Run trtllm-build on a checkpoint. Raises UserError with TensorRT-LLM's last line of output if the build fails."""
     ranks = checkpoints.read_config(checkpoint)["mapping"]["tp_size"]
     title = f"backend.python={interpreter.python}: TensorRT-LLM {interpreter.release}"
-    with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
+    with Worker(interpreter.program, interpreter.python, **settings.rank_environment(1)) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
         try:
             worker.call("build", EmptyAnswer, flags=arguments)
@@ -104,11 +84,11 @@ def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: In
     }
 
 
-def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
+def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
     """Write the served checkpoint and its LLM arguments; return the fields of its bundle.json."""
     source = out / CHECKPOINT
     quantization = {
-        "quant_algo": _write_served(exports / TARGETS["pytorch"].export, exports / "checkpoint", source),
+        "quant_algo": _copy_served(export, export.with_name("checkpoint"), source),
         "kv_cache_quant_algo": algorithm(policy.key),
     }
     serving = settings.llm_args(config, policy)
@@ -136,7 +116,7 @@ def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPoli
     }
 
 
-def _write_served(export: Path, plain: Path, out: Path) -> str | None:
+def _copy_served(export: Path, plain: Path, out: Path) -> str | None:
     """Write the served checkpoint to the new directory `out`, and return the quantization algorithm of its weights.
 
     ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses. In that case the unexported

@@ -8,6 +8,8 @@ from stages.core.strict import StrictModel
 from stages.engines.config import InterpreterConfig
 from stages.policies.policy import PAGE_TOKENS
 
+TargetName = Literal["engine", "pytorch"]
+
 
 class Serving(StrictModel):
     """Options of `trtllm-serve` other than the cache's format."""
@@ -25,7 +27,7 @@ class TrtllmConfig(InterpreterConfig):
     length_key = "max_seq_len"
     takes_quantized = True
     finer = ("fp8", "int8_tensor")
-    target: Literal["engine", "pytorch"]
+    target: TargetName
     """pytorch: the checkpoint and LLM arguments for `trtllm-serve`. engine: a TensorRT engine, which release 1.2 builds."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
     """Number of GPUs that the model is split over."""

@@ -7,10 +7,11 @@ from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import RequestEngine
-from stages.engines.trtllm.backend import PROGRAM, rank_capabilities, rank_environment, require_gpus
-from stages.engines.trtllm.build import ENGINE, TrtllmBundle, compile_engine
+from stages.engines.trtllm.backend import PROGRAM, TrtllmBundle, require_gpus
+from stages.engines.trtllm.build import ENGINE, compile_engine
 from stages.engines.trtllm.checkpoint import write_faulted
 from stages.engines.trtllm.config import TrtllmConfig
+from stages.engines.trtllm.settings import rank_capabilities, rank_environment
 from stages.policies.policy import Side
 from stages.policies.scales import LayerDelivery
 

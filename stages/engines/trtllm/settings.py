@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stages.core.errors import UserError
-from stages.engines.trtllm.config import TrtllmConfig
+from stages.engines.interpreter.process import Interpreter
+from stages.engines.trtllm.config import TargetName, TrtllmConfig
 from stages.policies.policy import PAGE_TOKENS, KVPolicy
 
 LOGITS_DTYPE = "float32"
@@ -15,6 +16,29 @@ SIZES = {"max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens"}
 Settings = dict[str, Any]
 Difference = tuple[str, Any, Any]
 """Key, requested value, built value."""
+
+
+def rank_environment(ranks: int) -> dict[str, str]:
+    """Return a worker's environment variables for a model on `ranks` GPUs.
+
+    A single rank runs inside the worker: logits return fastest, and the must-fail control of target=pytorch can reach its
+    layers. Several ranks run in separate processes.
+    """
+    return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"} if ranks == 1 else {}
+
+
+def rank_capabilities(target: TargetName, interpreter: Interpreter, ranks: int) -> list[str]:
+    """Return the compute capability that a bundle is built for, as a list of one item; empty for target=pytorch.
+
+    Raises UserError if the GPUs of the `ranks` ranks differ.
+    """
+    capabilities = [device.compute_cap for device in interpreter.devices[:ranks]] if target == "engine" else []
+    if len(set(capabilities)) > 1:
+        raise UserError(
+            f"backend.tensor_parallel_size={ranks}: GPUs 0 to {len(capabilities) - 1} are SM {', '.join(capabilities)}, "
+            "an engine is built for one kind; choose equal GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    return capabilities[:1]
 
 
 def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> Settings:

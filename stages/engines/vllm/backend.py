@@ -10,22 +10,24 @@ from typing import Annotated, Any
 from omegaconf import OmegaConf
 from pydantic import Field
 
+from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.exports import beyond_one_format, describe_format
 from stages.checkpoints.quantized import Quantized
 from stages.core.errors import MissingRequirement, UserError
-from stages.core.records import Progress
 from stages.core.strict import StrictModel
 from stages.engines.backend import Audit, Job
+from stages.engines.bundle import read_scales
 from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter import protocol
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, cannot_hold, end_bundle, resolve
-from stages.engines.interpreter.process import Interpreter, Program, probe
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, cannot_hold, resolve
+from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.vllm import worker
 from stages.engines.vllm.audit import PAIRED, SEPARATE
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.policy import KVPolicy
+from stages.policies.scales import SCALES_FILE
 from stages.verdict.delivery import scale_findings
 
 
@@ -199,7 +201,6 @@ def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
         )
 
 
-STEPS = 2
 FIXED = {
     "block_size": 64,  # a page of kvgate's; attention on a CPU takes multiples of 32
     "enable_chunked_prefill": True,  # vLLM's own default
@@ -224,27 +225,6 @@ class VllmBundle(ServedBundle):
     kv_scales_in_checkpoint: bool
 
 
-def build_bundle(
-    checkpoint: Path, out: Path, config: VllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress
-) -> None:
-    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` is a kv_scales.json."""
-    interpreter, info, measured = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
-    progress("build", 0, STEPS)
-    write_checkpoint(info, out / CHECKPOINT, policy, measured)
-    arguments = engine_args(config, cache_dtype(policy, config), skipped_layers(policy) or [])
-    progress("build", 1, STEPS)
-    resolved = resolve(interpreter, out / CHECKPOINT, "engine_args", arguments)
-    flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})
-    command = f"# vLLM {interpreter.release}: vllm serve {CHECKPOINT} --config {ENGINE_ARGS_FILE}"
-    (out / ENGINE_ARGS_FILE).write_text(f"{command}\n{flags}", encoding="utf-8")
-    end_bundle(
-        out, VllmBundle, interpreter, info,
-        max_tokens=config.max_model_len, max_batch=config.max_num_seqs, arguments=arguments, resolved=resolved,
-        platform=interpreter.description.platform, kv_scales_in_checkpoint=delivers_scales(policy),
-    )  # fmt: skip
-    progress("build", STEPS, STEPS)
-
-
 def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = ()) -> dict[str, Any]:
     """Return the engine arguments for serving, under the names of vLLM's EngineArgs."""
     given = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
@@ -261,13 +241,14 @@ class VllmBackend(InterpreterBackend):
     """A backend whose bundle is the checkpoint with its scales and the engine arguments of `vllm serve`."""
 
     program = PROGRAM
+    record = VllmBundle
     running_keys = ("threads",)
     config: VllmConfig
 
     @property
     def compute_dtype(self) -> str | None:
         """`backend.dtype` on a CPU. None on a GPU, where vLLM's kernels choose how they quantize queries and accumulate."""
-        return self.config.dtype if on_cpu(probe(PROGRAM, self.config.python)) else None
+        return self.config.dtype if on_cpu(self.interpreter) else None
 
     @property
     def measures_rounding(self) -> bool:
@@ -285,10 +266,9 @@ class VllmBackend(InterpreterBackend):
         if checkpoint.quantized is not None:
             check_own_scales(job.policy, checkpoint.quantized, self.audit(checkpoint.path))
         check_split(config.tensor_parallel_size, checkpoint.q_heads, checkpoint.shape.kv_heads)
-        interpreter = probe(PROGRAM, config.python)
-        refuse_dtype(job.policy, dtype, interpreter)
+        refuse_dtype(job.policy, dtype, self.interpreter)
         if job.judges:
-            check_judging(config, interpreter)
+            check_judging(config, self.interpreter)
 
     def audit(self, path: Path) -> Audit:
         """Return the scales that vLLM would load, computed from its rules; vLLM need not be installed."""
@@ -298,7 +278,23 @@ class VllmBackend(InterpreterBackend):
 
     def build_parts(self) -> dict[str, object]:
         """Return the inherited parts and the platform, for which vLLM resolves its arguments."""
-        return {**super().build_parts(), "platform": probe(PROGRAM, self.config.python).description.platform}
+        return {**super().build_parts(), "platform": self.interpreter.description.platform}
+
+    def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
+        """Write the checkpoint with its scales, and the engine arguments."""
+        write_checkpoint(info, out / CHECKPOINT, policy, read_scales(out / SCALES_FILE, policy, info.shape))
+        arguments = engine_args(self.config, cache_dtype(policy, self.config), skipped_layers(policy) or [])
+        resolved = resolve(self.interpreter, out / CHECKPOINT, "engine_args", arguments)
+        flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})
+        command = f"# vLLM {self.interpreter.release}: vllm serve {CHECKPOINT} --config {ENGINE_ARGS_FILE}"
+        (out / ENGINE_ARGS_FILE).write_text(f"{command}\n{flags}", encoding="utf-8")
+        return {
+            "max_batch": self.config.max_num_seqs,
+            "arguments": arguments,
+            "resolved": resolved,
+            "platform": self.interpreter.description.platform,
+            "kv_scales_in_checkpoint": delivers_scales(policy),
+        }
 
 
 open_backend = VllmBackend
