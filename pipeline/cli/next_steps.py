@@ -18,7 +18,7 @@ from pipeline.config.policies import load_policies
 from stages.core.strict import StrictModel
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
-from stages.verdict.gates import LINES
+from stages.verdict.gate import Gate
 from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, TRAINED, more_documents
 
 MOST_QUESTIONS = 100_000
@@ -144,7 +144,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     for workload, count in (item for one in undecided for item in one.samples_needed.items()):
         needed[workload] = max(count, needed.get(workload, 0))
     still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
-    titles = dict.fromkeys(LINES[check.gate].title if check.gate in LINES else check.gate for check in still_open)
+    titles = dict.fromkeys(Gate(check.gate).heading for check in still_open)
     said = f"{', '.join(one.name for one in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
 
     def not_by_questions(reason: str) -> NextStep:

@@ -19,6 +19,7 @@ from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.planning.use import GIB
 from stages.verdict.candidate import Candidate
+from stages.verdict.gate import Gate
 
 MEASURES = (
     (Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
@@ -119,7 +120,7 @@ def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
         report=candidate.report.path,
         metrics={column.key: _measured(candidate, own) for column, own, _ in MEASURES},
     )
-    conforms = [check.reason for check in candidate.checks if check.gate == "conformance"]
+    conforms = [check.reason for check in candidate.checks if check.gate == Gate.CONFORMANCE]
     for line in (*(candidate.reasons if passed else others), *conforms, *candidate.warnings):
         console.say(f"  {escape(line)}", detail=True)
 

@@ -15,14 +15,13 @@ from markupsafe import Markup
 
 from stages.report.exhibit import Exhibit
 from stages.report.text import quantity, shown
-from stages.verdict.gate import RECOVERY
+from stages.verdict.gate import Gate
 from stages.verdict.report import EvaluationReport
 
 BASELINE = "fp16 baseline"
 """Prefix of the names of FP16 baselines. It differs from "fp16", because a policy may have that name."""
 FLOOR = 1e-6
 """Smallest value on a logarithmic axis."""
-KL_GATE = "max_mean_kl"
 LIMIT, FAINT = "var(--fail)", "var(--faint)"
 VERDICTS = {
     "PASS": ("var(--pass)", "circle"),
@@ -160,7 +159,7 @@ def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
         | {"value": check.value, "bound": check.bound, "limit": check.threshold}
         for exhibit in exhibits
         for check in exhibit.candidate.checks
-        if check.gate == RECOVERY and check.value is not None and check.bound is not None
+        if check.gate == Gate.RECOVERY and check.value is not None and check.bound is not None
     ]
 
 
@@ -174,7 +173,7 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
         whole = report.slice()
         if report.system.kib_per_token is None or whole is None:
             continue
-        limit = next((check.threshold for check in exhibit.candidate.checks if check.gate == KL_GATE), None)
+        limit = next((check.threshold for check in exhibit.candidate.checks if check.gate == Gate.MEAN_KL), None)
         point = {"policy": exhibit.candidate.name, "verdict": exhibit.candidate.verdict, "kib": report.system.kib_per_token}
         data.append(point | {"exact": whole.fidelity.kl_mean, "distance": _drawn(whole.fidelity.kl_mean), "limit": limit})
     mark_front(data)

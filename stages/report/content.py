@@ -11,8 +11,7 @@ from stages.report.charts import baseline_names, draw_charts
 from stages.report.exhibit import Exhibit, Occasion
 from stages.report.text import number, quantity
 from stages.verdict.candidate import Candidate
-from stages.verdict.gate import Line
-from stages.verdict.gates import LINES
+from stages.verdict.gate import Gate
 from stages.verdict.thresholds import Check, LineStatus
 
 MOST_POLICIES = 16
@@ -51,7 +50,7 @@ class OverviewRow:
 class GateRow:
     """A row of the matrix: a gate's worst check per policy, and all its checks by place."""
 
-    line: Line
+    gate: Gate
     worst: tuple[Check | None, ...]
     """The worst check per policy; None if the gate did not judge the policy."""
     counts: tuple[str, ...]
@@ -123,7 +122,7 @@ def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Ga
         ]
         worst = (max(c, key=lambda check: WORST.index(check.status), default=None) for c in columns)
         counts = (f"{sum(check.status == 'PASS' for check in c)} of {len(c)}" if c else "" for c in columns)
-        yield GateRow(LINES.get(key, Line(key, "")), tuple(worst), tuple(counts), found)
+        yield GateRow(Gate(key), tuple(worst), tuple(counts), found)
 
 
 def _workload(where: str, workloads: Sequence[str]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.core.files import ARTIFACTS
 from stages.core.strict import StrictModel
-from stages.verdict.gate import ALL, RECOVERY, kept
+from stages.verdict.gate import ALL, Gate, kept
 from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.thresholds import Check, Status, Verdict
 
@@ -82,7 +82,7 @@ class Candidate(StrictModel):
     @property
     def recovery(self) -> Check | None:
         """The line on recovery over all questions; None if no question has an answer."""
-        return next((check for check in self.checks if (check.gate, check.where) == (RECOVERY, ALL)), None)
+        return next((check for check in self.checks if (check.gate, check.where) == (Gate.RECOVERY, ALL)), None)
 
     @property
     def kept(self) -> str | None:
@@ -126,13 +126,13 @@ class Candidate(StrictModel):
 
 
 def _is_blind(checks: Sequence[Check]) -> bool:
-    return any(check.gate == "must_fail_control" and check.status == "FAIL" for check in checks)
+    return any(check.gate == Gate.MUST_FAIL_CONTROL and check.status == "FAIL" for check in checks)
 
 
 def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
     """Return a clause that a candidate did not pass, with the kind of reason."""
     said = "is not good enough" if verdict == "FAIL" else "is not decided"
-    wrong = {check.where for check in checks if check.gate in ("conformance", "stress_test") and check.status == "FAIL"}
+    wrong = {check.where for check in checks if check.gate in (Gate.CONFORMANCE, Gate.STRESS_TEST) and check.status == "FAIL"}
     if wrong:
         said = (
             "does not compute its policy"

@@ -1,6 +1,6 @@
 """The gates: `decide` turns a report into PASS, FAIL or INCONCLUSIVE. It is pure and deterministic.
 
-To add a gate, add a function to a file of this folder and to FIGURES or CHECKS, its lines to LINES, and a row to the table of
+To add a gate, add a function to a file of this folder and to FIGURES or CHECKS, its lines to `Gate`, and a row to the table of
 docs/verdict.md.
 
 Samples run in rounds. After every round, all figures are tested on the samples of all rounds until then; such a test is a look.
@@ -17,38 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.gate import RECOVERY, Figure, GateInput, Line
+from stages.verdict.gate import Figure, Gate, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.gates.distances import NONE_OF
 from stages.verdict.gates.recovery import needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, FAR_KL, MOST_ATTEMPTS, MOST_SAMPLES, RULES, Check, Status, Thresholds, Verdict
+from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, RULES, Check, Status, Thresholds, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
 
-_CUT = "; for a PASS, a document counts as three times the limit at most"
-LINES: Mapping[str, Line] = {
-    "complete": Line("Complete", "nothing where all samples are whole"),
-    RECOVERY: Line("Recovery", "share of the probability of right answers that is kept"),
-    answers.ACCURACY: Line("Right answers", "points that the policy gains or loses against FP16"),
-    answers.ACCEPTANCE: Line("Acceptance loss", "share of the tokens a pass under speculative decoding"),
-    evaluation.MIN_SAMPLES: Line("Documents", "per planned workload; if no question has an answer, over all workloads"),
-    "max_mean_kl": Line("Mean KL", f"nats per token from FP16{_CUT}"),
-    "min_top10_overlap": Line("Top-10 overlap", f"share of the ten most likely tokens that both agree on{_CUT}"),
-    "max_ruined_share": Line("Ruined requests", "share whose mean KL is beyond three times its limit"),
-    "max_p999_kl": Line("Far tokens", f"share of the tokens with a KL above {FAR_KL:g}"),
-    "noise_floor": Line("A/A noise", "distance of an engine from itself", samples_decide=False),
-    "must_fail_control": Line("Must-fail control", "mean KL with corrupted key scales", samples_decide=False),
-    "conformance": Line("Conformance", "distance from the reference engine, as a share of rounding", samples_decide=False),
-    "stress_test": Line("Stress test", "sequences of random tokens that deviate from the reference engine"),
-    "allocation": Line("Allocation", "bytes that differ from the policy's"),
-    "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one"),
-    "scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's"),
-    "full_pool": Line("Full pool", "requests that a full pool changes beyond noise", samples_decide=False),
-    "takes_effect": Line("Long enough", "tokens of the longest sample", samples_decide=False),
-}
-"""All kinds of lines by key, in the order of a verdict. If `complete` fails, nothing else is judged."""
 FIGURES: tuple[Callable[[GateInput, Thresholds], Iterable[Figure]], ...] = (
     recovery,
     answers.accuracy,
@@ -89,8 +67,8 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
         evidence = replace(whole, rows=[row for row in rows if row.round <= number])
         found = {(check.gate, check.where): check for check in _look(evidence, thresholds, number)}
         failed |= {place: check for place, check in found.items() if check.status == "FAIL"}
-    order = list(LINES)
     checks = [*(found | failed).values(), *(check for checked in CHECKS for check in checked(whole, thresholds))]
+    order = [gate.value for gate in Gate]
     checks.sort(key=lambda check: order.index(check.gate))
     following = thresholds.next_attempt
     numbers = {} if following is None else _samples_needed(checks, whole, following)
@@ -101,8 +79,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
 
 def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
     """Return whether to stop: a gate failed, all gates passed, more samples would not help, or no planned look is left."""
-    open_lines = [check.gate for check in verdict.checks if check.status == "INCONCLUSIVE"]
-    undecided = any(name not in LINES or LINES[name].samples_decide for name in open_lines)
+    undecided = any(Gate(check.gate).samples_decide for check in verdict.checks if check.status == "INCONCLUSIVE")
     return verdict.status == "FAIL" or not undecided or verdict.round >= len(report.planned_rounds)
 
 
@@ -111,9 +88,9 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
     rounds = len(evidence.report.planned_rounds)
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
     figures = [figure for measured in FIGURES for figure in measured(evidence, thresholds)]
-    main = sum(figure.gate == RECOVERY for figure in figures)
+    main = sum(figure.gate == Gate.RECOVERY for figure in figures)
     for figure in figures:
-        together = main if figure.gate == RECOVERY else len(figures) - main
+        together = main if figure.gate == Gate.RECOVERY else len(figures) - main
         result = figure.test(ALPHA / 2 / together, thresholds, last=number == rounds)
         if figure.must_pass or result.decision == "FAIL":
             check = figure.check(result, thresholds)
@@ -122,14 +99,14 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
 
 def _samples_needed(checks: Sequence[Check], whole: GateInput, following: Thresholds) -> dict[str, int]:
     """Return the number of samples by workload that would decide the next attempt, by its thresholds."""
-    still_open = {check.where for check in checks if check.gate == RECOVERY and check.status == "INCONCLUSIVE"}
+    still_open = {check.where for check in checks if check.gate == Gate.RECOVERY and check.status == "INCONCLUSIVE"}
     numbers = needed(whole, following, still_open)
-    unseen = any(check.gate == "max_ruined_share" and check.status == "INCONCLUSIVE" and not check.value for check in checks)
+    unseen = any(check.gate == Gate.RUINED and check.status == "INCONCLUSIVE" and not check.value for check in checks)
     asked = Counter(row.workload for row in whole.rows) if unseen else Counter[str]()
     for workload, count in asked.items():  # NONE_OF questions without a ruined one pass
         numbers[workload] = max(numbers.get(workload, 0), math.ceil(NONE_OF * count / asked.total()))
     if not asked and any(
-        check.gate == evaluation.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks
+        check.gate == Gate.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks
     ):
         numbers["all"] = following.min_samples
     return numbers
@@ -138,7 +115,7 @@ def _samples_needed(checks: Sequence[Check], whole: GateInput, following: Thresh
 def _advised(check: Check, numbers: Mapping[str, int], attempt: int | None) -> Check:
     """Return a check with the advice for an open recovery: the samples to ask at the next attempt, if there is one."""
     count = numbers.get(check.where, sum(numbers.values()) if check.where == "all" else 0)
-    if check.gate != RECOVERY or check.status != "INCONCLUSIVE" or (attempt is not None and not count):
+    if check.gate != Gate.RECOVERY or check.status != "INCONCLUSIVE" or (attempt is not None and not count):
         return check
     amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
     advice = f"about {amount} samples would decide with gates.attempt={attempt}"
@@ -152,7 +129,7 @@ def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) ->
     failures = [check.reason for check in checks if check.status == "FAIL"]
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"
-    passes = [check.reason for check in checks if check.gate == RECOVERY] or [check.reason for check in checks]
+    passes = [check.reason for check in checks if check.gate == Gate.RECOVERY] or [check.reason for check in checks]
     return Verdict(
         status=status,
         reasons=failures or undecided or passes,

@@ -5,11 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stages.verdict.bets import OUTLIER, Mean, Result
-from stages.verdict.gate import Figure, GateInput, by_workload, means
+from stages.verdict.gate import Figure, Gate, GateInput, by_workload, means
 from stages.verdict.report import Acceptance, Accuracy, SampleRow
 from stages.verdict.thresholds import MARGIN, Check, Thresholds
-
-ACCURACY, ACCEPTANCE = "accuracy", "max_acceptance_loss"
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Answers(Figure):
     def of(cls, place: str, rows: Sequence[SampleRow]) -> "Answers":
         lost = [float(bool(row.baseline_correct)) - float(bool(row.candidate_correct)) for row in rows]
         mean = Mean(means(rows, lost), MARGIN, -OUTLIER * MARGIN)
-        return cls(ACCURACY, place, mean, -MARGIN, must_pass=False, rows=rows)
+        return cls(Gate.ACCURACY, place, mean, -MARGIN, must_pass=False, rows=rows)
 
     def check(self, result: Result, thresholds: Thresholds) -> Check:  # noqa: ARG002
         counted = Accuracy.of(self.rows)
@@ -61,7 +59,7 @@ def acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
             values = means(rows, [_log_loss(row.acceptance.get(drafter)) for row in rows])
             where, label = f"{workload}, drafts by {drafter}", "loss of acceptance length"
             mean = Mean(values, limit, -OUTLIER * limit)
-            yield Figure(ACCEPTANCE, where, mean, threshold, label, lambda loss: -math.expm1(-loss))
+            yield Figure(Gate.ACCEPTANCE, where, mean, threshold, label, lambda loss: -math.expm1(-loss))
 
 
 def unmeasured(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
@@ -69,7 +67,7 @@ def unmeasured(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     for drafter in () if evidence.judged else evidence.report.drafters:
         where, threshold = f"all, drafts by {drafter}", thresholds.max_acceptance_loss
         reason = f"all: the acceptance length of drafts by {drafter} was not measured: no sample has an answer"
-        yield Check(gate=ACCEPTANCE, where=where, value=None, threshold=threshold, status="WARNING", reason=reason)
+        yield Check(gate=Gate.ACCEPTANCE, where=where, value=None, threshold=threshold, status="WARNING", reason=reason)
 
 
 def _log_loss(counts: Acceptance | None) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stages.verdict.bets import OUTLIER, Mean, Result, can_pass
-from stages.verdict.gate import Figure, GateInput, by_workload, means
+from stages.verdict.gate import ALL, Figure, Gate, GateInput, by_workload, means
 from stages.verdict.record import finite
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Thresholds
@@ -22,10 +22,10 @@ def measured(rows: Sequence[SampleRow], thresholds: Thresholds, where: str = "",
     """Yield the figures on the mean distances of some samples."""
     tokens, limit = [row.scored_tokens for row in rows], thresholds.max_mean_kl
     kl = Mean(means(rows, [row.mean_kl for row in rows], tokens), limit)
-    yield Figure("max_mean_kl", where, kl, limit, "mean KL", must_pass=must_pass)
+    yield Figure(Gate.MEAN_KL, where, kl, limit, "mean KL", must_pass=must_pass)
     missing = Mean(1 - means(rows, [row.top10_overlap for row in rows], tokens), 1 - MIN_TOP10_OVERLAP)
-    key, label = "min_top10_overlap", "top-10 overlap"
-    yield Figure(key, where, missing, MIN_TOP10_OVERLAP, label, lambda share: 1 - share, must_pass)
+    label = "top-10 overlap"
+    yield Figure(Gate.TOP10_OVERLAP, where, missing, MIN_TOP10_OVERLAP, label, lambda share: 1 - share, must_pass)
 
 
 def distances(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
@@ -68,7 +68,7 @@ class Ruined(Figure):
 def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> bool:
     """Return whether `max_ruined_share` passes for this number of documents and requests if no request is ruined."""
     limit = thresholds.max_ruined_share
-    figure = Ruined("max_ruined_share", "all", Mean(np.zeros(documents), limit, worst=1.0), limit, requests=requests)
+    figure = Ruined(Gate.RUINED, ALL, Mean(np.zeros(documents), limit, worst=1.0), limit, requests=requests)
     return figure.test(ALPHA, thresholds, last=True).decision == "PASS"
 
 
@@ -82,12 +82,12 @@ def rare(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     count = int(sum(ruined))
     label = f"requests with a mean KL above {ruin:g}: {count} of {len(rows):,}, share by document"
     share = Mean(means(rows, ruined), limit, worst=1.0)
-    yield Ruined("max_ruined_share", "all", share, limit, label, ruined=count, requests=len(rows))
+    yield Ruined(Gate.RUINED, ALL, share, limit, label, ruined=count, requests=len(rows))
     far = [float(sum(kl > FAR_KL for kl in row.kl_tail)) for row in rows]
     tokens = [row.scored_tokens for row in rows]
     label = f"tokens with a KL above {FAR_KL:g}: {sum(far):.0f} of {sum(tokens):,}, share by document"
     share = Mean(means(rows, [count / size for count, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0)
-    yield Figure("max_p999_kl", "all", share, TAIL_SHARE, label, must_pass=False)
+    yield Figure(Gate.FAR_TOKENS, ALL, share, TAIL_SHARE, label, must_pass=False)
 
 
 def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
@@ -103,7 +103,7 @@ def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[C
     if rows:
         outcome = ", noticed" if noticed else ", and no gate noticed: the evaluation does not see the cache"
     yield Check(
-        gate="must_fail_control",
+        gate=Gate.MUST_FAIL_CONTROL,
         where="control",
         value=finite(kl),
         threshold=thresholds.max_mean_kl,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from stages.verdict.conformance import bounded, describe
 from stages.verdict.delivery import describe_changes
-from stages.verdict.gate import GateInput
+from stages.verdict.gate import Gate, GateInput
 from stages.verdict.record import finite
 from stages.verdict.thresholds import Check, LineStatus, Status, Thresholds
 
@@ -22,7 +22,7 @@ def conformance(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         ranked = engine.ranked
         status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
         yield Check(
-            gate="conformance",
+            gate=Gate.CONFORMANCE,
             where=where,
             value=finite(ranked[0]) if ranked else None,
             threshold=1.0 if judged else None,
@@ -39,9 +39,9 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     """
     stress = evidence.report.tests.stress
     if stress is not None:
-        yield _line("stress_test", "candidate", stress.failures, str(stress))
+        yield _line(Gate.STRESS_TEST, "candidate", stress.failures, str(stress))
         problem = stress.allocation.problem
-        line = _line("allocation", "candidate", [problem] if problem else [], "allocated bytes match the policy")
+        line = _line(Gate.ALLOCATION, "candidate", [problem] if problem else [], "allocated bytes match the policy")
         unsure = stress.allocation.unsure
         unseen = {"status": "WARNING", "reason": f"{line.reason}; {unsure}"} if unsure and line.status == "PASS" else {}
         yield line.model_copy(update=unseen)
@@ -50,7 +50,7 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         told = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
         if free.samples:
             told += f", {bounded(free.samples, 'contradict themselves')}"
-        yield _line("free_answers", where, free.contradictions, told)
+        yield _line(Gate.FREE_ANSWERS, where, free.contradictions, told)
 
 
 def _listed(failures: Sequence[object]) -> str:
@@ -58,11 +58,11 @@ def _listed(failures: Sequence[object]) -> str:
     return "; ".join(map(str, failures[:SHOWN])) + more
 
 
-def _line(key: str, where: str, failures: Sequence[str], passed: str) -> Check:
-    fault = "does not compute its policy: " if key == "stress_test" else ""
-    reason = f"{where}: {key}: " + (fault + _listed(failures) if failures else passed)
+def _line(gate: Gate, where: str, failures: Sequence[str], passed: str) -> Check:
+    fault = "does not compute its policy: " if gate == Gate.STRESS_TEST else ""
+    reason = f"{where}: {gate}: " + (fault + _listed(failures) if failures else passed)
     status: LineStatus = "FAIL" if failures else "PASS"
-    return Check(gate=key, where=where, value=len(failures), threshold=0, status=status, reason=reason)
+    return Check(gate=gate, where=where, value=len(failures), threshold=0, status=status, reason=reason)
 
 
 def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
@@ -88,7 +88,7 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     else:
         told += f": the pool was never full; ask more requests with workloads.full_pool={2 * found.asked}"
     yield Check(
-        gate="full_pool",
+        gate=Gate.FULL_POOL,
         where="candidate",
         value=len(found.deviations) if found.requests else None,
         threshold=0,
@@ -108,7 +108,7 @@ def scale_delivery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Chec
     if changes and not refused:
         reason += ", as gates.allow_scale_changes accepts"
     yield Check(
-        gate="scale_delivery",
+        gate=Gate.SCALE_DELIVERY,
         where="candidate",
         value=float(len(changes)),
         threshold=0.0,

@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from stages.core.records import Sample
-from stages.verdict.gate import GateInput, by_workload
+from stages.verdict.gate import ALL, Gate, GateInput, by_workload
 from stages.verdict.gates.distances import NONE_OF, shows_none_ruined
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import FAR_KL, Check, Thresholds
 
-MIN_SAMPLES = "min_samples"
 REQUIRED_NUMBERS = (
     "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",
 )  # fmt: skip
@@ -23,20 +22,20 @@ def complete(evidence: GateInput) -> Iterator[Check]:
     report, rows = evidence.report, evidence.rows
     problems: list[tuple[str, str]] = []
     if not rows:
-        problems.append(("all", "no samples were evaluated"))
+        problems.append((ALL, "no samples were evaluated"))
     if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
-        problems.append(("all", f"the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
+        problems.append((ALL, f"the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
     ran, planned = sorted({row.round for row in rows}), len(report.planned_rounds)
     if ran != list(range(1, len(ran) + 1)) or len(ran) > planned:
         numbers = ", ".join(map(str, ran))
-        problems.append(("all", f"samples.jsonl has rounds {numbers} of 1 to {planned}; rounds start at 1 and have no gaps"))
+        problems.append((ALL, f"samples.jsonl has rounds {numbers} of 1 to {planned}; rounds start at 1 and have no gaps"))
     for workload, some in by_workload(rows).items():
         broken = [row.id for row in some if not _is_complete(row)]
         if broken:
             text = f"{len(broken)} of {len(some)} samples have no finite numbers or answer ({broken[0]})"
             problems.append((workload, text))
     for where, text in problems:
-        yield Check(gate="complete", where=where, value=None, status="FAIL", reason=f"{where}: {text}")
+        yield Check(gate=Gate.COMPLETE, where=where, value=None, status="FAIL", reason=f"{where}: {text}")
 
 
 def _is_complete(row: SampleRow) -> bool:
@@ -56,12 +55,12 @@ def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     for name, answered in sorted(evidence.report.planned_workloads.items()):
         if name not in (judged if answered else asked):
             reason = f"{name}: no sample of it was run yet; a later round has them"
-            yield Check(gate=MIN_SAMPLES, where=name, value=0, status="INCONCLUSIVE", reason=reason)
+            yield Check(gate=Gate.MIN_SAMPLES, where=name, value=0, status="INCONCLUSIVE", reason=reason)
     if not judged:
         count, least = len({row.document for row in evidence.rows}), thresholds.min_samples
         yield Check(
-            gate=MIN_SAMPLES,
-            where="all",
+            gate=Gate.MIN_SAMPLES,
+            where=ALL,
             value=count,
             threshold=least,
             status="PASS" if count >= least else "INCONCLUSIVE",
@@ -79,7 +78,7 @@ def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
         if sample.check != "none":
             by_name.setdefault(sample.workload, set()).add(sample.cluster)
     if not by_name:  # without answers, distances decide over all texts together
-        by_name["all"] = {sample.cluster for sample in samples}
+        by_name[ALL] = {sample.cluster for sample in samples}
     missing = []
     if not shows_none_ruined(len({sample.cluster for sample in samples}), len(samples), thresholds):
         least = next(count for count in range(1, NONE_OF + 1) if shows_none_ruined(count, count, thresholds))
@@ -102,7 +101,7 @@ def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
             f"all: {unseen}: the longest sample has {longest:,} tokens, {key} takes effect from {tokens:,} tokens on; ask "
             f"longer samples, or lower {key}"
         )
-        yield Check(gate="takes_effect", where="all", value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
+        yield Check(gate=Gate.TAKES_EFFECT, where=ALL, value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
 
 
 def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
@@ -110,7 +109,7 @@ def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     report = evidence.report
     if report.noise is None:
         reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"
-        yield Check(gate="noise_floor", where="A/A noise", value=None, status="INCONCLUSIVE", reason=reason)
+        yield Check(gate=Gate.NOISE_FLOOR, where="A/A noise", value=None, status="INCONCLUSIVE", reason=reason)
     for engine, noise in (("baseline", report.noise), ("candidate", report.candidate_noise)):
         if noise is None:
             continue
@@ -122,5 +121,5 @@ def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
                 shown = "not a number" if value is None else f"{value:.3g}"
                 reason = f"all: {limited} is finer than the {engine}'s own noise ({label} {shown})"
                 yield Check(
-                    gate="noise_floor", where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason
+                    gate=Gate.NOISE_FLOOR, where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason
                 )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
-from stages.verdict.gate import ALL, RECOVERY, Figure, GateInput, by_workload, kept
+from stages.verdict.gate import ALL, Figure, Gate, GateInput, by_workload, kept
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import MOST_SAMPLES, Check, Thresholds
 
@@ -45,7 +45,7 @@ class Recovery(Figure):
         # `threshold` of every document is exactly at the limit.
         loss, limit = (1 - threshold) * baseline - (after - threshold * before), (1 - threshold) * baseline
         mean = Mean(loss, limit, -OUTLIER * limit, WORST * limit, whole=True)
-        return cls(RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline)
+        return cls(Gate.RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline)
 
     def is_weak(self, thresholds: Thresholds) -> bool:
         """Return whether the baseline's right answers are too improbable to show a loss."""
@@ -68,7 +68,7 @@ class Recovery(Figure):
         elif result.decision == "PASS" and documents < thresholds.min_samples:
             advice = f"; {documents} documents, gates.min_samples is {thresholds.min_samples}"
         status = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
-        key = RECOVERY if self.where == ALL else "min_workload_recovery"
+        key = Gate.RECOVERY if self.where == ALL else "min_workload_recovery"
         reason = (
             f"{self.where}: {kept(value, bound, status)} with {100 * (1 - result.level):.4g} % certainty, "
             f"{key} is {100 * self.threshold:g} %{advice}"

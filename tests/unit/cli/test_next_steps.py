@@ -18,10 +18,10 @@ from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from stages.verdict.candidate import Candidate
-from stages.verdict.gate import RECOVERY
 from stages.verdict.thresholds import Check, Status
 
 TINY = str(Path(__file__).parents[3] / "stages" / "tiny" / "checkpoint")
+RECOVERY = "min_recovery"
 TYPED = [
     f"model.path={TINY}",
     "workdir='a dir/it\\'s'",

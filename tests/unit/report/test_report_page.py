@@ -26,7 +26,8 @@ from stages.report.exhibit import Exhibit
 from stages.report.page import render, write_page
 from stages.report.text import differences, shown
 from stages.verdict.candidate import Candidate
-from stages.verdict.gates import LINES, decide
+from stages.verdict.gate import Gate
+from stages.verdict.gates import decide
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -87,7 +88,7 @@ def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list
 
 def test_a_check_is_as_bad_as_the_worst_of_its_places(content: dict[str, Any]) -> None:
     gates = content["gates"]
-    distance, answers = (next(gate for gate in gates if gate.line is LINES[key]) for key in ("max_mean_kl", "accuracy"))
+    distance, answers = (next(row for row in gates if row.gate == gate) for gate in (Gate.MEAN_KL, Gate.ACCURACY))
     assert [check and check.status for check in distance.worst] == ["PASS", "PASS", "FAIL"]
     assert [check and check.status for check in answers.worst] == [None, None, "FAIL"]
     of = {where: workload for gate in (distance, answers) for where, workload, _ in gate.places}

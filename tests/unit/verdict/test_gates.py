@@ -13,7 +13,7 @@ from test_coverage import BAD, LARGER, SOUND, engine, engine_tests, record, requ
 
 from pipeline.config.compose import plan
 from stages.verdict.bets import OUTLIER
-from stages.verdict.gates import LINES
+from stages.verdict.gate import Gate
 from stages.verdict.report import MustFailControl, SampleRow
 from stages.verdict.thresholds import Check, Thresholds, Verdict
 
@@ -230,7 +230,7 @@ VERDICT = (Path(__file__).resolve().parents[3] / "docs" / "verdict.md").read_tex
 def test_every_line_of_a_verdict_has_its_question_test_and_limit_in_the_documents() -> None:
     table = VERDICT.partition("| gate | question | test | limit")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \| [^|]+ \|$", table, re.MULTILINE)
-    assert rows == list(LINES)
+    assert rows == list(Gate)
 
 
 def test_thresholds_are_keys_of_the_command_line() -> None:
