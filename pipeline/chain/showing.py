@@ -13,7 +13,6 @@ from pipeline import __version__
 from pipeline.chain.run import open_store
 from pipeline.cli import console
 from pipeline.config.config import Config
-from pipeline.evidence.identity import facts
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
@@ -100,9 +99,7 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
     except UserError as error:
         return Exhibit(candidate, problem=str(error))
-    identity, own = evidence.identity, set[str]()
-    problem = evidence.problem
-    samples = list[Sample]()
+    problem, own, samples = evidence.problem, set[str](), list[Sample]()
     try:
         workloads = requested_workloads(evidence)
         samples = load_samples(workloads)
@@ -118,7 +115,6 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
             own = {sample.id for sample in samples}
     except REFUSALS as error:
         problem = problem or f"its prompts cannot be made again: {error}"
-    built = dict(identity.link("engine").parts["config"])
     return Exhibit(
         candidate,
         problem=problem,
@@ -126,12 +122,5 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         rows=evidence.rows,
         samples=samples,
         own=own,
-        facts=facts(identity),
-        settings={
-            "kv": built.pop("kv", {}),
-            "engine": built,
-            "gates": identity.gates.model_dump(mode="json"),
-            **identity.link("evaluation").parts["config"],
-        },
         evidence=evidence.directory,
     )

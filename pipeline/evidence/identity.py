@@ -229,21 +229,3 @@ def read_bundle(engine: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return record
-
-
-def facts(identity: Identity) -> dict[str, str]:
-    """Return the digests of the chain's artifacts, the versions of their libraries, and the machine, by name, for people."""
-    versions: dict[str, set[str]] = {}
-    for link in identity.chain:
-        for name, version in link.parts["libraries"].items():
-            versions.setdefault(f"library {name}", set()).add(version)
-    machine = identity.link("evaluation").parts["hardware"]
-    gpus = [" ".join(f"{name}={value}" for name, value in sorted(gpu.items())) for gpu in machine["gpus"]]
-    found = {**identity.sources, **{link.title: link.digest for link in identity.chain}}
-    found |= {name: ", ".join(sorted(known)) for name, known in sorted(versions.items())}
-    found |= {
-        "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['machine']}",
-        "gpus": "; ".join(gpus) or "none",
-    }
-    signed = {} if identity.signer is None else {"signed by": identity.signer}
-    return {**found, "gates": json_digest(identity.gates.model_dump(mode="json")), **signed}

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from stages.core.records import Sample
 from stages.verdict.candidate import Candidate
@@ -24,10 +23,6 @@ class Exhibit:
     """Samples with their prompts. Answers to samples that are missing here are shown without a prompt."""
     own: Set[str] = frozenset()
     """Ids of the user's own samples, whose prompts are not uploaded to the tracking store."""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """Digests, versions and the machine of the candidate's identity.json, by name."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the engine, the workloads and the gates, nested by name."""
     evidence: Path | None = None
     """Directory for `stage=verify bundle=`."""
 

@@ -1,19 +1,143 @@
-"""Renders the page as one HTML file with embedded style and script, which loads no other file."""
+"""report.html: one HTML file with embedded style and script, which loads no other file.
+
+The page begins with an overview of the engines and has a matrix of all checks.
+"""
 
 import hashlib
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from stages.core.files import write_whole
-from stages.report.content import make_page
+from stages.report.answers import changed_answers
+from stages.report.charts import baseline_names, draw_charts
 from stages.report.exhibit import Exhibit, Occasion
-from stages.report.text import quantity, shown
+from stages.report.text import number, quantity, shown
+from stages.verdict.candidate import Candidate
+from stages.verdict.gate import Gate
+from stages.verdict.thresholds import Check, LineStatus
 
 HERE = Path(__file__).parent
+MOST_POLICIES = 16
+"""Maximum number of policies that are shown in full. Other policies appear only in the overview."""
+WORST: tuple[LineStatus, ...] = ("PASS", "WARNING", "INCONCLUSIVE", "FAIL")
+"""Statuses from best to worst."""
+BOUND = "bound"
+OVERVIEW = (
+    ("recovery", "quality/recovery", "1", ".1%"),
+    ("its bound", BOUND, "", ".1%"),
+    ("right answers", "quality/accuracy_candidate", "quality/accuracy_baseline", ".3f"),
+    ("mean KL", "quality/kl_mean", "0", ""),
+    ("KiB/token", "memory/kib_per_token", "baseline/kib_per_token", ".3f"),
+    ("samples", "quality/samples", "", ".0f"),
+    ("decode tokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ",.0f"),
+    ("CPU of others", "perf/others_share", "baseline/others_share", ".0%"),
+)
+"""Columns: heading, the candidate's metric, the baseline's metric (or its fixed value), number format (empty: `quantity`).
+BOUND stands for the bound of the recovery check."""
+
+
+@dataclass(frozen=True)
+class OverviewRow:
+    """A row of the overview: an engine's verdict and metrics."""
+
+    name: str
+    verdict: str | None
+    """The verdict; None for a baseline."""
+    champion: bool
+    note: str
+    """Why the candidate does or does not serve."""
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GateRow:
+    """A row of the matrix: a gate's worst check per policy, and all its checks by place."""
+
+    gate: Gate
+    worst: tuple[Check | None, ...]
+    """The worst check per policy; None if the gate did not judge the policy."""
+    counts: tuple[str, ...]
+    """Number of passed checks per policy, for example "3 of 4"."""
+    places: list[tuple[str, str | None, tuple[Check | None, ...]]]
+    """(place, the workload that the place belongs to or None, check per policy)."""
+
+
+def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]:
+    """Return the variables of the page's template."""
+    first = sorted(exhibits, key=lambda e: (e.candidate.name != occasion.champion, e.candidate.verdict != "PASS"))
+    full = [exhibit for exhibit in exhibits if exhibit in first[:MOST_POLICIES]]
+    workloads = list(dict.fromkeys(row.workload for exhibit in full for row in exhibit.rows))
+    return {
+        "occasion": occasion,
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "lead": _lead([exhibit.candidate for exhibit in exhibits], occasion.champion),
+        "rows": list(_overview(exhibits, occasion)),
+        "headings": [heading for heading, *_ in OVERVIEW],
+        "policies": [exhibit.candidate for exhibit in full],
+        "workloads": workloads,
+        "gates": list(_gates(full, workloads)),
+        "charts": draw_charts(full),
+        "answers": changed_answers(full),
+        "engines": full,
+    }
+
+
+def _lead(candidates: Sequence[Candidate], champion: str | None) -> str:
+    words = {"PASS": "held up", "INCONCLUSIVE": "not decided", "FAIL": "failed"}
+    counts = {status: sum(c.verdict == status for c in candidates) for status in words}
+    told = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
+    noun = "KV cache" if len(candidates) == 1 else "KV caches"
+    first = next((c for c in candidates if c.name == champion or len(candidates) == 1), None)
+    keeps = f" {first.name} {first.kept}." if first is not None and first.kept is not None else ""
+    return f"{len(candidates)} {noun} judged against FP16 on the decode path: {told}.{keeps}"
+
+
+def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[OverviewRow]:
+    judged_by = {exhibit.candidate.baseline.digest: exhibit.candidate for exhibit in reversed(exhibits)}
+    for digest, name in baseline_names(exhibits).items():
+        judged = judged_by[digest]
+        cells = tuple(_figure(judged, metric, form) if "/" in metric else metric for _, _, metric, form in OVERVIEW)
+        yield OverviewRow(name, None, champion=False, note="", cells=cells)
+    for candidate in (exhibit.candidate for exhibit in exhibits):
+        note = occasion.passed_over.get(candidate.name, "")
+        if not note:
+            note = candidate.reasons[0] if candidate.verdict != "PASS" and candidate.reasons else candidate.covered or ""
+        cells = tuple(_figure(candidate, metric, form) for _, metric, _, form in OVERVIEW)
+        yield OverviewRow(candidate.name, candidate.verdict, candidate.name == occasion.champion, note, cells)
+
+
+def _figure(candidate: Candidate, metric: str, form: str) -> str:
+    line = candidate.recovery
+    value = candidate.metrics.get(metric) if metric != BOUND else None if line is None else line.bound
+    return number(value, form) if form else quantity(value)
+
+
+def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[GateRow]:
+    """Yield the rows of the matrix. Gates and places keep the order of the verdicts."""
+    tables = [{(check.gate, check.where): check for check in exhibit.candidate.checks} for exhibit in exhibits]
+    places: dict[str, dict[str, None]] = {}
+    for key, where in (place for table in tables for place in table):
+        places.setdefault(key, {})[where] = None
+    for key, wheres in places.items():
+        found = [(where, _workload(where, workloads), tuple(table.get((key, where)) for table in tables)) for where in wheres]
+        columns = [
+            [check for check in column if check is not None] for column in zip(*(checks for *_, checks in found), strict=True)
+        ]
+        worst = (max(c, key=lambda check: WORST.index(check.status), default=None) for c in columns)
+        counts = (f"{sum(check.status == 'PASS' for check in c)} of {len(c)}" if c else "" for c in columns)
+        yield GateRow(Gate(key), tuple(worst), tuple(counts), found)
+
+
+def _workload(where: str, workloads: Sequence[str]) -> str | None:
+    """Return the workload of a place such as `copy`, `copy [0, 256)` or `copy, drafts by lookup`; otherwise None."""
+    return next((name for name in workloads if where == name or where.startswith((f"{name} [", f"{name}, "))), None)
 
 
 def write_page(path: Path, exhibits: Sequence[Exhibit], occasion: Occasion) -> Path:

@@ -197,7 +197,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fake("evaluate.joining", join=_join)
     monkeypatch.setattr(
-        "stages.report.content.draw_charts", checked("report.charts", "draw_charts", lambda _: {})
+        "stages.report.page.draw_charts", checked("report.charts", "draw_charts", lambda _: {})
     )  # a process that imports Vega
     for module in (dry, engine_steps, inputs, verdict_steps):
         monkeypatch.setattr(module, "open_backend", FakeBackend)

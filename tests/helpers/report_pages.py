@@ -76,8 +76,6 @@ def exhibit(
         report=made,
         rows=of,
         samples=asked(of, prompt),
-        facts={"checkpoint": "c" * 64, "library torch": "2.13.0"},
-        settings={"gates": {"attempt": 1}, "workloads": {"seed": 0}},
         evidence=candidate.identity.path.parent,
     )
 

@@ -10,7 +10,7 @@ import pytest
 from evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
 from judged_engine import candidate_of, exported, judged_engine
 
-from pipeline.evidence.identity import IDENTITY_FILE, Role, facts, read_identity, read_lineage
+from pipeline.evidence.identity import IDENTITY_FILE, Role, read_identity, read_lineage
 from pipeline.evidence.reading import find_evidence
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
@@ -24,14 +24,6 @@ def test_an_untouched_engine_is_the_same_in_its_store_and_copied_out_of_it(evide
     assert wrong(evidence) == wrong(copy) == {}
     assert (code(engine), code(evidence), code(copy)) == (0, 0, 0)
     assert not (copy / "nowhere").exists(), "a verification writes nothing"
-
-
-def test_what_an_identity_holds_is_named(evidence: Path) -> None:
-    identity = read_identity(evidence / IDENTITY_FILE)
-    found = facts(identity)
-    assert found["checkpoint"] == "c" * 64
-    assert found["evaluate int8"] == identity.link("evaluation").digest
-    assert {"weights", "quantize int8", "round int8 1/1", "library numpy", "processor", "gpus", "gates"} <= found.keys()
 
 
 def test_the_checkpoint_of_a_gguf_belongs_to_the_chain(tmp_path: Path) -> None:

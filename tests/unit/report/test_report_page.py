@@ -21,9 +21,8 @@ from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
 from stages.report.answers import changed_answers
 from stages.report.charts import Spec, context_numbers, draw_svg, quality_numbers, recovery_numbers
-from stages.report.content import MOST_POLICIES, make_page
 from stages.report.exhibit import Exhibit
-from stages.report.page import render, write_page
+from stages.report.page import MOST_POLICIES, make_page, render, write_page
 from stages.report.text import differences, shown
 from stages.verdict.candidate import Candidate
 from stages.verdict.gate import Gate
@@ -149,7 +148,7 @@ def test_answers_lost_and_gained_stand_beside_the_prompt_of_the_same_sample(judg
 def _hostile(folder: Path, text: str) -> Exhibit:
     of = rows(3, (f"work{text}", "copy"), reference=text, baseline_generation=f"a {text}", candidate_generation=f"b {text}")
     made = exhibit(folder, f"kv {text}", of, prompt=text)
-    return replace(made, facts={text: text}, settings={text: text}, problem=text)
+    return replace(made, problem=text)
 
 
 def test_texts_from_outside_are_shown_and_do_nothing(tmp_path: Path) -> None:
@@ -286,7 +285,6 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
     show(work, candidate(directory), store)
     page = (work / showing.PAGE).read_text(encoding="utf-8")
     assert "stage=verify bundle=" in page
-    assert read_evidence(directory).identity.link("engine").digest in page
     assert "our secret recipe" in page
     assert "our secret recipe" not in store.attached["run"]
     assert "two spoons" in store.attached["run"], "answers are MLflow's anyway, in samples.jsonl"
