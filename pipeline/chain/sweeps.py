@@ -15,8 +15,7 @@ from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import Plan, launch, to_config
 from pipeline.config.config import JUDGING, Config
-from pipeline.config.launchers import BASIC, LOGS
-from pipeline.config.workers import SLURM, end_workers, explained, finish, start
+from pipeline.config.launchers import BASIC, LOGS, end_workers, explained, finish, start
 from pipeline.registry import summary
 from stages.core.errors import (
     EXIT_CODES,
@@ -90,7 +89,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
     first, launcher = planned.jobs[0], planned.launcher
     has_logs = launcher.startswith("submitit")  # their jobs write into files
     with console.doing(f"starting {launcher}"):
-        more = start(launcher, planned.launcher_keys)
+        more = start(launcher, planned.launcher_config)
     if first.stage in JUDGING:  # recorded before any job starts, because jobs may run in other processes
         summary.begin(first.work, sweep, planned.names, command=commands.whole(sweep=True))
     if has_logs:
@@ -101,18 +100,15 @@ def _sweep(planned: Plan, sweep: str) -> int:
             ended = [_attempt(one, sweep, console.RunningJob(one.stage, name, n, len(planned.jobs))) for n, (one, name) in jobs]
         else:
             ended = launch(planned, more, Task(sweep, planned.names, tuple(commands.typed())))
-            finish(launcher)
+            finish()
     except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
-        end_workers(launcher)
-        if launcher == SLURM:
-            console.LOGGER.info("jobs that Slurm has continue; scancel ends them")
+        end_workers()
         _conclude(planned, sweep, [INTERRUPTED])
         raise KeyboardInterrupt from error
     except Exception as error:  # raised by the launcher: jobs return their errors
-        end_workers(launcher)
-        error = explained(launcher, error)
-        console.ended_by(error)
-        return _conclude(planned, sweep, [exit_code(error)])
+        end_workers()
+        console.ended_by(refusal := explained(launcher, error))
+        return _conclude(planned, sweep, [exit_code(refusal)])
     if has_logs:
         _repeat(planned, ended)
     step = next((one.step for one in ended if one.step is not None), None)

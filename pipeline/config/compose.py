@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -108,8 +108,8 @@ class Plan:
     swept: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
     launcher: str = BASIC
-    launcher_keys: Mapping[str, object] = field(default_factory=dict)
-    """Dotted keys below `hydra.launcher.` with their values."""
+    launcher_config: Mapping[str, Any] = field(default_factory=dict)
+    """The node `hydra.launcher`."""
     given: tuple[str, ...] = ()
 
     @cached_property
@@ -162,7 +162,7 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
             plain, composed = _suited(plain)
             refuse_code(composed.hydra)
             typed = [o.key_or_group.removeprefix(LAUNCHER_KEYS) for o in parsed if o.key_or_group.startswith(LAUNCHER_KEYS)]
-            launcher, launcher_keys = check_sweep(composed.hydra, typed)
+            launcher, launcher_config = check_sweep(composed.hydra, typed)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
@@ -182,7 +182,7 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
             alone = next((job.stage for job in jobs if job.stage in ALONE), None)
             if alone is not None:
                 raise UserError(f"stage={alone}: {ALONE[alone]}")
-            return Plan(jobs, each, True, keys, launcher, launcher_keys, tuple(overrides))
+            return Plan(jobs, each, True, keys, launcher, launcher_config, tuple(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain_hydra(error, overrides)) from error
     except RecursionError:

@@ -51,8 +51,6 @@ OF_INPUT = (RecursionError, UnicodeError)
 """Built-in exceptions that input causes: nesting too deep for a parser, or invalid text."""
 STORES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "psycopg", "psycopg2", "pymysql")
 """Libraries whose exceptions mean that the tracking store failed."""
-CLUSTERS = ("submitit",)
-"""Libraries that raise inside a job if the cluster ends the job because of its time limit."""
 
 OS_FIXES = {
     errno.ENOSPC: "free some room there, or give another workdir",
@@ -81,7 +79,7 @@ def exit_code(error: BaseException) -> int:
         return known
     if isinstance(error, OF_INPUT):
         return EXIT_CODES[UserError]
-    if isinstance(error, OF_THE_MACHINE) or _is_of(STORES, error) or _is_of(CLUSTERS, error):
+    if isinstance(error, OF_THE_MACHINE) or _is_of(STORES, error):
         return EXIT_CODES[MissingRequirement]
     return DEFECT
 
@@ -102,15 +100,8 @@ def describe(error: BaseException) -> str:
         return "this machine's memory is used up; free some, or lower workloads.batch_size and workloads.load"
     if isinstance(error, OF_INPUT):
         return f"an input is nested too deep, or is no text ({text}); correct it; {hint}"
-    for libraries, said in (
-        (
-            CLUSTERS,
-            f"the cluster ended this job ({detail}); raise hydra.launcher.timeout_min or max_num_timeout, and run it again",
-        ),
-        (STORES, f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"),
-    ):
-        if _is_of(libraries, error):
-            return said
+    if _is_of(STORES, error):
+        return f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"
     return f"a defect of kvgate ({text}); {hint}: please report it"
 
 

@@ -2,9 +2,9 @@
 
 import doctest
 import os
+import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 from refusals import refused
-from submitit.core.utils import FailedJobError, UncompletedJobError
+from submitit.core.utils import FailedJobError
 
 from pipeline.chain import sweeps
 from pipeline.cli import commands, console
 from pipeline.cli.commands import standing
-from pipeline.config import compose, launchers, workers
+from pipeline.config import compose, launchers
 from pipeline.config.compose import plan
-from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, describe, exit_code
+from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
 
 SLURM = [
     "hydra/launcher=submitit_slurm",
@@ -94,8 +94,8 @@ def test_a_launcher_may_be_asked_for_with_its_resources(launcher: str, asked: li
 def test_any_key_that_is_typed_is_passed_on_to_the_launcher() -> None:
     more = ["hydra.launcher.qos=high", "hydra.launcher.tasks_per_node=2", "+hydra.launcher.additional_parameters.nice=5"]
     planned = plan(["kv=fp8,int8", *SLURM, *more, "hydra.launcher.setup=[module load cuda]"], multirun=True)
-    passed = {key: planned.launcher_keys[key] for key in ("partition", "qos", "tasks_per_node", "additional_parameters.nice")}
-    assert passed == {"partition": "a100", "qos": "high", "tasks_per_node": 2, "additional_parameters.nice": 5}
+    passed = {key: planned.launcher_config[key] for key in ("partition", "qos", "tasks_per_node", "additional_parameters")}
+    assert passed == {"partition": "a100", "qos": "high", "tasks_per_node": 2, "additional_parameters": {"nice": 5}}
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -171,46 +171,39 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(
         plan(["kv=fp8,int8", f"hydra/launcher={name}"], multirun=True)
 
 
-def test_a_worker_that_died_is_the_machines_doing_and_other_errors_are_not() -> None:
-    lost = workers.explained("joblib", TerminatedWorkerError("long text of a library"))
-    assert str(lost).startswith("hydra/launcher=joblib: the process of a job died: out of memory, or killed; free some memory")
-    failed = workers.explained("submitit_slurm", FailedJobError("Traceback\n  File\nOSError: no such directory\n"))
-    assert "died (OSError: no such directory)" in str(failed)
-    assert "jobs that Slurm has continue" in str(failed)
-    wrong = workers.explained("joblib", ValueError("n_jobs == 0 has no meaning"))
-    assert (exit_code(wrong), str(wrong)) == (
-        2, "hydra/launcher=joblib: n_jobs == 0 has no meaning; correct hydra.launcher.*"
-    )  # fmt: skip
-    defect = RuntimeError("ours")
-    assert workers.explained("joblib", defect) is defect
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            TerminatedWorkerError("long text\nThe exit codes of the workers are {SIGKILL(-9)}"),
+            4,
+            "died, or .* workers are {SIGKILL",
+        ),
+        (
+            FailedJobError("Traceback\n  File\nOSError: no such directory\n"),
+            4,
+            r"failed \(OSError: no such directory\); free some",
+        ),
+        (FailedJobError("sbatch: error: invalid partition specified: nope"), 4, "sbatch: error: invalid partition"),
+        (RuntimeError('Could not detect "srun", are you indeed on a slurm cluster?'), 4, 'Could not detect "srun"'),
+        (
+            ValueError("n_jobs == 0 has no meaning"),
+            2,
+            "^hydra/launcher=joblib: n_jobs == 0 has no meaning; correct hydra.launcher",
+        ),
+    ],
+)
+def test_what_a_launcher_raises_is_a_refusal_in_one_line(error: Exception, code: int, said: str) -> None:
+    refusal = launchers.explained("joblib", error)
+    assert exit_code(refusal) == code
+    assert re.search(said, str(refusal))
+    assert "\n" not in str(refusal)
 
 
-def test_what_sbatch_refuses_is_no_worker_that_died() -> None:
-    """submitit raises FailedJobError for this too."""
-    refused = FailedJobError("sbatch: error: Batch job submission failed")
-    said = (
-        "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name"
-    )
-    refused.__cause__ = subprocess.CalledProcessError(1, ["sbatch"], stderr=said)
-    error = workers.explained("submitit_slurm", refused)
-    assert "sbatch failed (sbatch: error: invalid partition specified: nope sbatch: error: Batch job" in str(error)
-    assert "died" not in str(error)
-
-
-def test_a_job_that_the_cluster_ended_is_no_defect() -> None:
-    ended = UncompletedJobError("Job not requeued because: timed-out too many times.")
-    assert exit_code(ended) == 4
-    assert (
-        "the cluster ended this job (Job not requeued because: timed-out too many times.); raise hydra.launcher.timeout_min"
-        in describe(ended)
-    )
-
-
-def test_without_slurm_its_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sbatch").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingRequirement, match="hydra/launcher=submitit_slurm: no srun and no sacct here; run it on a node"):
-        workers.start("submitit_slurm", {})
+def test_what_jobs_of_this_process_raise_stays_what_it_is() -> None:
+    defect, refusal = RuntimeError("ours"), UserError("bad input")
+    assert launchers.explained("basic", defect) is defect
+    assert launchers.explained("joblib", refusal) is refusal
 
 
 class Ray:
@@ -232,7 +225,7 @@ class Ray:
         self.options = {}
 
 
-RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *workers.RAY_LINES, *workers.RAY_HERE)
+RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *launchers.RAY_LINES, *launchers.RAY_HERE)
 
 
 @pytest.fixture
@@ -243,7 +236,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
         monkeypatch.delenv(name)
     stand_in = Ray()
     monkeypatch.setitem(sys.modules, "ray", stand_in)
-    monkeypatch.setattr(workers, "LAST_LINES_S", 0.0)
+    monkeypatch.setattr(launchers, "LAST_LINES_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
     yield stand_in
     signal.signal(signal.SIGTERM, before)
@@ -251,7 +244,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
 
 def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: Ray) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    overrides = workers.start("ray", {"ray.init.address": None, "ray.init.num_cpus": 2})
+    overrides = launchers.start("ray", {"ray": {"init": {"address": None, "num_cpus": 2}}})
     assert "++hydra.launcher.ray.remote.max_retries=0" in overrides, "a job that died is not run again"
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "Ray's would abort the command"
     assert ray.options["address"] == "local", "it joins no other Ray that runs here"
@@ -265,15 +258,15 @@ def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: 
 def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "variable":
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    workers.start("ray", {"ray.init.address": "10.0.0.1:6379" if place == "key" else None})
+    launchers.start("ray", {"ray": {"init": {"address": "10.0.0.1:6379" if place == "key" else None}}})
     assert set(ray.options) <= {"address", "logging_level"}, "Ray refuses others of a cluster"
-    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *workers.RAY_HERE} & set(os.environ)
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launchers.RAY_HERE} & set(os.environ)
 
 
 def test_a_ray_that_does_not_start_is_the_machines_doing(ray: Ray) -> None:
     ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
     with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
-        workers.start("ray", {})
+        launchers.start("ray", {})
 
 
 def test_the_examples_of_the_module_hold() -> None:
