@@ -3,10 +3,9 @@
 Nothing is judged or promoted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel
 from rich.markup import escape
@@ -21,7 +20,6 @@ from pipeline.evidence.reading import identities, read_evidence
 from pipeline.evidence.verify import replay_record
 from pipeline.loading import open_backend
 from pipeline.registry import summary
-from pipeline.registry.tracking import locate
 from pipeline.store.store import Store
 from stages.checkpoints.description import describe_checkpoint, inspect_checkpoint, read_config
 from stages.checkpoints.gguf.model import inspect_gguf
@@ -36,7 +34,6 @@ from stages.planning.recommend import Judged, recommend
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
-from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """Files in the work directory with the latest output of the two stages."""
@@ -61,9 +58,11 @@ def show_capacity(config: Config) -> None:
 
 def recommend_policy(config: Config) -> None:
     """Print and write the recommendation: the policy with the most live tokens whose evidence covers the use."""
-    with TemporaryDirectory() as scratch, console.doing("reading the evidence"):
+    with console.doing("reading the evidence"):
         files, notes = _checkpoint_digests(config)
-        judged = list(_find_evidence(config, files, Path(scratch)))
+        model = read_model(locate_checkpoint(config.model.path)).kv
+        found = [_judged(config, model, files, directory) for directory in identities(config.artifacts).values()]
+        judged = [one for one in found if one is not None]
     capacity = _capacity(config, [one.policy for one in judged])
     with console.doing("asking the backend which policies it serves"):
         unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
@@ -142,27 +141,6 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
     return path
 
 
-def _find_evidence(config: Config, files: dict[str, str], scratch: Path) -> Iterator[Judged]:
-    """Yield the evidence in the work directory's store and, if tracking is on, in the registry.
-
-    Skips evidence of another model, and evidence that cannot be read.
-    """
-    model, known = read_model(locate_checkpoint(config.model.path)).kv, identities(config.artifacts)
-    for path in known.values():
-        yield from _judged(config, model, files, path, str(path), (path / IDENTITY_FILE).stat().st_mtime)
-    location = locate(config.tracking, config.work, config.model.label)
-    if not (config.tracking.enabled and location.exists):
-        return
-    from pipeline.registry.mlflow_store import fetch_evidence
-
-    for version, directory in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, scratch):
-        if (directory / IDENTITY_FILE).is_file():
-            same = file_digest(directory / IDENTITY_FILE) == version.identity_digest
-            problem = None if same else f"version {version.number} cites another identity"
-            source = f"version {version.number} of {location.model_name}"
-            yield from _judged(config, model, files, directory, source, version.made, problem)
-
-
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
     """Return the digests by name that an identity of this model must bind, and notes; no digests if the weights are missing."""
     path = locate_checkpoint(config.model.path)
@@ -175,49 +153,42 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
     return {"checkpoint": EngineSteps(config, Store(config.artifacts)).checkpoint_digest}, []
 
 
-def _judged(
-    config: Config,
-    model: KVShape,
-    files: dict[str, str],
-    directory: Path,
-    source: str,
-    made: float,
-    problem: str | None = None,
-) -> Iterator[Judged]:
-    """Yield the evidence, replayed without an engine and judged again by the present gates."""
+def _judged(config: Config, model: KVShape, files: dict[str, str], directory: Path) -> Judged | None:
+    """Return an evaluation, replayed without an engine and judged again by the present gates.
+
+    None for an evaluation of another model, or with evidence that cannot be read.
+    """
     try:
         evidence = read_evidence(directory)
         policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
     except (UserError, KeyError, ValueError) as error:
-        console.warning(f"{source}: not read, {str(error).splitlines()[0]}")
-        return
+        console.warning(f"{directory}: not read, {str(error).splitlines()[0]}")
+        return None
     identity, report = evidence.identity, evidence.report
     if identity.model != config.model.label:
-        return
+        return None
     judged = Judged(
         policy=policy,
-        source=source,
-        made=made,
+        source=str(directory),
+        made=(directory / IDENTITY_FILE).stat().st_mtime,
         backend=identity.backend,
         engine_digest=identity.link("engine").digest,
         attempt=identity.gates.attempt,
     )
     altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)
-    problem = problem or altered or _other_use(config, files, identity)
+    problem = altered or _other_use(config, files, identity)
     if problem is None and report is not None:
         problem = _other_size(policy.bytes_per_token(model) / 1024, report.system.kib_per_token)
     if problem is not None or report is None:
-        yield replace(judged, problem=problem or "its report is missing")
-        return
+        return replace(judged, problem=problem or "its report is missing")
     try:
         verdict = decide(report, evidence.rows, config.gates)
     except UserError as error:
-        yield replace(judged, problem=str(error))
-        return
+        return replace(judged, problem=str(error))
     stress = report.tests.stress
     exercised = report.coverage or Exercised()
     kl_mean = report.overall.fidelity.kl_mean
-    yield replace(
+    return replace(
         judged,
         status=verdict.status,
         reasons=tuple(verdict.reasons),

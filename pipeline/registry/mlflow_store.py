@@ -12,7 +12,7 @@ evidence, so judging the same engine again, in any sweep, does not create a seco
 import json
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from getpass import getuser
 from pathlib import Path
@@ -276,20 +276,6 @@ def _check_files(location: Location, address: str) -> None:
             f"{named(location)} is a copy, which would write into the original's files in {old}: give the original's workdir, "
             f"or begin a store here: rm -r {location.file} {new}"
         )
-
-
-def fetch_evidence(
-    location: Location, names: Sequence[str], known: Collection[str], folder: Path
-) -> Iterator[tuple[Version, Path]]:
-    """Yield every registered version whose identity is not known, with a directory of `folder` that has its files `names`."""
-    client = Client(location)
-    for version in client.versions(location.model_name).values():
-        if version.identity_digest not in ("", *known):
-            (directory := folder / version.number).mkdir()
-            held = {file.path for file in client.list_logged_model_artifacts(version.model_id)}
-            for name in held.intersection(names):
-                client.download(f"{version.source.rstrip('/')}/{name}", str(directory))
-            yield version, directory
 
 
 def aliased(location: Location, names: Sequence[str], alias: str) -> Version | None:

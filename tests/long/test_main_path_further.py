@@ -35,12 +35,10 @@ USE = [
 ]
 
 
-def test_the_evidence_in_the_registry_counts_in_another_work_directory(promoted: Swept, tmp_path: Path) -> None:
-    database = (promoted[0] / "mlflow.db").resolve()
-    result = pipeline(tmp_path / "work", *USE, f"tracking.uri=sqlite:///{database}")
+def test_the_evidence_of_a_sweep_is_recommended_for_a_use_that_it_covers(promoted: Swept) -> None:
+    result = pipeline(promoted[0], *USE)
     assert result.returncode == 0, result.stderr
-    assert "evidence: version 1 of kvgate-tiny" in result.stdout
-    assert not (tmp_path / "work" / "artifacts").exists()
+    assert "/artifacts/identity/" in result.stdout
 
 
 def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
