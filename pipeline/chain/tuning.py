@@ -17,20 +17,16 @@ FOLDER = "tuned"
 
 
 def tune(run: Run) -> None:
-    """Search for policies, store the tuned ones for later commands, and print the front."""
+    """Search for policies, store the tuned ones for later commands, and print a table of all measured policies."""
     artifact, shape = run.make(), run.chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = run.config.work / FOLDER
     _leave(report, artifact.path, folder)
     console.say("")
-    console.show("front", front(report, shape))
+    console.show("tuned", table(report, shape))
     if report.chosen is None:
-        least = min(
-            (one for one in report.measured if one.kl_held_out is not None and one.policy.quantized),
-            key=lambda one: one.kl_held_out or 0.0,
-            default=None,
-        )
-        found = f"the least is {least.kl_held_out:.1e}, of {least.policy.name}" if least is not None else "none has a finite KL"
+        known = [(one.kl, one.policy.name) for one in report.measured if one.kl is not None and one.policy.quantized]
+        found = "the least is {:.1e}, of {}".format(*min(known)) if known else "none has a finite KL"
         raise GateRefusal(
             f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has so small a KL; {found}. Raise it, or add "
             "finer formats to tune.policies"
@@ -49,8 +45,7 @@ def _leave(report: TuneReport, artifact: Path, folder: Path) -> None:
         for one in report.measured:
             if one.origin == "uniform":
                 continue
-            held_out = "-" if one.kl_held_out is None else f"{one.kl_held_out:.1e}"
-            comment = f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {held_out} on texts held out."
+            comment = f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {one.kl:.1e}."
             (new / "kv" / f"{one.policy.name}.yaml").write_text(policy_yaml(one.policy, comment), encoding="utf-8")
         shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
         if folder.exists():
@@ -58,19 +53,19 @@ def _leave(report: TuneReport, artifact: Path, folder: Path) -> None:
         new.rename(folder)
 
 
-def front(report: TuneReport, shape: KVShape) -> Grid:
-    tokens = ", ".join(f"{count:,} {name}" for name, count in report.tokens.items())
+def table(report: TuneReport, shape: KVShape) -> Grid:
     columns = (
         Column("bytes_per_token", "bytes/\ntoken"),
         Column("bits_per_number", "bits/\nnumber", ".2f"),
-        Column("kl_held_out", "mean\nKL", ".1e"),
+        Column("kl", "mean\nKL", ".1e"),
     )
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    rows = []
-    shown = [one for one in report.measured if one.on_front or one.origin != "tuned"]
-    for one in sorted(shown, key=lambda one: -one.bytes_per_token):
-        style = "bold" if one.policy.name == report.chosen else "" if one.on_front else "dim"
-        values = (one.bytes_per_token, 8 * one.bytes_per_token / numbers, one.kl_held_out)
-        rows.append(Row(one.policy.name, values, ", ".join(one.beats), style=style))
-    title = f"Mean KL from the FP16 cache on texts held out (scored tokens: {tokens})"
-    return Grid(title, "policy", columns, rows, remarks="fewer bytes, no more KL than")
+    rows = [
+        Row(
+            one.policy.name,
+            (one.bytes_per_token, 8 * one.bytes_per_token / numbers, one.kl),
+            style="bold" if one.policy.name == report.chosen else "",
+        )
+        for one in sorted(report.measured, key=lambda one: -one.bytes_per_token)
+    ]
+    return Grid(f"Mean KL from the FP16 cache on {report.tokens['check']:,} scored tokens", "policy", columns, rows)

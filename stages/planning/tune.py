@@ -28,9 +28,7 @@ from stages.planning.tuning import (
     Sensitivity,
     TuneConfig,
     TuneReport,
-    beaten,
     choose,
-    is_on_front,
     mixed_policy,
     mixed_scales,
 )
@@ -41,12 +39,6 @@ from stages.verdict.record import finite
 
 ATTEMPTS = 4
 """Maximum proposals that are measured per budget."""
-
-MARGINS = (0.9, 0.5)
-"""Budgets as a share of a uniform policy's KL: below 1, because a proposal's KL may be higher on held-out texts."""
-
-POINTS = 5
-"""Number of budgets between the KL of the best and the worst uniform policy, for the Pareto front."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +90,7 @@ class Tuner:
     search: TextSet
     """Texts for measuring each place alone."""
     check: TextSet
-    """Texts for measuring proposals."""
-    held_out: TextSet
-    """Texts for the final measurement."""
+    """Texts for measuring whole policies."""
     progress: Progress
     alone: dict[tuple[Place, int], float] = field(default_factory=dict)
     """(place, index of a uniform policy) -> mean KL with this place in the policy's format and all other places at 16 bits."""
@@ -128,8 +118,10 @@ class Tuner:
             if chosen is None or chosen in seen:
                 break
             seen.add(chosen)
-            policy = self._mixed(chosen)
-            joint, total = self._kl(policy, self.check), self._sum_of(policy)
+            policy = self._policy(
+                {place: _format(self.uniform[n], place) for place, n in zip(self.places, chosen, strict=True)}
+            )
+            joint, total = self.kl(policy), sum(self.alone[cell] for cell in zip(self.places, chosen, strict=True))
             if joint <= target and (best is None or self._bytes(policy) < self._bytes(best)):
                 best = policy
             if not (np.isfinite(joint) and joint > 0 and total > 0):
@@ -140,26 +132,11 @@ class Tuner:
         return best
 
     def targets(self) -> list[float]:
-        """Return the KL budgets in ascending order.
-
-        They are the configured budget, MARGINS of the uniform policies' KL, and POINTS between the smallest and largest KL.
-        """
-        uniform = sorted(kl for kl in (self._kl(policy, self.check) for policy in self.uniform) if np.isfinite(kl) and kl > 0)
-        if not uniform:
-            return [self.config.max_kl]
-        between = np.geomspace(uniform[0], uniform[-1], POINTS + 2)[1:-1]
-        return sorted({self.config.max_kl, *(share * kl for share in MARGINS for kl in uniform), *between.tolist()})
+        """Return the KL budgets in ascending order: the configured budget, and the KL of every uniform policy."""
+        return sorted({self.config.max_kl, *(kl for kl in map(self.kl, self.uniform) if np.isfinite(kl) and kl > 0)})
 
     def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned"]) -> MeasuredPolicy:
-        """Measure a policy on the check texts and on the held-out texts."""
-        checked, held_out = self.bench.kl(policy, self.check), self.bench.kl(policy, self.held_out)
-        return MeasuredPolicy(
-            policy=policy,
-            origin=origin,
-            bytes_per_token=self._bytes(policy),
-            kl_check=finite(float(checked.mean())),
-            kl_held_out=finite(float(held_out.mean())),
-        )
+        return MeasuredPolicy(policy=policy, origin=origin, bytes_per_token=self._bytes(policy), kl=finite(self.kl(policy)))
 
     def sensitivities(self) -> list[Sensitivity]:
         """Return the KL of all places, measured alone, by uniform policy."""
@@ -170,35 +147,26 @@ class Tuner:
         ]
 
     def _options(self) -> list[list[Option]]:
+        heads, dim = self.shape.kv_heads, self.shape.head_dim
         return [
-            [Option(self._place_bytes(place, policy), self.alone[place, number]) for number, policy in enumerate(self.uniform)]
+            [
+                Option(heads * _format(policy, place).token_bytes(dim), self.alone[place, n])
+                for n, policy in enumerate(self.uniform)
+            ]
             for place in self.places
         ]
 
-    def _place_bytes(self, place: Place, policy: KVPolicy) -> int:
-        return self.shape.kv_heads * _format(policy, place).token_bytes(self.shape.head_dim)
-
-    def _sum_of(self, policy: KVPolicy) -> float:
-        """Return the sum of the KL of a policy's places, measured alone."""
-
-        def number(place: Place) -> int:
-            return next(n for n, other in enumerate(self.uniform) if _format(other, place) == _format(policy, place))
-
-        return sum(self.alone[place, number(place)] for place in self.places)
-
-    def _mixed(self, chosen: Sequence[int]) -> KVPolicy:
-        return self._policy({place: _format(self.uniform[n], place) for place, n in zip(self.places, chosen, strict=True)})
-
     def _policy(self, formats: Mapping[Place, Format]) -> KVPolicy:
-        exact = {(layer, side): FP16_POLICY.key for layer in range(self.shape.layers) for side in SIDES}
+        exact = dict.fromkeys(self.places, FP16_POLICY.key)
         unnamed = mixed_policy("tuned", exact | dict(formats), self.shape.layers)
         return unnamed.model_copy(update={"name": f"tuned_{self._bytes(unnamed)}"})
 
     def _bytes(self, policy: KVPolicy) -> int:
         return policy.bytes_per_token(self.shape)
 
-    def _kl(self, policy: KVPolicy, texts: TextSet) -> float:
-        return float(self.bench.kl(policy, texts).mean())
+    def kl(self, policy: KVPolicy) -> float:
+        """Return the mean KL of a whole policy on the check texts."""
+        return float(self.bench.kl(policy, self.check).mean())
 
 
 def _format(policy: KVPolicy, place: Place) -> Format:
@@ -220,10 +188,10 @@ def tune(
     """Search for the smallest policies within KL budgets, and write the result to `tune.json`."""
     torch.set_num_threads(threads)
     model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
-    search, check, held_out = parts(checkpoint, config, jsonl, seed)
+    search, check = parts(checkpoint, config, jsonl, seed)
     shape = shape_for(model, FP16_POLICY)
     bench = Bench(model, lambda policy: mixed_scales(policy, shape, uniform), out)
-    tuner = Tuner(bench, shape, [policy for policy, _ in uniform], config, search, check, held_out, progress)
+    tuner = Tuner(bench, shape, [policy for policy, _ in uniform], config, search, check, progress)
     tuner.measure_places()
     proposed: dict[str, KVPolicy] = {}
     targets = tuner.targets()
@@ -235,18 +203,12 @@ def tune(
             proposed.setdefault(policy.name, policy)
     listed: list[tuple[KVPolicy, Literal["uniform", "tuned"]]] = [(policy, "uniform") for policy, _ in uniform]
     listed += [(policy, "tuned") for policy in proposed.values() if _is_new(policy, [p for p, _ in listed])]
-    measured = []
-    for done, (policy, origin) in enumerate(listed):
-        progress("held out [policies]", done, len(listed))
-        measured.append(tuner.measured(policy, origin))
-    measured = [
-        one.model_copy(update={"beats": beaten(one, measured), "on_front": is_on_front(one, measured)}) for one in measured
-    ]
+    measured = [tuner.measured(policy, origin) for policy, origin in listed]
     chosen = choose(measured, config.max_kl, FP16_POLICY.bytes_per_token(shape))
     report = TuneReport(
         policies=[policy.name for policy, _ in uniform],
         max_kl=config.max_kl,
-        tokens={part.name: part.scored for part in (search, check, held_out)},
+        tokens={part.name: part.scored for part in (search, check)},
         sensitivities=tuner.sensitivities(),
         measured=measured,
         chosen=chosen.policy.name if chosen is not None else None,

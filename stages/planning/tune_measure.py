@@ -1,6 +1,6 @@
 """Measures policies' mean KL from the FP16 cache with the reference engine's one-pass decode. An interrupted run can resume.
 
-The texts are an evaluation's workloads in another split, in three parts that share no document. For questions only the answers
+The texts are an evaluation's workloads in another split, in two parts that share no document. For questions only the answers
 are scored, as in an evaluation, so that a mean KL has the same meaning here and in the gates. For prose and the user's own
 texts, all tokens except the first ones are scored.
 """
@@ -30,10 +30,6 @@ from stages.workloads.generated import generate
 PREFILLED = 16
 """Number of first tokens that are not scored in texts without an answer."""
 
-PARTS = ("search", "check", "held out")
-"""Names of the three parts of the texts: for measuring each place alone, for checking proposals, and for the final measurement.
-Separate parts are needed because a proposal may fit the first part by chance."""
-
 LEAST = 2
 """Minimum texts per part."""
 
@@ -60,8 +56,8 @@ class TextSet:
         return sum(len(text.tokens) - text.first for text in self.texts)
 
 
-def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet, TextSet]:
-    """Return the texts of PARTS, which get half, a quarter and a quarter of the documents.
+def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet]:
+    """Return the texts for measuring each place alone, and for measuring whole policies, which may fit the former by chance.
 
     Raises UserError if a part has fewer than LEAST texts.
     """
@@ -70,17 +66,15 @@ def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -
     texts = _generated(tokenizer, config, seed + 1) if jsonl is None else _given(tokenizer, config, jsonl)
     scored = [text for text in texts if text.first < len(text.tokens)]
     documents = list(dict.fromkeys(text.document for text in scored))
-    half = len(documents) // 2
-    quarter = half + (len(documents) - half) // 2
-    groups = (documents[:half], documents[half:quarter], documents[quarter:])
-    sets = [tuple(text for text in scored if text.document in set(group)) for group in groups]
-    if min(map(len, sets)) < LEAST:
+    first = set(documents[: len(documents) // 2])
+    search = TextSet("search", tuple(text for text in scored if text.document in first))
+    check = TextSet("check", tuple(text for text in scored if text.document not in first))
+    if min(len(search.texts), len(check.texts)) < LEAST:
         raise UserError(
             f"tune.texts={config.texts}: {len(scored)} texts of {len(documents)} documents can be scored within "
-            f"{MAX_LENGTH} tokens, too few for three parts; raise it, or give longer documents"
+            f"{MAX_LENGTH} tokens, too few for two parts; raise it, or give longer documents"
         )
-    search, check, held_out = (TextSet(name, members) for name, members in zip(PARTS, sets, strict=True))
-    return search, check, held_out
+    return search, check
 
 
 def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:

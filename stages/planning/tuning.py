@@ -3,7 +3,6 @@
 A place is the keys or the values of one layer. Each place gets its format from a uniform policy in `tune.policies`.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
@@ -39,7 +38,7 @@ class TuneConfig(StrictModel):
     workloads: Annotated[list[Workload], Field(min_length=1)]
     """Workloads that provide the texts, in equal parts, unless `calibration.jsonl` names a file."""
     texts: Annotated[int, Field(ge=4, le=10_000)]
-    """Number of texts: half for the search, a quarter to check proposals, a quarter held out."""
+    """Number of texts: half to measure each place alone, half to measure whole policies."""
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
@@ -101,20 +100,14 @@ class MeasuredPolicy(Record):
     policy: KVPolicy
     origin: Literal["uniform", "tuned"]
     bytes_per_token: int
-    kl_check: Number
-    """Mean KL of the whole policy on the texts that check proposals."""
-    kl_held_out: Number
-    """Mean KL on the held-out texts."""
-    beats: list[str] = Field(default_factory=list)
-    """Uniform policies that take more bytes and have no less KL on the held-out texts."""
-    on_front: bool = False
-    """Whether no other policy has fewer bytes and less KL on the held-out texts."""
+    kl: Number
+    """Mean KL in nats per token on the texts for whole policies."""
 
 
 class TuneReport(Record):
     """The record of `stage=tune`."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     policies: list[str]
     max_kl: float
     tokens: dict[str, int]
@@ -125,27 +118,7 @@ class TuneReport(Record):
     """Policy with the fewest bytes whose measured KL is within `max_kl`; None unless it has fewer bytes than 16 bits."""
 
 
-def _kl(one: MeasuredPolicy) -> float:
-    """Return the KL on the held-out texts, or infinity if it is not finite."""
-    return or_infinite(one.kl_held_out)
-
-
-def beaten(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> list[str]:
-    """Return the uniform policies that take more bytes than `measured` and have no less KL on the held-out texts."""
-    kl, size = _kl(measured), measured.bytes_per_token
-    worse = (other for other in others if other.bytes_per_token > size and math.isfinite(kl) and kl <= _kl(other))
-    return [other.policy.name for other in worse if other.origin == "uniform"]
-
-
-def is_on_front(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> bool:
-    """Return whether no other policy has fewer bytes with no more KL, or no more bytes with less KL."""
-    size, kl = cost = measured.bytes_per_token, _kl(measured)
-    costs = ((other.bytes_per_token, _kl(other)) for other in others)
-    return math.isfinite(kl) and not any(other[0] <= size and other[1] <= kl and other != cost for other in costs)
-
-
 def choose(measured: Sequence[MeasuredPolicy], max_kl: float, exact_bytes: int) -> MeasuredPolicy | None:
     """Return the policy with the fewest bytes, below `exact_bytes`, whose measured KL is within `max_kl`."""
-    fewer = (one for one in measured if one.kl_check is not None and one.bytes_per_token < exact_bytes)
-    within = [one for one in fewer if max(one.kl_check or 0.0, _kl(one)) <= max_kl]
-    return min(within, key=lambda one: (one.bytes_per_token, _kl(one)), default=None)
+    within = [one for one in measured if or_infinite(one.kl) <= max_kl and one.bytes_per_token < exact_bytes]
+    return min(within, key=lambda one: (one.bytes_per_token, or_infinite(one.kl)), default=None)

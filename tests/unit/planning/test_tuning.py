@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config.policies import load_policies, policy_yaml
 from stages.planning.tune import Option, fewest_bytes
-from stages.planning.tuning import SIDES, MeasuredPolicy, beaten, choose, is_on_front, mixed_policy, mixed_scales
+from stages.planning.tuning import SIDES, MeasuredPolicy, choose, mixed_policy, mixed_scales
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
 from stages.policies.scales import KVScales, SideScales
 
@@ -77,32 +77,10 @@ def test_each_place_has_the_scales_of_the_policy_that_its_format_is_from() -> No
     assert mixed.layers[2][Side.VALUE] == SideScales(scale=(3.0,))
 
 
-def measured(policy: KVPolicy, size: int, kl: float | None, searched: float | None = None) -> MeasuredPolicy:
-    return MeasuredPolicy(
-        policy=policy,
-        origin="uniform" if policy in (FP16_POLICY, FP8, INT8, INT4) else "tuned",
-        bytes_per_token=size,
-        kl_check=kl if searched is None else searched,
-        kl_held_out=kl,
+def test_the_choice_has_the_fewest_bytes_within_the_budget() -> None:
+    large, exact, sound, broken = (
+        MeasuredPolicy(policy=policy, origin="uniform", bytes_per_token=size, kl=kl)
+        for policy, size, kl in ((INT4, 4, 0.2), (FP16_POLICY, 16, 0.0), (INT8, 8, 0.05), (FP8, 2, None))
     )
-
-
-def test_the_front_leaves_out_what_has_more_bytes_and_more_kl() -> None:
-    tuned = mixed_policy("tuned_5", {(0, side): INT8.key for side in SIDES}, 1)
-    exact, worse, better, broken = (
-        measured(FP16_POLICY, 16, 0.0),
-        measured(FP8, 8, 0.2),
-        measured(tuned, 6, 0.1),
-        measured(INT4, 4, None),
-    )
-    every = [exact, worse, better, broken]
-    assert [is_on_front(one, every) for one in every] == [True, False, True, False]
-    assert beaten(better, every) == ["fp8"]
-    assert beaten(broken, every) == []
-
-
-def test_the_choice_has_the_fewest_bytes_within_the_budget_where_it_was_measured() -> None:
-    lucky = measured(INT4, 4, 0.01, searched=0.2)
-    sound, exact = measured(INT8, 8, 0.05), measured(FP16_POLICY, 16, 0.0)
-    assert choose([lucky, sound, exact], 0.1, 16) is sound
-    assert choose([lucky, exact], 0.1, 16) is None
+    assert choose([large, sound, exact, broken], 0.1, 16) is sound
+    assert choose([large, exact, broken], 0.1, 16) is None
