@@ -90,7 +90,7 @@ def _planned(argv: Sequence[str]) -> "Plan | int":
         return foretell(planned)
     from pipeline.chain.inputs import check_inputs
 
-    with console.doing("checking the inputs"):
+    with console.progress("checking the inputs"):
         check_inputs(*planned.jobs)
     from pipeline.cli import commands
 

@@ -87,7 +87,7 @@ class EngineSteps:
     def checkpoint_digest(self) -> str:
         if self._converted is not None:
             return self._converted.digest
-        with console.doing("reading the model's files"):
+        with console.progress("reading the model's files"):
             return self.digest_of_model(self.given)
 
     @cached_property

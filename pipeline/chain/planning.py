@@ -58,13 +58,13 @@ def show_capacity(config: Config) -> None:
 
 def recommend_policy(config: Config) -> None:
     """Print and write the recommendation: the policy with the most live tokens whose evidence covers the use."""
-    with console.doing("reading the evidence"):
+    with console.progress("reading the evidence"):
         files, notes = _checkpoint_digests(config)
         model = read_model(locate_checkpoint(config.model.path)).kv
         found = [_judged(config, model, files, directory) for directory in identities(config.artifacts).values()]
         judged = [one for one in found if one is not None]
     capacity = _capacity(config, [one.policy for one in judged])
-    with console.doing("asking the backend which policies it serves"):
+    with console.progress("asking the backend which policies it serves"):
         unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments

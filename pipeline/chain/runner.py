@@ -56,21 +56,21 @@ def evaluate(run: Run) -> None:
     Jobs of a sweep only register. Otherwise the job that finishes last would be promoted.
     """
     config, chain = run.config, run.chain
-    with console.doing("opening MLflow"):
+    with console.progress("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
         evaluation = run.make()
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        with console.doing("deciding"):
+        with console.progress("deciding"):
             verdict = decide(report, rows, config.gates)
         sealed = run.steps.identity(evaluation, verdict)
         cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
         candidate = judged_candidate(read_identity(cited.path), cited, report, chain.store.root)
         candidate = candidate.model_copy(update={"name": run.label})
         if store is not None:
-            with console.doing("registering the engine"):
+            with console.progress("registering the engine"):
                 candidate = store.conclude(run_id, candidate, rows)
     last = summary.record(config.work, run.sweep, candidate)
     look = next_steps.is_look(commands.typed()) and candidate.verdict == "INCONCLUSIVE"

@@ -75,7 +75,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     if name is not None and not candidates:
         known = [candidate.name for candidate in listed]
         raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, known)}")
-    with console.doing("replaying the evidence"):
+    with console.progress("replaying the evidence"):
         move = engines.promote(candidates, name=name, rival=rival)
     candidates += [rival] if rival is not None else []
     with warned(f"{move.message}; {TOLD}"):
@@ -99,7 +99,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 def rollback(run: Run) -> None:
     """Bring the previous champion back."""
     engines = run.engines()
-    with console.doing("replaying the evidence"):
+    with console.progress("replaying the evidence"):
         move = engines.rollback()
     with warned(f"{move.message}; {TOLD}"):
         summary.note(run.config.work, None, champion=move.champion)
@@ -127,7 +127,7 @@ def _say(line: str) -> None:
 def verify(run: Run) -> None:
     """Replay the evidence of an engine, offline and read-only."""
     directory, signing = Path(str(run.config.bundle)), run.config.signing
-    with console.doing("replaying the evidence"):
+    with console.progress("replaying the evidence"):
         replays = [(evidence, replay(evidence, signing)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         identity = evidence.identity

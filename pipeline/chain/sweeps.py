@@ -88,7 +88,7 @@ def sweep(planned: Plan, name: str) -> int:
 def _sweep(planned: Plan, sweep: str) -> int:
     first, launcher = planned.jobs[0], planned.launcher
     has_logs = launcher.startswith("submitit")  # their jobs write into files
-    with console.doing(f"starting {launcher}"):
+    with console.progress(f"starting {launcher}"):
         more = start(launcher, planned.launcher_config)
     if first.stage in JUDGING:  # recorded before any job starts, because jobs may run in other processes
         summary.begin(first.work, sweep, planned.names, command=commands.whole(sweep=True))

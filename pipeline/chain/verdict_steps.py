@@ -264,7 +264,7 @@ class VerdictSteps:
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Return whether the gates need no further round."""
-        with console.doing("deciding whether to ask more"):
+        with console.progress("deciding whether to ask more"):
             found = self._joined(made)
             return is_final(decide(found.report, found.rows, self.chain.config.gates), found.report)
 

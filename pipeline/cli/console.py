@@ -1,22 +1,26 @@
 """Output of a command: results on stdout; progress, warnings and errors on stderr, in the format given by `log=`."""
 
-import atexit
+import json
 import logging
 import os
 import re
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task
+from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
-from pipeline.cli.streams import RESULT, Streams, line
 from stages.core.errors import DEBUG_VARIABLE, INTERRUPTED, REFUSALS, describe, exit_code
 from stages.core.redaction import printable, redact_text
 
@@ -24,8 +28,14 @@ if TYPE_CHECKING:
     from pipeline.cli.grids import Grid
     from stages.core.records import Progress
 
-MODES = ("human", "verbose", "json", "quiet")
+MODES = ("human", "json", "quiet")
 """Values of `log=`."""
+RESULT = "result"
+"""Key with the kind of a result in JSON. Objects without this key are events."""
+FIRST_SECONDS = 1.5
+"""Seconds before the first line of progress, without a terminal."""
+LINE_SECONDS = 10
+"""Seconds between later lines."""
 PLAIN_WIDTH = 100
 """Columns of tables if the output is not a terminal."""
 PREFIXES = {logging.WARNING: "pipeline: warning: ", logging.ERROR: "pipeline: error: "}
@@ -81,21 +91,19 @@ class _Speech:
 
     mode: str = "human"
     job: RunningJob | None = None
-    streams: Streams | None = None
-    """The process's stdout and stderr with `log=json`."""
-
-    def write(self, fields: Mapping[str, object]) -> None:
-        """Write a JSON object with the job's fields: a result to stdout, other objects to stderr."""
-        first = {RESULT: fields[RESULT]} if RESULT in fields else {}
-        text = line({**first, **(self.job.fields if self.job is not None else {}), **fields})
-        if self.streams is not None:
-            self.streams.write(text, result=RESULT in fields)
-        else:
-            print(text, end="", file=sys.stderr, flush=True)
 
 
 _speech = _Speech()
 _showing = threading.Lock()
+
+
+def _write(fields: Mapping[str, object]) -> None:
+    """Write a JSON object with the time and the job: a result to stdout, other objects to stderr."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    job = _speech.job.fields if _speech.job is not None else {}
+    text = json.dumps({"time": now, **job, **fields}, ensure_ascii=False, default=str)
+    # one write, because jobs and threads share the streams
+    print(f"{redact_text(text)}\n", end="", file=sys.stdout if RESULT in fields else sys.stderr, flush=True)
 
 
 class _Handler(logging.Handler):
@@ -107,7 +115,7 @@ class _Handler(logging.Handler):
         if record.exc_info:
             fields = {"traceback": redact_text(logging.Formatter().formatException(record.exc_info))}
         if _speech.mode == "json":
-            _speech.write({"level": record.levelname.lower(), "message": " ".join(text.split()), **fields})
+            _write({"level": record.levelname.lower(), "message": " ".join(text.split()), **fields})
             return
         prefix = PREFIXES.get(record.levelno, "  " if "step" in fields else "")
         name = _speech.job.name if _speech.job is not None else ""
@@ -116,7 +124,8 @@ class _Handler(logging.Handler):
 
 LOGGER = logging.getLogger("kvgate")
 """Logger of all events. Modules that do not import this one, such as waits for locks and stores, log below its name."""
-LOGGER.addHandler(_Handler())
+HANDLER = _Handler()
+LOGGER.addHandler(HANDLER)
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False
 
@@ -128,24 +137,20 @@ def speak(mode: str) -> None:
 
 
 def configure(mode: str) -> None:
-    """Set the format of all output. With `json`, prints of libraries and child processes become JSON lines too."""
+    """Set the format of all output. With `json`, warnings and log records of libraries become JSON lines too."""
     speak(mode)
     if mode == "quiet":
         warnings.simplefilter("ignore")
-    if mode == "json" and _speech.streams is None:
-        _speech.streams = Streams()
-        atexit.register(close)
+    if mode == "json":
         logging.captureWarnings(True)
-        logging.getLogger("py.warnings").handlers = LOGGER.handlers
+        logging.getLogger().addHandler(HANDLER)
 
 
 def close() -> None:
-    """Undo what `configure` did to the process."""
-    if _speech.streams is not None:
-        _speech.streams.close()
-        logging.captureWarnings(False)
-        logging.getLogger("py.warnings").handlers = []
-    _speech.streams, _speech.job = None, None
+    """Undo what `configure` did to the process, except for ignored warnings."""
+    logging.captureWarnings(False)
+    logging.getLogger().removeHandler(HANDLER)
+    _speech.job = None
     speak("human")
 
 
@@ -162,33 +167,32 @@ def end() -> None:
     _speech.job = None
 
 
-def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **fields: object) -> None:
+def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> None:
     """Print lines for people, or write a JSON object.
 
     Args:
         kind: Name of the object.
         lines: Text for people, with markup.
         paste: Whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
-        detail: Whether to show the lines to people only with `log=verbose`. JSON always has their fields.
         fields: Content of the object.
     """
     if _speech.mode == "json":
-        _speech.write({RESULT: kind, **fields})
-    elif _speech.mode == "verbose" or not detail:
-        for text in map(relative, lines):
-            out.print(text, soft_wrap=paste or not out.is_terminal)
+        _write({RESULT: kind, **fields})
+        return
+    for text in map(relative, lines):
+        out.print(text, soft_wrap=paste or not out.is_terminal)
 
 
-def say(text: str, *, paste: bool = False, detail: bool = False) -> None:
+def say(text: str, *, paste: bool = False) -> None:
     """Print a line for people, or write a result of kind `text`. Arguments: see `result`."""
     if text.strip() or _speech.mode != "json":
-        result("text", text, paste=paste, detail=detail, message=Text.from_markup(text.strip()).plain)
+        result("text", text, paste=paste, message=Text.from_markup(text.strip()).plain)
 
 
 def show(kind: str, grid: "Grid") -> None:
     """Print a table, or write its rows as a JSON object."""
     if _speech.mode == "json":
-        _speech.write({RESULT: kind, "title": grid.title, "rows": grid.records()})
+        _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
     else:
         out.print(grid.table(out.width), crop=False)
 
@@ -238,33 +242,114 @@ def silent() -> Iterator[None]:
         out.quiet, err.quiet = before
 
 
+class Phases(ProgressColumn):
+    """Progress of a stage by label. Every label is a task of rich, so a task continues after an interruption by another.
+
+    Args:
+        title: Description of the work.
+        terminal: Console for the bar; None draws no bar.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(self, title: str, terminal: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(Column(ratio=1))
+        self._title = title
+        self.bars = Bars(self, BarColumn(20), console=terminal, transient=True, disable=terminal is None, get_time=clock)
+        self.bars.add_task("", total=None)
+        (self.task,) = self.bars.tasks
+        """The current task. Before the first call and between two files, this is a task without a label."""
+        self._tasks = {"": self.task}
+
+    def update(self, label: str, done: int, total: int) -> None:
+        """Update the task of a label. Arguments: see `stages.core.records.Progress`."""
+        if label not in self._tasks:
+            self.bars.add_task(label, completed=done, total=total, first=done)
+            self._tasks[label] = self.bars.tasks[-1]
+        elif label and done < self._tasks[label].completed:
+            self.bars.reset(self._tasks[label].id, completed=done, total=total, first=done)  # another round starts
+        if self.task is not self._tasks[label]:
+            self.bars.update(self.task.id, visible=False)
+            self.task = self._tasks[label]
+        if label:
+            self.bars.update(self.task.id, completed=done, total=total, visible=True)
+
+    def render(self, task: Task) -> Text:
+        """Return the text before the bar. Long texts wrap between words."""
+        return Text(f"  {self._title}: {described(task)[0]}")
+
+
+def described(task: Task) -> tuple[str, dict[str, object]]:
+    """Return a task's label, units, rate and remaining time as text for people, and as fields for log collectors.
+
+    The rate is the mean without units from before a resumption. rich's own rate covers only the last 30
+    seconds, which is useless for slow steps.
+    """
+    seconds = task.elapsed or 0.0
+    if task.total is None:
+        return f"{duration(seconds)} so far", {"seconds": round(seconds, 1)}
+    what, _, unit = task.description.removesuffix("]").partition(" [")  # "forced decode [tokens]"
+    text = f"{what} {task.completed:,.0f}/{task.total:,.0f}{f' {unit}' if unit else ''}"
+    fields = {"phase": what, "unit": unit, "done": task.completed, "total": task.total, "seconds": round(seconds, 1)}
+    new = task.completed - task.fields["first"]
+    if new <= 0 or seconds <= 0 or task.finished:
+        return f"{text}, {duration(seconds)} so far", fields
+    rate = new / seconds
+    left = (task.remaining or 0.0) / rate
+    pace = f"{rate:,.{0 if rate >= 10 else 1}f}/s" if rate >= 1 else f"{duration(1 / rate)} each"
+    return f"{text}, {pace}, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text: `45 s`, `1 min 20 s`, `2 h 05 min`.
+
+    >>> [duration(s) for s in (44.6, 80, 7500)]
+    ['45 s', '1 min 20 s', '2 h 05 min']
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+@contextmanager
+def _repeated(say: Callable[[], None]) -> Iterator[None]:
+    """Call `say` every LINE_SECONDS while the block runs, even without progress."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        seconds: float = FIRST_SECONDS
+        while not over.wait(seconds):
+            say()
+            seconds = LINE_SECONDS
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 @contextmanager
 def progress(title: str) -> "Iterator[Progress]":
     """Show the progress of the block on stderr: a bar on a terminal, else lines at regular intervals, even without progress.
 
-    Messages are printed at once. For nested calls, only the outer block shows progress.
+    A short block shows nothing. Messages are printed at once. For nested calls, only the outer block shows progress.
 
     Yields:
         A function (label, done units, total units) for the block to call. A total of 0 marks a message.
     """
-    from pipeline.cli.progress import Phases, describe, repeated
 
-    def said(message: str, fields: Mapping[str, Any]) -> None:
-        _event(logging.INFO, f"{title}: {message}", step=title, **fields)
+    def said(message: str, fields: Mapping[str, object]) -> None:
+        _event(logging.INFO, f"{title}: {message}", **{"step": title, **fields})
 
     if _showing.locked():
         yield lambda label, _, total: None if total else said(label, {})
         return
     job = _speech.job
-    drawn = _speech.mode in ("human", "verbose") and err.is_terminal and not (job is not None and job.beside_others)
+    drawn = _speech.mode == "human" and err.is_terminal and not (job is not None and job.beside_others)
     phases = Phases(f"{job.place if job is not None else ''}{title}", err if drawn else None)
-    lines = repeated(lambda: said(*describe(phases.task)))
+    lines = _repeated(lambda: said(*described(phases.task)))
     with _showing, phases.bars if drawn else lines:
         yield lambda label, done, total: phases.update(label, done, total) if total else said(label, {})
-
-
-@contextmanager
-def doing(what: str) -> Iterator[None]:
-    """Show a description of the block's work if the block takes more than a moment."""
-    with progress(what):
-        yield

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from pipeline.cli import console
 from pipeline.cli.commands import carried, command_line, judging, promoting, standing, typed
-from pipeline.cli.progress import duration
+from pipeline.cli.console import duration
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, written

@@ -7,8 +7,8 @@ from rich.markup import escape
 
 from pipeline.cli import console
 from pipeline.cli.commands import command_line
+from pipeline.cli.console import duration
 from pipeline.cli.grids import Column, Grid, Row, Value
-from pipeline.cli.progress import duration
 from pipeline.registry import promotion
 from pipeline.registry.findings import Finding
 from pipeline.registry.promotion import PromotionMove
@@ -19,7 +19,6 @@ from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.planning.use import GIB
 from stages.verdict.candidate import Candidate
-from stages.verdict.gate import Gate
 
 MEASURES = (
     (Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
@@ -93,7 +92,7 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
     """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
 
-    A first look (`look`) has no verdict. The details (`log=verbose`) are all other reasons, conformance and warnings.
+    A first look (`look`) has no verdict. The report has all other reasons, conformance and warnings.
     """
     passed = candidate.verdict == "PASS"
     *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
@@ -120,9 +119,6 @@ def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
         report=candidate.report.path,
         metrics={column.key: _measured(candidate, own) for column, own, _ in MEASURES},
     )
-    conforms = [check.reason for check in candidate.checks if check.gate == Gate.CONFORMANCE]
-    for line in (*(candidate.reasons if passed else others), *conforms, *candidate.warnings):
-        console.say(f"  {escape(line)}", detail=True)
 
 
 def _few_questions(candidate: Candidate) -> list[str]:

@@ -164,8 +164,8 @@ class Config(StrictModel):
     """Seed of samples, calibration texts and searches."""
     workdir: PathText
     """Directory of all artifacts."""
-    log: Literal["human", "verbose", "json", "quiet"]
-    """Format of the output: verbose adds details, quiet leaves progress out. Artifacts do not depend on it."""
+    log: Literal["human", "json", "quiet"]
+    """Format of the output: json is for log collectors, quiet leaves progress out. Artifacts do not depend on it."""
     bundle: PathText | None
     """Directory of an engine or of its evidence, for stage=verify."""
     dry: bool

@@ -24,8 +24,8 @@ PR_SET_PDEATHSIG = 1
 def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:
     """Call a module's function in a child process, show its progress, and raise its exception here.
 
-    The child starts with an empty `__main__`, because the caller's may be a script that calls kvgate. Signals to the caller's
-    process group do not reach the child.
+    The child starts with an empty `__main__`, because the caller's may be a script that calls kvgate. Its output goes to
+    stderr, because stdout is for results. Signals to the caller's process group do not reach the child.
 
     Raises MissingRequirement if the child is killed.
     """
@@ -34,7 +34,7 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
     command = [sys.executable, "-c", f"{begin}; main({writing}, {os.getpid()})"]
     with (
         open(reading, "rb") as answers,
-        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writing], start_new_session=True) as child,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=[writing], start_new_session=True) as child,
     ):
         os.close(writing)
         assert child.stdin is not None

@@ -27,7 +27,6 @@ HEAVY = ("torch", "transformers", "tokenizers", "onnxruntime", "onnx", "mlflow",
 LIGHT = (
     "jinja2.sandbox",
     "pipeline.chain.inputs",
-    "pipeline.cli.progress",
     "rich.live",
     "rich.table",
     "stages.engines.cuda.backend",

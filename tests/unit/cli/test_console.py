@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.cli import console, progress
-from pipeline.cli.console import relative
-from pipeline.cli.progress import Phases
+from pipeline.cli import console
+from pipeline.cli.console import Phases, relative
 
 
 @pytest.fixture(autouse=True)
@@ -73,14 +72,14 @@ def test_progress_says_how_much_how_fast_and_how_long(
         clock.now += seconds
         if call is not None:
             phases.update(*call)
-    assert progress.describe(phases.task)[0] == said
+    assert console.described(phases.task)[0] == said
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds on a terminal if several jobs share it."""
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(console, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal)
     console.begin(console.RunningJob("evaluate", "fp8", 2, 5, beside_others=terminal))
     with console.progress("round fp8 1/5") as update:
