@@ -92,10 +92,10 @@ def _planned(argv: Sequence[str]) -> "Plan | int":
 
     with console.progress("checking the inputs"):
         check_inputs(*planned.jobs)
-    from pipeline.cli import commands
+    from pipeline.cli import next_steps
 
     folder = ["--config-dir", str(arguments.config_dir)] if arguments.config_dir else []
-    commands.remember([*folder, *arguments.overrides])
+    next_steps.remember([*folder, *arguments.overrides])
     return planned
 
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.cli import console, next_steps, tables
-from pipeline.cli.commands import typed
+from pipeline.cli.next_steps import typed
 from pipeline.config.config import Config
 from pipeline.config.policies import labelled
 from pipeline.evidence.identity import IDENTITY_FILE, Identity

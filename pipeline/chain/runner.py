@@ -16,7 +16,7 @@ from pipeline.chain.planning import recommend_policy, show_capacity
 from pipeline.chain.run import Run, open_store
 from pipeline.chain.showing import replace_page, show
 from pipeline.chain.tuning import tune
-from pipeline.cli import commands, console, next_steps, tables
+from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.prune import prune
 from pipeline.cli.status import show_status
@@ -39,7 +39,7 @@ def quantize(run: Run) -> None:
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
     if not run.sweeping:
-        next_steps.show(next_steps.after_making("quantize", commands.typed()))
+        next_steps.show(next_steps.after_making("quantize", next_steps.typed()))
 
 
 def build(run: Run) -> None:
@@ -47,7 +47,7 @@ def build(run: Run) -> None:
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     if not run.sweeping:
-        next_steps.show(next_steps.after_making("build", commands.typed()))
+        next_steps.show(next_steps.after_making("build", next_steps.typed()))
 
 
 def evaluate(run: Run) -> None:
@@ -73,15 +73,15 @@ def evaluate(run: Run) -> None:
             with console.progress("registering the engine"):
                 candidate = store.conclude(run_id, candidate, rows)
     last = summary.record(config.work, run.sweep, candidate)
-    look = next_steps.is_look(commands.typed()) and candidate.verdict == "INCONCLUSIVE"
+    look = next_steps.is_look(next_steps.typed()) and candidate.verdict == "INCONCLUSIVE"
     tables.print_verdict(candidate, look=look)
     if run.sweeping:
         return
     promotes = config.stage == "all" and config.tracking.enabled
-    show(config, [candidate], sweep=run.sweep, command=commands.whole())
+    show(config, [candidate], sweep=run.sweep, command=next_steps.whole())
     if not (promotes and candidate.verdict == "PASS"):  # a promotion prints its own next step
         asking = sum(artifact.seconds for _, artifact in chain.finished if artifact.stage in ("baseline", "round"))
-        next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))
+        next_steps.show(next_steps.after_judging(config, [candidate], next_steps.typed(), asking_s=asking))
     if candidate.verdict != "PASS" and not look:
         raise GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
     if promotes:
@@ -121,7 +121,7 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
     """
     job, judging = job or console.RunningJob(config.stage, config.kv.name), config.stage in JUDGING
     if judging and not sweeping:
-        summary.begin(config.work, sweep, [job.policy], command=commands.whole())
+        summary.begin(config.work, sweep, [job.policy], command=next_steps.whole())
     code = DEFECT
     try:
         console.begin(job, config.model.path if config.stage in (*MAKING, *PLANNING) else None)
@@ -131,7 +131,7 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
     except Exception as error:
         code = exit_code(error)
         if isinstance(error, CannotBeJudged) and not sweeping:
-            next_steps.show(next_steps.after_weak(config, error.weak, error.able, commands.typed(), wrong=error.wrong))
+            next_steps.show(next_steps.after_weak(config, error.weak, error.able, next_steps.typed(), wrong=error.wrong))
         raise
     except (KeyboardInterrupt, SystemExit):
         code = INTERRUPTED
@@ -142,6 +142,6 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
             if not sweeping:
                 write_junit(config.work / JUNIT, last)
                 if not last.candidates:
-                    replace_page(config, commands.whole())
+                    replace_page(config, next_steps.whole())
         elif not sweeping and config.stage not in UNRECORDED:
             summary.finish(config.work, None, code)

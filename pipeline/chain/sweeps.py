@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from pipeline.chain.inputs import UNRECORDED
 from pipeline.chain.runner import holding, run
 from pipeline.chain.showing import compare_in_mlflow, replace_page, show
-from pipeline.cli import commands, console, next_steps, tables
+from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import Plan, launch, to_config
@@ -55,7 +55,7 @@ class Task:
     def __call__(self, composed: DictConfig) -> Ended:
         """Run the job of a composed configuration."""
         redact_output()
-        commands.remember(self.typed)
+        next_steps.remember(self.typed)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # keep a handler that a cluster set
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         number, config = HydraConfig.get().job.num, to_config(composed)
@@ -71,7 +71,7 @@ def _attempt(config: Config, sweep: str, job: console.RunningJob) -> Ended:
     except Exception as error:
         step = None
         if isinstance(error, CannotBeJudged):
-            step = next_steps.after_weak(config, error.weak, error.able, commands.typed(), sweep=True, wrong=error.wrong)
+            step = next_steps.after_weak(config, error.weak, error.able, next_steps.typed(), sweep=True, wrong=error.wrong)
         console.ended_by(error)
         return Ended(exit_code(error), redact_text(describe(error)), step)
     finally:
@@ -91,7 +91,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
     with console.progress(f"starting {launcher}"):
         more = start(launcher, planned.launcher_config)
     if first.stage in JUDGING:  # recorded before any job starts, because jobs may run in other processes
-        summary.begin(first.work, sweep, planned.names, command=commands.whole(sweep=True))
+        summary.begin(first.work, sweep, planned.names, command=next_steps.whole(sweep=True))
     if has_logs:
         console.LOGGER.info("jobs write their output below %s", first.work / LOGS)
     try:
@@ -99,7 +99,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
             jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
             ended = [_attempt(one, sweep, console.RunningJob(one.stage, name, n, len(planned.jobs))) for n, (one, name) in jobs]
         else:
-            ended = launch(planned, more, Task(sweep, planned.names, tuple(commands.typed())))
+            ended = launch(planned, more, Task(sweep, planned.names, tuple(next_steps.typed())))
             finish()
     except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
         end_workers()
@@ -129,7 +129,7 @@ def _conclude(planned: Plan, sweep: str, codes: Sequence[int], step: NextStep | 
     The result is the worst of `codes` and the recorded exit codes of the jobs. If all are 0, it tells whether a candidate
     passed. `codes` are of the jobs, or of the error that ended the sweep early. `step` is the next step after a refusal.
     """
-    config, typed = planned.jobs[0], commands.typed()
+    config, typed = planned.jobs[0], next_steps.typed()
     if config.stage not in JUDGING:
         if step is None and config.stage in ("quantize", "build"):
             step = next_steps.after_making(config.stage, typed, sweep=True)

@@ -10,7 +10,7 @@ from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
 from pipeline.chain.showing import PAGE
 from pipeline.chain.sweeps import sweep
-from pipeline.cli import commands, console
+from pipeline.cli import console, next_steps
 from pipeline.config.compose import Plan, plan
 from pipeline.registry.summary import new_sweep
 from stages.core.errors import REFUSALS, CannotBeJudged, exit_code
@@ -53,12 +53,12 @@ def test_the_stress_test_is_no_longer_than_twice_the_longest_question(longest: i
 @pytest.fixture(autouse=True)
 def _no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the arguments that a test gives."""
-    monkeypatch.setattr(commands, "_given", [])
+    monkeypatch.setattr(next_steps, "_given", [])
 
 
 def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
     given = [f"workdir={work}", *BRIEF, *arguments]
-    commands.remember(given)
+    next_steps.remember(given)
     return plan(given, multirun=sweeping)
 
 

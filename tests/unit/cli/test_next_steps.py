@@ -13,7 +13,7 @@ from judged_candidates import judged_candidate
 from judged_engine import config_of
 
 from pipeline.chain.inputs import check_inputs
-from pipeline.cli import commands, next_steps
+from pipeline.cli import next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
@@ -252,7 +252,7 @@ def test_a_policy_that_was_found_is_judged_from_its_folder(tmp_path: Path) -> No
 def test_a_policy_that_was_found_is_judged_with_what_the_users_own_folder_brought(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "_given", [])
+    monkeypatch.setattr(next_steps, "_given", [])
     conf, own, tuned = Path(__file__).parents[3] / "conf", tmp_path / "mine, too", tmp_path / "tuned"
     for source, file in (("capacity/default", own / "capacity" / "mine.yaml"), ("kv/fp8", tuned / "kv" / "found.yaml")):
         file.parent.mkdir(parents=True)
@@ -260,10 +260,10 @@ def test_a_policy_that_was_found_is_judged_with_what_the_users_own_folder_brough
     again = tmp_path / "tuned again"
     shutil.copytree(tuned, again)
     (again / "kv" / "found.yaml").rename(again / "kv" / "better.yaml")
-    commands.remember(["--config-dir", str(own), "capacity=mine", "stage=tune", "tune.texts=4"])
+    next_steps.remember(["--config-dir", str(own), "capacity=mine", "stage=tune", "tune.texts=4"])
     step = next_steps.after_tuning(config_of(), "found", tuned)
     assert composed(step).stage == "evaluate"
-    commands.remember([*shlex.split(str(step.command))[3:], "stage=tune"])
+    next_steps.remember([*shlex.split(str(step.command))[3:], "stage=tune"])
     assert composed(next_steps.after_tuning(config_of(), "better", again)).stage == "evaluate"
 
 
@@ -279,8 +279,8 @@ def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_s
 def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
     """A launcher is refused without a sweep."""
     base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
-    assert "hydra" not in commands.judging(base, "kv=int8")
-    assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in commands.judging(base, sweep=True)
+    assert "hydra" not in next_steps.judging(base, "kv=int8")
+    assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in next_steps.judging(base, sweep=True)
 
 
 def test_no_ending_is_left_out_here() -> None:

@@ -15,8 +15,8 @@ from refusals import refused
 from submitit.core.utils import FailedJobError
 
 from pipeline.chain import sweeps
-from pipeline.cli import commands, console
-from pipeline.cli.commands import standing
+from pipeline.cli import console, next_steps
+from pipeline.cli.next_steps import standing
 from pipeline.config import compose, launchers
 from pipeline.config.compose import plan
 from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
@@ -47,7 +47,7 @@ def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(monkeypatch: py
     def run(*_: object, **__: object) -> None:
         raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"], ["copy-1: asked ..."])
 
-    monkeypatch.setattr(commands, "_given", [])  # as in a launcher's process
+    monkeypatch.setattr(next_steps, "_given", [])  # as in a launcher's process
     monkeypatch.setattr(sweeps, "run", run)
     planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
     ended = compose.launch(planned, [], sweeps.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))

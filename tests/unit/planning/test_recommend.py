@@ -13,7 +13,7 @@ from judged_engine import config_of, judged_engine
 from shipped import SHIPPED
 
 from pipeline.chain.planning import recommend_policy
-from pipeline.cli import commands
+from pipeline.cli import next_steps
 from pipeline.cli.tables import recommendation_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
@@ -211,7 +211,7 @@ def test_only_policies_that_the_backend_serves_are_suggested_with_questions_of_t
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longer = ["capacity.contexts=[{tokens: 900, requests: 1}]", "backend=vllm", "backend.max_model_len=1024"]
-    monkeypatch.setattr(commands, "_given", [(*asked, *longer)])
+    monkeypatch.setattr(next_steps, "_given", [(*asked, *longer)])
     with pytest.raises(GateRefusal):
         recommend_policy(config_of(*asked, *longer))
     printed = capsys.readouterr().out
