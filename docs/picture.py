@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stages.report.charts import BASELINE, Datum, draw_svg, mark_front, quality_spec
+from stages.report import charts
+from stages.report.charts import BASELINES, Datum, draw_svg, mark_front
 
 HERE = Path(__file__).resolve().parent
 FIGURES, PICTURE = HERE / "picture.json", HERE / "picture.svg"
@@ -17,6 +18,13 @@ COLOURS = {
     "--line": "#d5dbe1",
 }  # fmt: skip
 """The report's own on a light page."""
+WORDS = {
+    '"format": ".0e"': '"format": ".1%"',
+    "mean KL [nats/token]": "lost probability of right answers",
+    "'A/A floor: ' + format(datum.exact, '.1e')": "'FP16'",
+    "format(datum.limit, '.3~g')": "format(datum.limit, '.0%')",
+}
+"""Text of the report's chart -> text of the picture."""
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
@@ -38,16 +46,18 @@ def data(shown: dict[str, Any]) -> list[Datum]:
         for one in shown["candidates"]
     ]
     mark_front(rows)
-    baseline = {"policy": BASELINE, "verdict": "baseline", "kib": shown["baseline_kib"], "limit": None, "front": False}
+    baseline = {"policy": BASELINES, "verdict": "baseline", "kib": shown["baseline_kib"], "limit": None, "front": False}
     return [*rows, baseline | {"exact": 0, "distance": LEAST}]
 
 
 def draw(shown: dict[str, Any]) -> str:
     """Return the picture as SVG."""
-    spec = quality_spec(data(shown), "lost probability of right answers", "FP16", ".0%")
-    (drawn,) = draw_svg(
-        [json.loads(json.dumps(spec).replace('"format": ".0e"', '"format": ".1%"')) | {"background": "white", "padding": 8}]
-    )
+    text = Path(charts.__file__).with_suffix(".json").read_text(encoding="utf-8")
+    for of_report, of_picture in WORDS.items():
+        text = text.replace(of_report, of_picture)
+    specs = json.loads(text)
+    config = specs["config"] | {"background": "white", "padding": 8}
+    (drawn,) = draw_svg([specs["quality"] | {"config": config, "data": {"values": data(shown)}}])
     return re.sub(r"var\((--\w+)\)", lambda found: COLOURS[found[1]], drawn)
 
 
