@@ -54,18 +54,11 @@ def tree_entries(root: Path, but: str) -> dict[str, str]:
     paths of their entries. Links are not followed, except that `root` may be a link.
     """
     entries: dict[str, str] = {}
-    todo = [""]
-    while todo:
-        under = todo.pop()
-        inside = os.listdir(root / under)
-        if under and not inside:
-            entries[under.rstrip("/")] = "directory"
-        for name in (f"{under}{inner}" for inner in inside):
-            kind = kind_of(root / name)
-            if kind == "directory":
-                todo.append(f"{name}/")
-            elif (name, kind) != (but, "file"):
-                entries[name] = kind
+    for path in root.rglob("*"):
+        name, kind = path.relative_to(root).as_posix(), kind_of(path)
+        # listdir raises for a directory that cannot be read, whose entries rglob leaves out
+        if (name, kind) != (but, "file") and not (kind == "directory" and os.listdir(path)):
+            entries[name] = kind
     return entries
 
 

@@ -53,18 +53,13 @@ STORES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "psycopg", "psycopg2", "
 """Libraries whose exceptions mean that the tracking store failed."""
 
 OS_FIXES = {
-    errno.ENOSPC: "free some room there, or give another workdir",
-    errno.EDQUOT: "free some room there, or give another workdir",
-    errno.EFBIG: "free some room there, or give another workdir",
-    errno.EACCES: "give this user the permission, or another path",
-    errno.EPERM: "give this user the permission, or another path",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room there, or give another workdir"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user the permission, or another path"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR), "move away what lies there, or give another path"),
     errno.EROFS: "give a path that can be written to",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "raise the limit of open files (ulimit -n)",
     errno.ENAMETOOLONG: "give a shorter path",
     errno.EIO: "the disk failed; give a path on another one",
-    errno.ENOTDIR: "move away what lies there, or give another path",
-    errno.EISDIR: "move away what lies there, or give another path",
 }
 """Fix for each errno of an OSError."""
 
