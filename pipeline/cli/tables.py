@@ -1,6 +1,6 @@
 """Tables and sentences at the end of a command, about candidates, capacities and recommendations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.markup import escape
@@ -10,11 +10,10 @@ from pipeline.cli.console import duration
 from pipeline.cli.grids import Column, Grid, Row, Value
 from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
-from pipeline.registry.findings import Finding
-from pipeline.registry.promotion import PromotionMove
+from pipeline.registry.promotion import Finding, PromotionMove
 from stages.checkpoints.shapes import ModelShape
 from stages.engines.config import serves_last
-from stages.planning.capacity import Capacity
+from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.planning.use import GIB
@@ -219,30 +218,19 @@ def policy_line(capacity: Capacity, name: str) -> list[str]:
 def capacity_table(capacity: Capacity) -> Grid:
     """Return a table of the tokens and requests that fit the budget, by policy."""
     percent = f"{100 * capacity.use.ceiling:g} %"
-    columns = (
-        Column("kib_per_token", "KiB/\ntoken", ".3f"),
-        Column("mib_per_request", "MiB/\nrequest", ".1f"),
-        Column("tokens_that_fit", "tokens\nthat fit", ","),
-        Column("tokens_at_ceiling", f"tokens\nat {percent}", ","),
-        Column("requests", f"requests\nat {percent}", ","),
-        Column("live_tokens", "their\ntokens", ","),
-    )
-    rows = [
-        Row(
-            entry.name,
-            (
-                entry.bytes_per_token / KIB,
-                entry.request_bytes / MIB,
-                entry.tokens_that_fit,
-                entry.tokens_at_ceiling,
-                entry.requests,
-                entry.live_tokens,
-            ),
-            style="" if entry.requests >= capacity.use.concurrency else "dim",
-        )
-        for entry in capacity.policies
-    ]
-    return Grid("What the memory holds", "policy", columns, rows)
+    columns: dict[Column, Callable[[PolicyCapacity], float]] = {
+        Column("kib_per_token", "KiB/\ntoken", ".3f"): lambda entry: entry.bytes_per_token / KIB,
+        Column("mib_per_request", "MiB/\nrequest", ".1f"): lambda entry: entry.request_bytes / MIB,
+        Column("tokens_that_fit", "tokens\nthat fit", ","): lambda entry: entry.tokens_that_fit,
+        Column("tokens_at_ceiling", f"tokens\nat {percent}", ","): lambda entry: entry.tokens_at_ceiling,
+        Column("requests", f"requests\nat {percent}", ","): lambda entry: entry.requests,
+        Column("live_tokens", "their\ntokens", ","): lambda entry: entry.live_tokens,
+    }
+    rows = []
+    for entry in capacity.policies:
+        style = "" if entry.requests >= capacity.use.concurrency else "dim"
+        rows.append(Row(entry.name, [value(entry) for value in columns.values()], style=style))
+    return Grid("What the memory holds", "policy", tuple(columns), rows)
 
 
 def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:

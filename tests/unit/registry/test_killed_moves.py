@@ -9,7 +9,7 @@ import pytest
 from judged_candidates import MemoryRegistry, engines_of, judged_candidate
 
 from pipeline.registry.promotion import mover
-from pipeline.registry.routing.moves import Aliases, Move, aliases_of, make_moves
+from pipeline.registry.routing.stages import Aliases, Move, aliases_of, make_moves
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate
 

@@ -10,8 +10,7 @@ from routed_engines import Fleet
 
 from pipeline.config.compose import plan
 from pipeline.registry.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
-from pipeline.registry.routing.moves import Aliases, aliases_of
-from pipeline.registry.routing.stages import ALPHA, Reading, monitor, quality_holds, read_monitors, step
+from pipeline.registry.routing.stages import ALPHA, Aliases, Reading, aliases_of, monitor, quality_holds, read_monitors, step
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Cited
 

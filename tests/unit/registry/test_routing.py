@@ -12,9 +12,8 @@ from routed_engines import Fleet
 
 from pipeline.evidence.reading import identities, registered_engine
 from pipeline.evidence.verify import replay
-from pipeline.registry.routing import moves
-from pipeline.registry.routing.moves import Aliases, aliases_of
-from pipeline.registry.routing.stages import roll_back
+from pipeline.registry.routing import stages
+from pipeline.registry.routing.stages import Aliases, aliases_of, roll_back
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
 from pipeline.store.locks import locked
@@ -119,7 +118,7 @@ def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet
         fleet.registry.aliases["route-copy"] = "1"
         return locked(path, purpose)
 
-    monkeypatch.setattr(moves, "locked", after_somebody_else)
+    monkeypatch.setattr(stages, "locked", after_somebody_else)
     with pytest.raises(GateRefusal, match="route-copy was moved meanwhile"):
         fleet.routed(BOTH)
     assert fleet.registry.moves == []
