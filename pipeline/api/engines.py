@@ -150,7 +150,9 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     values: dict[str, object] = {"stage": "build", "backend": name}
     described = backend_configs().get(str(name))
     if threads is not None or (described is not None and described.in_process):
-        values["backend.threads"] = threads if threads is not None else _threads_asked_for()
+        asked = os.environ.get(THREADS, "")
+        usual = int(asked) or None if asked.isascii() and asked.isdigit() else None
+        values["backend.threads"] = threads if threads is not None else usual
     config = compose({**values, **overrides})
     with required_libraries():
         from stages.evaluate.inputs.tokens import BundleTokenizer
@@ -174,11 +176,6 @@ def _engine_directory(directory: Path) -> Path:
     if engine is None:
         raise MissingRequirement(f"bundle={directory}: holds the evidence without the engine; copy it to engine/ there")
     return engine
-
-
-def _threads_asked_for() -> int | None:
-    text = os.environ.get(THREADS, "")
-    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 
 def _longest(directory: Path, record: Mapping[str, Any]) -> int | None:

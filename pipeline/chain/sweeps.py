@@ -109,18 +109,12 @@ def _sweep(planned: Plan, sweep: str) -> int:
         end_workers()
         console.ended_by(refusal := explained(launcher, error))
         return _conclude(planned, sweep, [exit_code(refusal)])
-    if has_logs:
-        _repeat(planned, ended)
+    for number, (job, name) in enumerate(zip(ended, planned.names, strict=True), start=1) if has_logs else ():
+        place = console.RunningJob(first.stage, name, number, len(ended)).name
+        for line in job.said.splitlines():  # refusals, which the jobs wrote to their log files
+            console.error(f"{place}{line}", exit_code=job.code)
     step = next((one.step for one in ended if one.step is not None), None)
     return _conclude(planned, sweep, [one.code for one in ended], step)
-
-
-def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
-    """Repeat the refusals that jobs wrote to their log files."""
-    for number, (job, name) in enumerate(zip(ended, planned.names, strict=True), start=1):
-        place = console.RunningJob(planned.jobs[0].stage, name, number, len(ended)).name
-        for line in job.said.splitlines():
-            console.error(f"{place}{line}", exit_code=job.code)
 
 
 def _conclude(planned: Plan, sweep: str, codes: Sequence[int], step: NextStep | None = None) -> int:

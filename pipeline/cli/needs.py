@@ -32,7 +32,7 @@ from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel, locate
-from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, Store
+from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, read_manifest
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import REFUSALS, UserError
 
@@ -199,9 +199,10 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
                 keep(version.identity_digest, f"{alias} of {model.name}")
-                for path, manifest in Store(found.root).manifests("build") if version.number in model.engines else ():
-                    if files_digest(manifest["files"]) == model.engines[version.number]:
-                        reasons.setdefault(f"build/{path.name}", f"{alias} of {model.name}")
+                for piece in found.pieces if version.number in model.engines else ():
+                    manifest = read_manifest(piece.path) if piece.kind == "build" else None
+                    if manifest is not None and files_digest(manifest["files"]) == model.engines[version.number]:
+                        reasons.setdefault(piece.place, f"{alias} of {model.name}")
     recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)
     for sweep in recent:
         for candidate in sweep.candidates:

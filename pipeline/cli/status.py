@@ -37,7 +37,9 @@ def show_status(config: Config) -> None:
         _show_sweep(sweep, found)
     if len(found.sweeps) > len(shown):
         console.say(f"and {len(found.sweeps) - len(shown)} sweeps before them")
-    _show_artifacts(found)
+    if found.pieces:
+        console.show("artifacts", sizes("Artifacts", sorted(found.pieces, key=lambda piece: piece.kind)))
+        console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
     for who, what in missing.items():
         console.say(f"[yellow]note:[/] {escape(who)}: {escape(what)} is not in this work directory")
     step = _step(config, found, reasons)
@@ -81,12 +83,6 @@ def _show_sweep(sweep: Summary, found: Found) -> None:
         console.show("sweep", Grid(title, "candidate", columns, rows, "because", COLOURS))
     else:
         console.say(escape(title))
-
-
-def _show_artifacts(found: Found) -> None:
-    if found.pieces:
-        console.show("artifacts", sizes("Artifacts", sorted(found.pieces, key=lambda piece: piece.kind)))
-        console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
 
 
 def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | None:

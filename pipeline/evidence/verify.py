@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,11 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
     """Check the evidence of an engine. If `signing.trusted` has keys, the identity needs a signature by such a key."""
     identity = evidence.identity
     engine_findings = _files("engine", evidence.engine, identity.link("engine").files)
-    findings = [*replay_record(evidence), *_signature(evidence, signing), *engine_findings]
+    findings = replay_record(evidence)
+    if signing.trusted:
+        problem = signing.problem(evidence.directory / IDENTITY_FILE)
+        findings.append(Finding("signature", "same" if problem is None else "differs", problem or "by a trusted key"))
+    findings += engine_findings
     if evidence.baseline is not None:  # optional in copies, because the report cites its digest
         findings += _files("baseline", evidence.baseline, identity.link("baseline").files)
     if evidence.report is not None:
@@ -80,12 +84,6 @@ def _seal(directory: Path) -> list[Finding]:
         if sealed != digest:
             return [Finding("identity", "differs", f"sha256 {digest} is not what was sealed, {sealed}")]
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]
-
-
-def _signature(evidence: Evidence, signing: SigningConfig) -> Iterator[Finding]:
-    if signing.trusted:
-        problem = signing.problem(evidence.directory / IDENTITY_FILE)
-        yield Finding("signature", "same" if problem is None else "differs", problem or "by a trusted key")
 
 
 def _compare(name: str, recorded: object, actual: object) -> Finding:

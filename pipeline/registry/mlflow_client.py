@@ -76,15 +76,12 @@ class Client(MlflowClient):
 
         return call
 
-    def versions(self, name: str) -> dict[str, Version]:
-        """Return the versions of a registered model by number; empty if there is no such model."""
-        return {str(one.version): version_of(one) for one in self.search_model_versions(f"name = '{name}'")}
-
     def model(self, name: str) -> RegisteredModel:
         """Return a registered model. Raises MlflowException if it does not exist."""
         model = self.get_registered_model(name)  # search_model_versions returns versions without their aliases
+        versions = {str(one.version): version_of(one) for one in self.search_model_versions(f"name = '{name}'")}
         aliases = {str(alias): str(number) for alias, number in model.aliases.items()}
-        return RegisteredModel(name, self.versions(name), aliases, {str(key): str(text) for key, text in model.tags.items()})
+        return RegisteredModel(name, versions, aliases, {str(key): str(text) for key, text in model.tags.items()})
 
     def engine_digest(self, version: Version) -> str | None:
         """Return the digest of a version's engine, from the run that judged it; None if the run was deleted."""

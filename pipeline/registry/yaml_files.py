@@ -42,7 +42,8 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
     except Unreadable as error:
         raise UserError(f"{where}: cannot be read: {error}") from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{where}: cannot be read ({said}); correct it") from None
 
 
 def refuse_growth(text: str, where: str) -> None:
@@ -54,8 +55,3 @@ def refuse_growth(text: str, where: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_DEPTH:
             raise UserError(f"{where}: cannot be read (nested more than {MOST_DEPTH} deep); correct it")
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its class if the message is empty."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -114,13 +114,6 @@ class Store:
                     _remove_abandoned(directory, target)
         sweep_pool(self.root)
 
-    def manifests(self, stage: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yield the directories of a stage's artifacts with their manifests, without verifying the files."""
-        for path in (self.root / stage).glob(f"[!.]*/{MANIFEST}"):  # hidden ones are being made
-            manifest = read_manifest(path.parent)
-            if manifest is not None:
-                yield path.parent, manifest
-
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)
         manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, "seconds": seconds}

@@ -202,7 +202,8 @@ def tune(
         if policy is not None:
             proposed.setdefault(policy.name, policy)
     listed: list[tuple[KVPolicy, Literal["uniform", "tuned"]]] = [(policy, "uniform") for policy, _ in uniform]
-    listed += [(policy, "tuned") for policy in proposed.values() if _is_new(policy, [p for p, _ in listed])]
+    known = [policy.model_dump(exclude={"name"}) for policy, _ in uniform]
+    listed += [(policy, "tuned") for policy in proposed.values() if policy.model_dump(exclude={"name"}) not in known]
     measured = [tuner.measured(policy, origin) for policy, origin in listed]
     chosen = choose(measured, config.max_kl, FP16_POLICY.bytes_per_token(shape))
     report = TuneReport(
@@ -215,8 +216,3 @@ def tune(
     )
     (out / TUNE_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     bench.close()
-
-
-def _is_new(policy: KVPolicy, others: Sequence[KVPolicy]) -> bool:
-    formats = policy.model_dump(exclude={"name"})
-    return all(other.model_dump(exclude={"name"}) != formats for other in others)
