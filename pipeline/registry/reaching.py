@@ -6,10 +6,9 @@ not import MLflow.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Timer
 
 from pipeline.registry.tracking import ENVIRONMENT, Location
-from pipeline.store.locks import LOGGER, until
+from pipeline.store.locks import UNTIL, announced
 from stages.core.errors import REFUSALS, MissingRequirement, UserError
 from stages.core.redaction import redact_text
 
@@ -70,19 +69,15 @@ def reached(location: Location, *kinds: type[Exception]) -> Iterator[None]:
         UserError: the store refuses the credentials, or is of another kind or release.
         MissingRequirement: the store does not answer, is locked, lacks its driver, or fails.
     """
-    limit, end = location.timeout_s, until(location.timeout_s)
-    said = f"waiting for {named(location)}; a request may take until {end} (tracking.timeout_s={limit:g})"
-    timer = Timer(QUIET_S, LOGGER.warning, [said])
-    timer.daemon = True
-    timer.start()
+    limit = location.timeout_s
+    said = f"waiting for {named(location)}; a request may take until {UNTIL} (tracking.timeout_s={limit:g})"
     try:
-        yield
+        with announced(said, QUIET_S, limit):
+            yield
     except kinds as error:
         if getattr(error, "error_code", None) in HANDLED or isinstance(error, REFUSALS):
             raise
         raise _problem(location, error) from error
-    finally:
-        timer.cancel()
 
 
 def _problem(location: Location, error: Exception) -> Exception:

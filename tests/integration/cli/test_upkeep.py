@@ -26,7 +26,7 @@ from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
-from pipeline.store.locks import LIMIT
+from pipeline.store import locks
 from pipeline.store.store import MANIFEST, USERS, Store, alone, used
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest, tree_files
@@ -234,7 +234,7 @@ def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_hold
         command(ground.work, "stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
     assert contents(ground.artifacts) == before
     # Conversely, a command that starts while artifacts are removed waits and prints the reason.
-    monkeypatch.setenv(LIMIT, "0.2")
+    monkeypatch.setattr(locks, "LIMIT_S", 0.2)
     with (
         alone(ground.artifacts),
         pytest.raises(MissingRequirement, match=r"some of which are being removed: another process held"),
