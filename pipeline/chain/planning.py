@@ -1,8 +1,10 @@
-"""stage=capacity and stage=recommend: the capacity of a memory budget, and the policy to choose.
+"""The stages that plan: the capacity of a memory budget, the policy to choose, and the search for policies.
 
 Nothing is judged or promoted.
 """
 
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +13,12 @@ from pydantic import BaseModel
 from rich.markup import escape
 
 from pipeline.chain.engine_steps import EngineSteps
+from pipeline.chain.run import Run
 from pipeline.cli import console, next_steps, tables
+from pipeline.cli.grids import Column, Grid, Row
 from pipeline.cli.next_steps import typed
 from pipeline.config.config import Config
-from pipeline.config.policies import labelled
+from pipeline.config.policies import labelled, policy_yaml
 from pipeline.evidence.identity import IDENTITY_FILE, Identity
 from pipeline.evidence.reading import identities, read_evidence
 from pipeline.evidence.verify import replay_record
@@ -31,12 +35,15 @@ from stages.core.files import write_whole
 from stages.engines.backend import Job
 from stages.planning.capacity import Capacity, measure
 from stages.planning.recommend import Judged, recommend
+from stages.planning.tuning import TUNE_FILE, TuneReport
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
-"""Files in the work directory with the latest output of the two stages."""
+"""Files in the work directory with the latest output of stage=capacity and stage=recommend."""
+TUNED = "tuned"
+"""Folder in the work directory with the policies that stage=tune found, a configuration folder, and their record."""
 
 SIZE_TOLERANCE = 1e-9
 """Relative tolerance between a report's KiB per token and the KiB computed from config.json's shapes."""
@@ -222,3 +229,58 @@ def _other_size(expected: float, size: float | None) -> str | None:
     if size is not None and abs(size - expected) <= SIZE_TOLERANCE * expected:
         return None
     return f"it is of a model with {'unknown' if size is None else f'{size:g}'} KiB a token, and this one has {expected:g}"
+
+
+def tune(run: Run) -> None:
+    """Search for policies, store the tuned ones for later commands, and print a table of all measured policies."""
+    artifact, shape = run.make(), run.chain.shape
+    report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
+    folder = run.config.work / TUNED
+    _keep_tuned(report, artifact.path, folder)
+    console.say("")
+    console.show("tuned", tuned_table(report, shape))
+    if report.chosen is None:
+        known = [(one.kl, one.policy.name) for one in report.measured if one.kl is not None and one.policy.quantized]
+        found = "the least is {:.1e}, of {}".format(*min(known)) if known else "none has a finite KL"
+        raise GateRefusal(
+            f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has so small a KL; {found}. Raise it, or add "
+            "finer formats to tune.policies"
+        )
+    chosen = next(one for one in report.measured if one.policy.name == report.chosen)
+    console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
+    next_steps.show(next_steps.after_tuning(run.config, report.chosen, folder if chosen.origin != "uniform" else None))
+
+
+def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:
+    """Replace an earlier search's folder with the policies of this search."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{TUNED}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / TUNED
+        (new / "kv").mkdir(parents=True)
+        for one in report.measured:
+            if one.origin == "uniform":
+                continue
+            comment = f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {one.kl:.1e}."
+            (new / "kv" / f"{one.policy.name}.yaml").write_text(policy_yaml(one.policy, comment), encoding="utf-8")
+        shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)
+
+
+def tuned_table(report: TuneReport, shape: KVShape) -> Grid:
+    columns = (
+        Column("bytes_per_token", "bytes/\ntoken"),
+        Column("bits_per_number", "bits/\nnumber", ".2f"),
+        Column("kl", "mean\nKL", ".1e"),
+    )
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    rows = [
+        Row(
+            one.policy.name,
+            (one.bytes_per_token, 8 * one.bytes_per_token / numbers, one.kl),
+            style="bold" if one.policy.name == report.chosen else "",
+        )
+        for one in sorted(report.measured, key=lambda one: -one.bytes_per_token)
+    ]
+    return Grid(f"Mean KL from the FP16 cache on {report.tokens['check']:,} scored tokens", "policy", columns, rows)

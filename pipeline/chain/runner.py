@@ -12,10 +12,9 @@ from pathlib import Path
 
 from pipeline.chain import serving
 from pipeline.chain.inputs import UNRECORDED
-from pipeline.chain.planning import recommend_policy, show_capacity
+from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.run import Run, open_store
 from pipeline.chain.showing import replace_page, show
-from pipeline.chain.tuning import tune
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.prune import prune
@@ -131,7 +130,7 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
     except Exception as error:
         code = exit_code(error)
         if isinstance(error, CannotBeJudged) and not sweeping:
-            next_steps.show(next_steps.after_weak(config, error.weak, error.able, next_steps.typed(), wrong=error.wrong))
+            next_steps.show(next_steps.after_weak(config, error, next_steps.typed()))
         raise
     except (KeyboardInterrupt, SystemExit):
         code = INTERRUPTED

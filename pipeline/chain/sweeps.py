@@ -71,7 +71,7 @@ def _attempt(config: Config, sweep: str, job: console.RunningJob) -> Ended:
     except Exception as error:
         step = None
         if isinstance(error, CannotBeJudged):
-            step = next_steps.after_weak(config, error.weak, error.able, next_steps.typed(), sweep=True, wrong=error.wrong)
+            step = next_steps.after_weak(config, error, next_steps.typed(), sweep=True)
         console.ended_by(error)
         return Ended(exit_code(error), redact_text(describe(error)), step)
     finally:

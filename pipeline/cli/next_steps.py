@@ -25,6 +25,7 @@ from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, key_of, written
 from pipeline.config.overrides import searching_too
 from pipeline.config.policies import load_policies
+from stages.core.errors import CannotBeJudged
 from stages.core.strict import StrictModel
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
@@ -183,19 +184,9 @@ def after_judging(
     return _ask_more(config, undecided, base, swept) if undecided else _finer(config, candidates, base, swept)
 
 
-def after_weak(
-    config: Config,
-    weak: Sequence[str],
-    able: Sequence[str],
-    base: Sequence[str],
-    *,
-    sweep: bool = False,
-    wrong: Sequence[str] = (),
-) -> NextStep:
-    """Return the next step if the baseline fails the workloads in `weak` but can answer the workloads in `able`.
-
-    `wrong` shows some of the wrong answers.
-    """
+def after_weak(config: Config, error: CannotBeJudged, base: Sequence[str], *, sweep: bool = False) -> NextStep:
+    """Return the next step if the baseline fails some workloads."""
+    weak, able = error.weak, error.able
     lengths = [name.removeprefix(LONG) for name in able if name.startswith(LONG)]
     changes: list[str] = []
     if lengths and all(name.startswith(LONG) for name in weak):
@@ -212,7 +203,7 @@ def after_weak(
             "If its answers are right in other words, word the references as the model does, or use check mention "
             "(docs/start.md#my-questions)"
         )
-    return NextStep(wrong=list(wrong), why=why, command=judging(base, *changes, sweep=sweep) if changes else None)
+    return NextStep(wrong=list(error.wrong), why=why, command=judging(base, *changes, sweep=sweep) if changes else None)
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:

@@ -31,7 +31,8 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
     """
     reading, writing = os.pipe()
     begin = f"import sys; sys.path[:] = {sys.path!r}; from stages.core.child import main"
-    command = [sys.executable, "-c", f"{begin}; main({writing}, {os.getpid()})"]
+    quiet = ["-Wignore"] if warnings.filters[:1] == [("ignore", None, Warning, None, 0)] else []  # log=quiet
+    command = [sys.executable, *quiet, "-c", f"{begin}; main({writing}, {os.getpid()})"]
     with (
         open(reading, "rb") as answers,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=[writing], start_new_session=True) as child,
@@ -40,7 +41,6 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
         assert child.stdin is not None
         try:
             with child.stdin as asked:
-                pickle.dump(warnings.filters[:1] == [("ignore", None, Warning, None, 0)], asked)
                 pickle.dump((function, paths, options), asked)
             while (said := pickle.load(answers)) is not None and not isinstance(said, Exception):
                 progress(*said)
@@ -71,8 +71,6 @@ def main(writing: int, parent: int) -> None:
     redact_output()
     try:
         with open(writing, "wb", buffering=0) as answers:
-            if pickle.load(sys.stdin.buffer):  # log=quiet; set before the function's imports, which may warn
-                warnings.simplefilter("ignore")
             function, paths, options = pickle.load(sys.stdin.buffer)
             try:
                 function(*paths, progress=lambda *told: answers.write(pickle.dumps(told)), **options)

@@ -17,6 +17,7 @@ from pipeline.cli import next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from stages.core.errors import CannotBeJudged
 from stages.verdict.candidate import Candidate
 from stages.verdict.thresholds import Check, Status
 
@@ -167,7 +168,7 @@ def test_what_to_change_depends_on_what_is_open(
 def test_what_a_baseline_cannot_answer_is_left_out_or_asked_otherwise(
     base: list[str], weak: list[str], able: list[str], says: str
 ) -> None:
-    step = next_steps.after_weak(config_of(*base), weak, able, base)
+    step = next_steps.after_weak(config_of(*base), CannotBeJudged("", weak, able), base)
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
         after = composed(step).workloads
