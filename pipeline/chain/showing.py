@@ -12,6 +12,7 @@ from rich.markup import escape
 from pipeline import __version__
 from pipeline.chain.run import open_store
 from pipeline.cli import console
+from pipeline.cli.tables import comparison
 from pipeline.config.config import Config
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
@@ -56,7 +57,8 @@ def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occas
         from stages.report.exhibit import Occasion
         from stages.report.page import write_page
 
-        about = Occasion(model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, **occasion)
+        overview = comparison(candidates).texts()
+        about = Occasion(config.model.label, config.work, sweep, __version__, overview, **occasion)
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)
         console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)

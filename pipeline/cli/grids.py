@@ -71,9 +71,14 @@ class Grid:
         values = [[row.name, *(value if _known(value) else None for value in row.values), row.remark] for row in self.rows]
         return [dict(zip(keys, row, strict=False)) for row in values]
 
+    def texts(self) -> list[list[str]]:
+        """Return the table as text: the headings, then the name and the values of every row."""
+        rows = [[row.name, *map(Column.text, self.columns, row.values)] for row in self.rows]
+        return [[self.heading, *(" ".join(column.heading.split()) for column in self.columns)], *rows]
+
     def table(self, width: int) -> Table:
         """Return the table for a terminal of `width` columns. Names and remarks wrap; numbers are never truncated."""
-        cells = [[column.text(value) for column, value in zip(self.columns, row.values, strict=True)] for row in self.rows]
+        cells = [cells for _, *cells in self.texts()[1:]]
         least = NAME_WIDTH + (REMARK_WIDTH if self.remarks is not None else 0)
         table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=self.title or None, title_justify="left")
         table.add_column(self.heading, overflow="fold")

@@ -17,6 +17,7 @@ from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.planning.use import GIB
+from stages.report.exhibit import BASELINE
 from stages.verdict.candidate import Candidate
 
 MEASURES = (
@@ -64,7 +65,7 @@ def comparison(candidates: Sequence[Candidate]) -> Grid:
     rows = [
         Row(
             "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}",
-            ["baseline", *(_measured(judged, base) for *_, base in shown)],
+            [BASELINE, *(_measured(judged, base) for *_, base in shown)],
             style="dim",
         )
         for judged in reversed(baselines.values())

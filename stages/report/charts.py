@@ -15,12 +15,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from stages.report.exhibit import Exhibit
+from stages.report.exhibit import BASELINE, Exhibit
 from stages.report.text import quantity, shown
 from stages.verdict.gate import Gate
 from stages.verdict.report import EvaluationReport
 
-BASELINE = "fp16 baseline"
+BASELINES = "fp16 baseline"
 """Prefix of the names of FP16 baselines. It differs from "fp16", because a policy may have that name."""
 FLOOR = 1e-6
 """Smallest value on a logarithmic axis."""
@@ -44,7 +44,7 @@ class Chart:
 def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
     """Return chart name -> chart, without charts that have no data."""
     data = {name: numbers(exhibits) for name, (_, _, numbers, _) in CHARTS.items()}
-    data = {name: rows for name, rows in data.items() if any(row["verdict"] != "baseline" for row in rows)}
+    data = {name: rows for name, rows in data.items() if any(row["verdict"] != BASELINE for row in rows)}
     specs = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     asked = [{**specs[name], "config": specs["config"], "data": {"values": rows}} for name, rows in data.items()]
     drawings = draw_svg(asked) if asked else []
@@ -102,7 +102,7 @@ def _point(policy: str, verdict: str) -> Datum:
 def baseline_names(exhibits: Sequence[Exhibit]) -> dict[str, str]:
     """Return digest -> display name of the baselines. If there are several, each is named after its first policy."""
     first = {exhibit.candidate.baseline.digest: exhibit.candidate.name for exhibit in reversed(exhibits)}
-    return {digest: BASELINE if len(first) == 1 else f"{BASELINE} of {name}" for digest, name in reversed(first.items())}
+    return {digest: BASELINES if len(first) == 1 else f"{BASELINES} of {name}" for digest, name in reversed(first.items())}
 
 
 def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
@@ -133,7 +133,7 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
             noise, system = baselines[digest].noise, baselines[digest].baseline_system
             exact = None if noise is None else noise.kl_mean
             place = {"kib": system.kib_per_token, "exact": exact, "distance": _drawn(exact) or FLOOR}
-            data.append({**_point(name, "baseline"), **place, "limit": None, "front": False})
+            data.append({**_point(name, BASELINE), **place, "limit": None, "front": False})
     return data
 
 

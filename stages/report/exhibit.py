@@ -8,6 +8,9 @@ from stages.core.records import Sample
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import EvaluationReport, SampleRow
 
+BASELINE = "baseline"
+"""Verdict of an FP16 engine in the overview."""
+
 
 @dataclass(frozen=True)
 class Exhibit:
@@ -43,6 +46,8 @@ class Occasion:
     """Id of the sweep that the candidates belong to."""
     version: str
     """Version of kvgate."""
+    overview: Sequence[Sequence[str]]
+    """Headings, then for every engine its name, its verdict or BASELINE, and its figures."""
     command: str | None = None
     """The full command line that judged the candidates; None if kvgate was called from Python."""
     unfinished: str | None = None

@@ -16,9 +16,9 @@ from markupsafe import Markup
 
 from stages.core.files import write_whole
 from stages.report.answers import changed_answers
-from stages.report.charts import baseline_names, draw_charts
-from stages.report.exhibit import Exhibit, Occasion
-from stages.report.text import number, quantity, shown
+from stages.report.charts import draw_charts
+from stages.report.exhibit import BASELINE, Exhibit, Occasion
+from stages.report.text import quantity, shown
 from stages.verdict.candidate import Candidate
 from stages.verdict.gate import Gate
 from stages.verdict.thresholds import Check, LineStatus
@@ -28,32 +28,6 @@ MOST_POLICIES = 16
 """Maximum number of policies that are shown in full. Other policies appear only in the overview."""
 WORST: tuple[LineStatus, ...] = ("PASS", "WARNING", "INCONCLUSIVE", "FAIL")
 """Statuses from best to worst."""
-BOUND = "bound"
-OVERVIEW = (
-    ("recovery", "quality/recovery", "1", ".1%"),
-    ("its bound", BOUND, "", ".1%"),
-    ("right answers", "quality/accuracy_candidate", "quality/accuracy_baseline", ".3f"),
-    ("mean KL", "quality/kl_mean", "0", ""),
-    ("KiB/token", "memory/kib_per_token", "baseline/kib_per_token", ".3f"),
-    ("samples", "quality/samples", "", ".0f"),
-    ("decode tokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ",.0f"),
-    ("CPU of others", "perf/others_share", "baseline/others_share", ".0%"),
-)
-"""Columns: heading, the candidate's metric, the baseline's metric (or its fixed value), number format (empty: `quantity`).
-BOUND stands for the bound of the recovery check."""
-
-
-@dataclass(frozen=True)
-class OverviewRow:
-    """A row of the overview: an engine's verdict and metrics."""
-
-    name: str
-    verdict: str | None
-    """The verdict; None for a baseline."""
-    champion: bool
-    note: str
-    """Why the candidate does or does not serve."""
-    cells: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +53,6 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "lead": _lead([exhibit.candidate for exhibit in exhibits], occasion.champion),
         "rows": list(_overview(exhibits, occasion)),
-        "headings": [heading for heading, *_ in OVERVIEW],
         "policies": [exhibit.candidate for exhibit in full],
         "workloads": workloads,
         "gates": list(_gates(full, workloads)),
@@ -99,24 +72,16 @@ def _lead(candidates: Sequence[Candidate], champion: str | None) -> str:
     return f"{len(candidates)} {noun} judged against FP16 on the decode path: {told}.{keeps}"
 
 
-def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[OverviewRow]:
-    judged_by = {exhibit.candidate.baseline.digest: exhibit.candidate for exhibit in reversed(exhibits)}
-    for digest, name in baseline_names(exhibits).items():
-        judged = judged_by[digest]
-        cells = tuple(_figure(judged, metric, form) if "/" in metric else metric for _, _, metric, form in OVERVIEW)
-        yield OverviewRow(name, None, champion=False, note="", cells=cells)
-    for candidate in (exhibit.candidate for exhibit in exhibits):
-        note = occasion.passed_over.get(candidate.name, "")
-        if not note:
-            note = candidate.reasons[0] if candidate.verdict != "PASS" and candidate.reasons else candidate.covered or ""
-        cells = tuple(_figure(candidate, metric, form) for _, metric, _, form in OVERVIEW)
-        yield OverviewRow(candidate.name, candidate.verdict, candidate.name == occasion.champion, note, cells)
-
-
-def _figure(candidate: Candidate, metric: str, form: str) -> str:
-    line = candidate.recovery
-    value = candidate.metrics.get(metric) if metric != BOUND else None if line is None else line.bound
-    return number(value, form) if form else quantity(value)
+def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the overview: the compared engines, and why a candidate does or does not serve."""
+    candidates = {exhibit.candidate.name: exhibit.candidate for exhibit in exhibits}
+    for name, verdict, *cells in occasion.overview[1:]:
+        row: dict[str, Any] = {"name": name, "verdict": None, "champion": False, "note": "", "cells": cells}
+        if verdict != BASELINE:
+            judged = candidates[name]
+            reason = judged.reasons[0] if verdict != "PASS" and judged.reasons else judged.covered or ""
+            row |= {"verdict": verdict, "champion": name == occasion.champion, "note": occasion.passed_over.get(name) or reason}
+        yield row
 
 
 def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[GateRow]:

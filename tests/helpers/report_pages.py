@@ -9,6 +9,7 @@ import numpy as np
 from gate_reports import GATES, fidelity, report, row
 from judged_candidates import judged_candidate
 
+from pipeline.cli.tables import comparison
 from stages.core.records import Sample
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.metrics import slices
@@ -89,6 +90,7 @@ def exhibits(folder: Path) -> list[Exhibit]:
     ]
 
 
-def occasion(folder: Path, **changes: object) -> Occasion:
+def occasion(folder: Path, shown: Sequence[Exhibit] = (), **changes: object) -> Occasion:
+    overview = comparison([one.candidate for one in shown]).texts()
     values: dict[str, object] = {"model": "tiny", "workdir": folder, "sweep": "20260101-000000", "version": "0", **changes}
-    return Occasion(**values)  # type: ignore[arg-type]
+    return Occasion(overview=overview, **values)  # type: ignore[arg-type]

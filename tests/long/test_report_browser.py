@@ -71,7 +71,8 @@ def browser() -> Iterator["Browser"]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of three policies."""
     folder = tmp_path_factory.mktemp("report")
-    return write_page(folder / "report.html", exhibits(folder), occasion(folder, champion="fp8"))
+    shown = exhibits(folder)
+    return write_page(folder / "report.html", shown, occasion(folder, shown, champion="fp8"))
 
 
 @contextmanager
@@ -141,7 +142,8 @@ def test_without_scripts_all_charts_and_tables_are_there(browser: "Browser", rep
 
 def test_texts_from_outside_do_nothing_in_a_browser_either(browser: "Browser", tmp_path: Path) -> None:
     of = rows(3, (HOSTILE, "copy"), reference=HOSTILE, baseline_generation=f"a {HOSTILE}", candidate_generation=f"b {HOSTILE}")
-    path = write_page(tmp_path / "report.html", [exhibit(tmp_path, f"kv {HOSTILE}", of, prompt=HOSTILE)], occasion(tmp_path))
+    shown = [exhibit(tmp_path, f"kv {HOSTILE}", of, prompt=HOSTILE)]
+    path = write_page(tmp_path / "report.html", shown, occasion(tmp_path, shown))
     with opened(browser, path) as page:
         assert "{{7*7}}" in (page.locator("[data-chart=recovery] svg").first.text_content() or "")
         page.select_option("#workload", HOSTILE)

@@ -69,13 +69,13 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> list[Exhibit]:
 
 @pytest.fixture(scope="module")
 def page(judged: list[Exhibit], tmp_path_factory: pytest.TempPathFactory) -> str:
-    return render(judged, occasion(tmp_path_factory.mktemp("page")))
+    return render(judged, occasion(tmp_path_factory.mktemp("page"), judged))
 
 
 @pytest.fixture(scope="module")
 def content(judged: list[Exhibit], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The content of the page, whose charts take a second to draw."""
-    return make_page(judged, occasion(tmp_path_factory.mktemp("page")))
+    return make_page(judged, occasion(tmp_path_factory.mktemp("page"), judged))
 
 
 def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list[Exhibit], page: str) -> None:
@@ -118,17 +118,14 @@ def test_every_chart_is_drawn_with_its_numbers_as_a_table(content: dict[str, Any
 
 
 def test_the_page_leads_with_what_is_kept_of_the_probability_of_right_answers(judged: list[Exhibit], tmp_path: Path) -> None:
-    told = occasion(tmp_path, champion="fp8", passed_over={"int8": "passed, but less"})
+    told = occasion(tmp_path, judged, champion="fp8", passed_over={"int8": "passed, but less"})
     page = make_page(judged, told)
-    assert [(row.name, row.champion) for row in page["rows"][1:]] == [("fp8", True), ("int8", False), ("int4", False)]
-    assert page["rows"][2].note == "passed, but less"
+    assert [(row["name"], row["champion"]) for row in page["rows"][1:]] == [("fp8", True), ("int8", False), ("int4", False)]
+    assert page["rows"][2]["note"] == "passed, but less"
     assert re.search(r"fp8 keeps 100\.0 % of the probability of right answers \(at least 9\d\.\d %\)\.$", page["lead"])
-    assert page["headings"][:3] == ["recovery", "its bound", "right answers"]
-    line = judged[0].candidate.recovery
-    assert line is not None
-    assert line.bound is not None
-    assert page["rows"][0].cells[:2] == ("1", "")
-    assert page["rows"][1].cells[:2] == ("100.0%", f"{line.bound:.1%}")
+    assert told.overview[0][:4] == ["policy", "verdict", "recovery", "KiB/token"]
+    assert page["rows"][0]["cells"][:2] == ["1", "2.000"]
+    assert page["rows"][1]["cells"][:2] == ["1.000", "1.000"]
     places = [(row["policy"], row["place"]) for row in recovery_numbers(judged)]
     assert places == [(name, place) for name in ("fp8", "int8", "int4") for place in ("all", "copy", "retrieval")]
 
@@ -153,8 +150,11 @@ def _hostile(folder: Path, text: str) -> Exhibit:
 
 def test_texts_from_outside_are_shown_and_do_nothing(tmp_path: Path) -> None:
     text = " ".join(HOSTILE)
-    told = occasion(tmp_path, model=text, command=text, champion=f"kv {text}", message=text, sweep=text, unfinished=text)
-    found = Elements(render([_hostile(tmp_path, text)], told))
+    made = _hostile(tmp_path, text)
+    told = occasion(
+        tmp_path, [made], model=text, command=text, champion=f"kv {text}", message=text, sweep=text, unfinished=text
+    )
+    found = Elements(render([made], told))
     tags = [tag for tag, _ in found.elements]
     assert tags.count("script") == 1
     assert not {"img", "image", "iframe", "object", "embed", "link", "base"} & set(tags)
@@ -194,7 +194,7 @@ def test_a_large_sweep_with_long_prompts_stays_below_three_megabytes_and_says_wh
     of = rows(300, ("one", "two", "three"), count=320)
     first = exhibit(tmp_path, "kv0", of, prompt='<"& ' * 5_000)
     many = [replace(first, candidate=first.candidate.model_copy(update={"name": f"kv{i}"})) for i in range(30)]
-    path = write_page(tmp_path / "report.html", many, occasion(tmp_path))
+    path = write_page(tmp_path / "report.html", many, occasion(tmp_path, many))
     assert path.stat().st_size < 3_000_000
     text = Elements(path.read_text(encoding="utf-8")).text
     assert f"Below are {MOST_POLICIES} of 30 candidates" in text
@@ -210,9 +210,9 @@ def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path:
     of = [row.model_copy(update={"mean_kl": None}) for row in judged[0].rows]
     candidate = judged[0].candidate.model_copy(update={"metrics": {}})
     broken = replace(judged[0], candidate=candidate, rows=of, report=report.model_copy(update={"slices": slices}))
-    page = make_page([broken], occasion(tmp_path))
-    assert page["rows"][1].cells[page["headings"].index("mean KL")] == "–"
-    assert "nan" not in render([broken], occasion(tmp_path)).split("<script")[0].lower().replace("nano", "")
+    told = occasion(tmp_path, [broken])
+    assert make_page([broken], told)["rows"][1]["cells"][told.overview[0].index("mean KL") - 2] == "-"
+    assert "nan" not in render([broken], told).split("<script")[0].lower().replace("nano", "")
 
 
 def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:
