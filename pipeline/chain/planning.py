@@ -184,10 +184,12 @@ def _judged(config: Config, model: KVShape, files: dict[str, str], directory: Pa
     )
     altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)
     problem = altered or _other_use(config, files, identity)
-    if problem is None and report is not None:
-        problem = _other_size(policy.bytes_per_token(model) / 1024, report.system.kib_per_token)
     if problem is not None or report is None:
         return replace(judged, problem=problem or "its report is missing")
+    size, expected = report.system.kib_per_token, policy.bytes_per_token(model) / 1024
+    if size is None or abs(size - expected) > SIZE_TOLERANCE * expected:
+        of = f"{'unknown' if size is None else f'{size:g}'} KiB a token, and this one has {expected:g}"
+        return replace(judged, problem=f"it is of a model with {of}")
     try:
         verdict = decide(report, evidence.rows, config.gates)
     except UserError as error:
@@ -222,13 +224,6 @@ def _other_use(config: Config, files: dict[str, str], identity: Identity) -> str
         if judged != asked:
             return f"it was judged {name}{judged}, not {asked}"
     return None
-
-
-def _other_size(expected: float, size: float | None) -> str | None:
-    """Return a message if the evidence is of a model with other KiB per token than config.json's shapes."""
-    if size is not None and abs(size - expected) <= SIZE_TOLERANCE * expected:
-        return None
-    return f"it is of a model with {'unknown' if size is None else f'{size:g}'} KiB a token, and this one has {expected:g}"
 
 
 def tune(run: Run) -> None:

@@ -35,10 +35,10 @@ class Column:
 
     def text(self, value: Value) -> str:
         """Return a value as text; `-` if it is missing or not finite."""
-        if value is None or not (isinstance(value, str) or _known(value)):
-            return "-"
         if isinstance(value, str):
             return value
+        if value is None or not math.isfinite(value):
+            return "-"
         text = format(value, self.form)
         return text if len(text) <= (INTEGER_WIDTH if isinstance(value, int) else CELL_WIDTH) else format(value, ".2e")
 

@@ -260,8 +260,10 @@ class Engines:
         """
         registry = self.registry
         best = choose(candidates) if name is not None else choose(candidates, self._rolled_back(self.model))
-        if rival is not None and name is None and choose([best, rival]) is rival and self._holds(rival):
-            return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
+        if rival is not None and name is None and choose([best, rival]) is rival:
+            with suppress(GateRefusal, MissingRequirement):  # without valid evidence, a champion cannot block a promotion
+                self.verify(rival)
+                return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
         try:
             _, covered = self.verify(best)
         except (GateRefusal, MissingRequirement) as error:
@@ -292,12 +294,6 @@ class Engines:
                 with suppress(GateRefusal):  # without evidence here, it is no candidate here either
                     times[self.find(version).candidate.report.digest] = version.tags[ROLLED_BACK_AT]
         return times
-
-    def _holds(self, candidate: Candidate) -> bool:
-        """Return whether a candidate's evidence is valid. Without valid evidence, a champion cannot block a promotion."""
-        with suppress(GateRefusal, MissingRequirement):
-            self.verify(candidate)
-        return candidate.version in self._proofs
 
     def rollback(self) -> PromotionMove:
         """Bring the previous champion back after a replay of its evidence.

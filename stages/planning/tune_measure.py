@@ -119,12 +119,16 @@ class Bench:
 
         `above`: if the policy keeps all layers below this index at 16 bits, their outputs are computed once and reused.
         """
-        key = _key(policy, texts)
+        key = json_digest([policy.model_dump(exclude={"name"}), texts.name])
         if key not in self._known:
             inputs = self._layer_inputs(texts, above) if above else [None] * len(texts.texts)
             engine = TorchEngine.from_model(self.model, policy, self._scales(policy))
             pairs = zip(texts.texts, self._baseline(texts), inputs, strict=True)
-            self._known[key] = [_mean_kl(engine, text, heads, known) for text, heads, known in pairs]
+            self._known[key] = []
+            for text, heads, known in pairs:
+                remaining, logits = iter(heads), engine.forced(text.tokens, text.first, known)
+                kl = [head_kl(next(remaining), rows, i) for rows in _distributions(logits) for i in range(len(rows.finite))]
+                self._known[key].append(float(np.mean(kl)))
             with self._path.open("a", encoding="utf-8") as file:
                 # The line break comes first, because an interrupted run may have left half a line.
                 file.write("\n" + json.dumps({"key": key, "kl": self._known[key]}))
@@ -144,12 +148,12 @@ class Bench:
 
     def _baseline(self, texts: TextSet) -> list[list[Head]]:
         if texts.name not in self._heads:
-            self._heads[texts.name] = [_heads(self.sound, text) for text in texts.texts]
+            logits = (self.sound.forced(text.tokens, text.first) for text in texts.texts)
+            # Only distances are used here, so the reference token is arbitrary.
+            self._heads[texts.name] = [
+                [head_of(rows, row, 0) for rows in _distributions(one) for row in range(len(rows.finite))] for one in logits
+            ]
         return self._heads[texts.name]
-
-
-def _key(policy: KVPolicy, texts: TextSet) -> str:
-    return json_digest([policy.model_dump(exclude={"name"}), texts.name])
 
 
 def _lines(path: Path) -> Sequence[tuple[str, list[float]]]:
@@ -162,22 +166,6 @@ def _lines(path: Path) -> Sequence[tuple[str, list[float]]]:
             continue
         found.append((str(entry["key"]), [float(value) for value in entry["kl"]]))
     return found
-
-
-def _heads(engine: TorchEngine, text: Text) -> list[Head]:
-    found: list[Head] = []
-    for rows in _distributions(engine.forced(text.tokens, text.first)):
-        # Only distances are used here, so the reference token is arbitrary.
-        found += [head_of(rows, row, 0) for row in range(len(rows.finite))]
-    return found
-
-
-def _mean_kl(engine: TorchEngine, text: Text, heads: list[Head], known: LayerInput | None) -> float:
-    tokens, first = text.tokens, text.first
-    logits = engine.forced(tokens, first, known)
-    remaining = iter(heads)
-    kl = [head_kl(next(remaining), rows, row) for rows in _distributions(logits) for row in range(len(rows.finite))]
-    return float(np.mean(kl))
 
 
 def _distributions(logits: Logits) -> Iterator[Distributions]:

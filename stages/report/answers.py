@@ -15,8 +15,6 @@ MOST_ANSWERS = 200
 PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
 RANK: tuple[Status, ...] = ("PASS", "INCONCLUSIVE", "FAIL")
 
-Kind = Literal["lost", "gained"]
-
 
 @dataclass(frozen=True)
 class Flip:
@@ -24,7 +22,7 @@ class Flip:
 
     policy: int
     """Index of the policy."""
-    kind: Kind
+    kind: Literal["lost", "gained"]
     before: list[Segment]
     """The answer of FP16."""
     after: list[Segment]
@@ -66,16 +64,12 @@ def changed_answers(exhibits: Sequence[Exhibit]) -> ChangedAnswers:
             left_out[index] = len(rows) - most
         for row in rows[:most]:
             card = cards.setdefault((row.id, row.reference), _card(row, prompts.get(row.id)))
-            card.flips.append(_flip(row, index))
+            # Mask secrets (Excerpt.of) before splitting into words, because a split secret would not be found.
+            texts = (row.baseline_generation or "", row.candidate_generation or "")
+            before, after = differences(*(Excerpt.of(text, ANSWER_CHARACTERS).whole for text in texts))
+            card.flips.append(Flip(index, "lost" if row.baseline_correct else "gained", before, after))
     ordered = sorted(cards.values(), key=lambda c: (min(rank[flip.policy] for flip in c.flips), c.row.workload, c.row.id))
     return ChangedAnswers(ordered, left_out, any(not card.prompt for card in ordered))
-
-
-def _flip(row: SampleRow, policy: int) -> Flip:
-    # Mask secrets (Excerpt.of) before splitting into words, because a split secret would not be found.
-    texts = (row.baseline_generation or "", row.candidate_generation or "")
-    kind: Kind = "lost" if row.baseline_correct else "gained"
-    return Flip(policy, kind, *differences(*(Excerpt.of(text, ANSWER_CHARACTERS).whole for text in texts)))
 
 
 def _card(row: SampleRow, sample: Sample | None) -> Card:
