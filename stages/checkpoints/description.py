@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, Family, other_cache
+from stages.checkpoints.families import ARCHITECTURES, FAMILIES, NO_ROPE_INTERVAL, OTHER_INPUTS, has_positions, other_cache
 from stages.checkpoints.files import (
     GENERATION,
     named_ends,
@@ -43,6 +43,9 @@ SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_interme
 MODELOPT_FILE = "hf_quant_config.json"
 """File of older ModelOpt versions; newer versions also write its content into config.json as quantization_config."""
 
+ADAPTER = "adapter_config.json"
+"""File of a LoRA adapter, which transformers would apply to the weights if PEFT is installed."""
+
 NOT_READ = ("num_labels", "id2label", "label2id")
 """Ignored keys of other kinds of models, which transformers expands into tables."""
 
@@ -75,6 +78,8 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     """Read and check a checkpoint directory."""
     if not path.is_dir():
         raise refusal(path, "no such directory; give a local Hugging Face checkpoint, or a GGUF file")
+    if os.path.lexists(path / ADAPTER):
+        raise refusal(path, f"{ADAPTER}: adapters are not applied; merge it into the weights (merge_and_unload), or remove it")
     config = read_config(path)
     _architecture(path, config)
     weights, index = weight_files(path)
@@ -122,7 +127,7 @@ def describe_checkpoint(
     architecture = _architecture(path, config)
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
-    _refuse_unread(path, config, family)
+    _refuse_misspelt(path, config)
     config = {**family.defaults, **config}
     _check_values(path, config)
     for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
@@ -134,6 +139,14 @@ def describe_checkpoint(
     rotated = config.get("no_rope_layers")
     if rotated is not None and (not isinstance(rotated, list) or len(rotated) != shape.layers):
         raise wrong(path, config, "no_rope_layers", f"a list of {shape.layers} numbers, 0 or 1")
+    interval = config.get("no_rope_layer_interval")
+    # transformers writes its default beside any list.
+    stated = rotated is not None and type(interval) is int and interval not in (0, NO_ROPE_INTERVAL)
+    if stated and rotated != [has_positions({"no_rope_layer_interval": interval}, layer) for layer in range(shape.layers)]:
+        raise refusal(
+            path,
+            f"config.json: no_rope_layers contradicts no_rope_layer_interval={interval}; keep the one of the training",
+        )
     rope = read_rope(path, config)
     vocab_size = integer(path, config, "vocab_size")
     for key in TOKENS:
@@ -256,18 +269,11 @@ READ = {key for keys, *_ in RULES for key in keys} | {
 """Optional keys of config.json that affect the model."""
 
 
-def _refuse_unread(path: Path, config: dict[str, Any], family: Family) -> None:
-    """Refuse keys of other families and misspelt keys: transformers ignores them and would load another model."""
-    for key, value in config.items():
-        read, neutral = key in READ and key not in NUMBERS, value in (None, False, 1, {}, [])
-        if (key in NUMBERS or "rope" in key or "rotary" in key) and not (read or neutral or key in family.own):
-            raise refusal(
-                path,
-                f"config.json: {short(key)}={short(value)} is not read in a model of type {config['model_type']}; leave it out "
-                "if the weights were trained without it",
-            )
+def _refuse_misspelt(path: Path, config: dict[str, Any]) -> None:
+    """Refuse misspelt keys: transformers ignores them and would load another model."""
+    for key in config:
         meant = get_close_matches(key, READ - config.keys(), 1, 0.9)
-        if meant and not read and not key.startswith("_"):
+        if meant and key not in READ and not key.startswith("_"):
             raise refusal(path, f"config.json: {short(key)} is no key, and {meant[0]} is missing; rename it")
 
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+NO_ROPE_INTERVAL = 4
+"""transformers' default of no_rope_layer_interval."""
+
 Slides = Callable[[Mapping[str, Any], int], bool]
 """Function (config, layer) -> whether the layer slides if layer_types is missing."""
 
@@ -50,8 +53,6 @@ class Family:
     """transformers' defaults for missing keys of config.json; only for keys that are read here."""
     features: tuple[str, ...] = ()
     """Attention features other than windows: a key of config.json, or a name if all models of the family have the feature."""
-    own: tuple[str, ...] = ()
-    """Keys of config.json that few families read and that change the model: multipliers, soft caps, layers without rotation."""
     local_base: str | None = None
     """Key of config.json for the rotary base of sliding layers, in families whose layer types differ in their rotation."""
     rounded: bool = False
@@ -61,7 +62,6 @@ class Family:
 _QWEN: Mapping[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _QWEN_MOE: Mapping[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
 SOFTCAP, SINKS = "attn_logit_softcapping", "sinks"
-_GEMMA = (SOFTCAP, "final_logit_softcapping", "query_pre_attn_scalar")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", rounded=True),
@@ -71,17 +71,13 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3ForCausalLM", "every"),
     "olmo2": Family("Olmo2ForCausalLM"),
     "olmo3": Family("Olmo3ForCausalLM", "listed", _but_every(4), defaults={"sliding_window": 4096}, local_base="rope_theta"),
-    "granite": Family(
-        "GraniteForCausalLM",
-        own=("attention_multiplier", "logits_scaling", "embedding_multiplier", "residual_multiplier"),
-    ),
+    "granite": Family("GraniteForCausalLM"),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         "listed",
-        lambda config, layer: not _has_positions(config, layer),
+        lambda config, layer: not has_positions(config, layer),
         asked=True,
         defaults={"num_key_value_heads": 4},
-        own=("no_rope_layers", "no_rope_layer_interval"),
     ),
     "starcoder2": Family("Starcoder2ForCausalLM", "every", defaults={"num_key_value_heads": 2}),
     "glm4": Family("Glm4ForCausalLM", defaults={"num_key_value_heads": 2, "head_dim": 128}),
@@ -102,14 +98,12 @@ FAMILIES: dict[str, Family] = {
         _but_every(2),
         defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, SOFTCAP: 50.0},
         features=(SOFTCAP,),
-        own=_GEMMA,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         "listed",
         _but_every(6),
         defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-        own=_GEMMA,
         local_base="rope_local_base_freq",
     ),
     "gpt_oss": Family(
@@ -157,9 +151,9 @@ def other_cache(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return next(((key, reason) for key, reason in OTHER_CACHES.items() if config.get(key)), None)
 
 
-def _has_positions(config: Mapping[str, Any], layer: int) -> bool:
+def has_positions(config: Mapping[str, Any], layer: int) -> bool:
     """Return whether a layer of SmolLM3 rotates its queries and keys."""
     listed = config.get("no_rope_layers")
     if isinstance(listed, list) and layer < len(listed):
         return bool(listed[layer])
-    return bool((layer + 1) % int(config.get("no_rope_layer_interval") or 4))
+    return bool((layer + 1) % int(config.get("no_rope_layer_interval") or NO_ROPE_INTERVAL))

@@ -8,16 +8,19 @@ The functions import transformers themselves, so that importing this module is c
 
 import importlib.metadata
 import json
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stages.checkpoints.description import inspect_checkpoint, read_config
+from stages.checkpoints.description import NUMBERS, READ, inspect_checkpoint, read_config
 from stages.checkpoints.files import TOKENIZER_FILES, refusal
 from stages.checkpoints.rope import BESIDE, compose_rope, read_rope
 from stages.core.errors import UserError, short
@@ -64,6 +67,7 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
         # transformers 5 stacks the experts' weights in memory but saves them one by one.
         state: Any = revert_weight_conversion(built, dict(built.state_dict()))
         check_rotary(path, config, built)
+        _refuse_unread(path, config, built.config, state)
     except UserError:
         raise
     except Exception as error:  # model classes raise various types for a bad configuration
@@ -75,6 +79,58 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
         logging.set_verbosity(verbosity)
     tied = built.config.tie_word_embeddings
     return {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
+
+
+PARTS = re.compile(
+    "_(alibi|architecture|attention|attn|bias|bidirectional|causal|clip|experts?|gated|layernorm|logits?|logn|mrope"
+    "|multiplier|mup|norm|ntk|position__embeddings?__type|prefix|qk|qkv|query|residual|rmsnorm|rope|rotary|routed"
+    "|router|scale|scaling|scoring|sliding|softcap|softcapping|softmax|swiglu__limit|topk__method|window|xpos|yarn)_"
+)
+"""Words of the keys that change what a decoder computes."""
+TRAINING = re.compile("_(coef|context|dropout|flash|fp32|fused|grad|init|initializer|jitter|loss|noise|output|pdrop)_")
+"""Words of the keys that change only its training, its speed or its precision."""
+ALWAYS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("causal", "rope", "rotary", "scale attn", "scale attn weights"), (True,)),
+    "position type": ("rope", "rotary"),
+    "scoring func": ("softmax",),
+    "topk method": ("greedy",),
+    "swiglu limit": (7.0,),
+}
+"""Words of a key without `is`, `use` and `embedding` -> its values in all families."""
+
+
+def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Iterable[str]) -> None:
+    """Refuse keys of other families that state another computation than the model's, which ignores them.
+
+    Args:
+        path: Directory of the checkpoint, for errors.
+        config: Content of config.json.
+        read: transformers' configuration, an instance of the family's class.
+        tensors: Names of the model's tensors.
+    """
+    declared = {field.name for field in fields(read)} | read.attribute_map.keys()
+    has_bias, has_qk_norm = (any(part in name for name in tensors) for part in (".bias", ".q_norm."))
+    for key, value in config.items():
+        words = key.lower().split("_")
+        spaced = f"_{'__'.join(words)}_"
+        if key in declared or not words[0] or not PARTS.search(spaced) or TRAINING.search(spaced):
+            continue
+        always = ALWAYS.get(" ".join(word for word in words if word not in ("is", "use", "embedding", "embeddings")))
+        applied: tuple[Any, ...] = always or (False, 0, 1, {}, [])
+        if "bias" in words:
+            applied = (False, has_bias)
+        elif "qk" in words and any("norm" in word for word in words):
+            applied = (has_qk_norm,)
+        elif key in READ - {*NUMBERS} or (isinstance(value, str) and always is None):
+            continue
+        other_names = [] if isinstance(value, bool) else get_close_matches(key, declared & config.keys(), 1, 0.6)
+        applied = (None, *applied, *(config[name] for name in other_names))
+        if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in applied):
+            raise refusal(
+                path,
+                f"config.json: {short(key)}={short(value)} is not read in a model of type {read.model_type}; leave it out "
+                "if the weights were trained without it",
+            )
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -46,14 +46,24 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary larger than the weights'", {"vocab_size": 1345}, ("embed_tokens", "1345")),
-    ("a multiplier of another family", {"logits_scaling": 8.0}, ("logits_scaling=8.0", "llama", "leave it out")),
-    ("a base under another name", {"rope_theta": ..., "rotary_emb_base": 10**6}, ("rotary_emb_base=1000000", "llama")),
     ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
     ("a window of another family", {"sliding_window": 64}, ("sliding_window", "null", "64")),
     ("more experts than there are", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
     ("two decoders", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
 )
+
+UNREAD: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("a base under another name", {"rope_theta": ..., "rotary_emb_base": 10**6}, ("rotary_emb_base=1000000", "llama")),
+    ("a multiplier of another family", {"logits_scaling": 8.0}, ("logits_scaling=8.0", "llama", "leave it out")),
+    ("attention parallel to the MLP", {"parallel_attn": True}, ("parallel_attn=True", "llama", "leave it out")),
+    ("norms of queries that the family lacks", {"qk_layernorm": True}, ("qk_layernorm=True", "llama")),
+    ("biases without their tensors", {"use_qkv_bias": True}, ("use_qkv_bias=True",)),
+    ("positions that are not rotated", {"use_rope": False}, ("use_rope=False",)),
+    ("other pairs of rotated numbers", {"rope_interleaved": True}, ("rope_interleaved=True",)),
+    ("another epsilon under another name", {"layer_norm_eps": 1e-3}, ("layer_norm_eps=0.001",)),
+)
+"""Cases that are detected only after transformers has built the model, because the class decides which keys are read."""
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -91,6 +101,7 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("offsets beyond the end", with_weights(header=entry(data_offsets=[0, 10**12])), (FILE,)),
     ("NaN in the last weight", with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), (FILE, NORM, "NaN")),
     ("weights as a pipe", instead(FILE, fifo), (FILE,)),
+    ("an adapter beside the weights", with_file("adapter_config.json", "{}"), ("adapter_config.json", "merge")),
     ("no weights", instead(FILE, lambda _: None), (FILE, "missing")),
     ("pickles alone", instead(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
      ("pickled weights",)),
@@ -185,6 +196,7 @@ CASES = [
             *(*WEIGHTS, *SHARDS, *TOKENIZERS),
         )
     ),
+    *(case(name, with_config(**changes), *says, loads_model=True) for name, changes, says in UNREAD),
     *(case(name, prepare, *says, loads_model=True) for name, prepare, says in OPENED),
     *(case(f"{CONFIG_JSON} {what}", prepare, CONFIG_JSON, *says) for what, prepare, says in JSON),
 ]

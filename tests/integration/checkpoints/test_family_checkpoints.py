@@ -219,3 +219,54 @@ def test_parameters_that_do_not_reach_the_model_are_refused(family: str, rope: A
     with pytest.raises(UserError, match=f"model.path=.*config.json: .*{message}") as refused:
         expected_tensors(tmp_path, written(family, **rope))
     assert "\n" not in str(refused.value)
+
+
+WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "unread"),
+    [
+        *(
+            (family, {"use_qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")}, None)
+            for family in FAMILIES
+        ),
+        ("qwen3", {"use_qk_norm": False}, "use_qk_norm=False"),
+        ("mistral", {"use_qk_norm": True}, "use_qk_norm=True"),
+        ("mistral", {"attention_bias": True}, "attention_bias=True"),
+        ("mistral", {"is_causal": False}, "is_causal=False"),
+        ("qwen2", {"attention_bias": True, "is_causal": True, "scale_attn_weights": True, "sliding_window": None}, None),
+        ("gpt_oss", {"experts_per_token": MODELS["gpt_oss"]["num_experts_per_tok"], "swiglu_limit": 7.0}, None),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token=3"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func=sigmoid"),
+        ("olmo2", {"position_embedding_type": "alibi"}, "position_embedding_type=alibi"),
+        ("gemma2", {"logits_scaling": 4.0}, "logits_scaling=4.0"),
+        ("starcoder2", {"norm_type": "layer_norm", "mlp_type": "default", "activation_function": "gelu"}, None),
+        ("phi3", {"full_attn_mod": 1, "lm_head_bias": False, "attn_pdrop": 0.1, "use_flash_attention_2": True}, None),
+        ("llama", {"clip_qkv": 8.0, "rope_interleaved": False}, "clip_qkv=8.0"),
+        (
+            "llama",
+            {"rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-6, "num_experts": 0, "attention_softmax_in_fp32": True},
+            None,
+        ),
+    ],
+)
+def test_keys_of_other_computations_are_refused_where_the_class_ignores_them(
+    family: str, keys: dict[str, Any], unread: str | None, tmp_path: Path
+) -> None:
+    if unread is None:
+        expected_tensors(tmp_path, written(family, **keys))
+        return
+    with pytest.raises(UserError, match=f"config.json: {unread} is not read in a model of type {family}"):
+        expected_tensors(tmp_path, written(family, **keys))
+
+
+@pytest.mark.parametrize(("interval", "fits"), [(2, True), (4, True), (3, False)])
+def test_layers_without_rotation_are_stated_once(interval: int, fits: bool, tmp_path: Path) -> None:
+    config = {**SIZE, **MODELS["smollm3"], "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
+    config |= {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "no_rope_layer_interval": interval}
+    if fits:
+        described(tmp_path, config)
+        return
+    with pytest.raises(UserError, match="no_rope_layers contradicts no_rope_layer_interval=3"):
+        described(tmp_path, config)
