@@ -28,6 +28,15 @@ def _refuse_argument(message: str) -> NoReturn:
     raise UserError(f"{message}; give KEY=VALUE, or an option that --help lists")
 
 
+class _GivenOnce(Namespace):
+    """Values of options, each of which may be given once: argparse would take the last value silently."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(vars(self).get(name), str):
+            raise UserError(f"--{name.replace('_', '-')}={value}: is given twice; give it once")
+        super().__setattr__(name, value)
+
+
 def _check_options(arguments: Namespace) -> None:
     """Refuse Hydra options that would compose another configuration than kvgate's, or that concern Hydra itself."""
     if arguments.cfg not in (None, "job"):
@@ -67,7 +76,7 @@ def _planned(argv: Sequence[str]) -> "Plan | int":
 
     parser = get_args_parser()
     parser.error = _refuse_argument  # type: ignore[method-assign]
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv, _GivenOnce())
     if arguments.shell_completion and not re.fullmatch("(un)?install=(bash|zsh|fish)|query=.*", " ".join(arguments.overrides)):
         raise UserError("--shell-completion: give install=bash, zsh or fish, or uninstall= of one")
     _check_options(arguments)

@@ -1,6 +1,5 @@
 """Checks that run before any work: the files that the configuration names, the policy, and the backend's requirements."""
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from pipeline.registry import summary
 from pipeline.registry.routing.files import read_routing_file, read_snapshot
 from pipeline.registry.tracking import locate
 from pipeline.store.store import check_store
-from pipeline.store.workdir import check_memory, check_room, check_workdir, lacks
+from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir, lacks
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.vocabulary import UNUSED
@@ -154,8 +153,8 @@ def _check_work(config: Config) -> None:
     if config.stage not in UNRECORDED:
         check_workdir(config.work, config.workdir, writes=not config.dry)
         summary.load(config.work)
-    elif os.path.lexists(config.work) and not config.work.is_dir():
-        raise UserError(f"workdir={config.workdir}: is not a directory; give the directory of the other commands")
+    else:
+        check_contents(config.work, config.workdir)
     check_store(config.artifacts)
 
 

@@ -16,8 +16,21 @@ LONGEST_PATH = 4095
 LONGEST_NAME = 255
 """Limit in bytes of every file system that matters here."""
 
-FOLDERS = (ARTIFACTS, "mlartifacts", "sweep")
+FOLDERS = (ARTIFACTS, "mlartifacts", "summaries", "sweep")
 FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock")
+
+
+def check_contents(work: Path, given: str) -> None:
+    """Refuse a work directory that is a file, or that has a file in the place of a folder or the reverse."""
+    name = f"workdir={given}"
+    if os.path.lexists(work) and not work.is_dir():
+        raise UserError(f"{name}: is not a directory; give one, or a path that does not exist yet")
+    for folder in FOLDERS:
+        if os.path.lexists(work / folder) and not (work / folder).is_dir():
+            raise UserError(f"{name}: {folder} in it is no directory; move it away")
+    for file in FILES:
+        if os.path.lexists(work / file) and not (work / file).is_file():
+            raise UserError(f"{name}: {file} in it is no file; move it away")
 
 
 def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
@@ -28,14 +41,7 @@ def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
     name = f"workdir={given}"
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > LONGEST_PATH:
         raise UserError(f"workdir={given[:60]}...: {len(given):,} characters are too long a path; give a shorter one")
-    if os.path.lexists(work) and not work.is_dir():
-        raise UserError(f"{name}: is not a directory; give one, or a path that does not exist yet")
-    for folder in FOLDERS:
-        if os.path.lexists(work / folder) and not (work / folder).is_dir():
-            raise UserError(f"{name}: {folder} in it is no directory; move it away")
-    for file in FILES:
-        if os.path.lexists(work / file) and not (work / file).is_file():
-            raise UserError(f"{name}: {file} in it is no file; move it away")
+    check_contents(work, given)
     there = next(place for place in (work, *work.parents) if os.path.lexists(place))
     if not there.is_dir():
         raise UserError(f"{name}: {there} is not a directory; give another path")

@@ -20,6 +20,7 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("read-only", "work", place("work", read_only), 4, ("Permission denied",)),
     ("a name of 300 characters", "w" * 300, text("x", ""), 2, ("too long",)),
     ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "no directory")),
+    ("summaries is a file", "work", text("work/summaries", ""), 2, ("summaries", "no directory")),
     (".store.json of version -1", "work", text("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
     ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "no file")),
 )
@@ -42,6 +43,7 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no JSON", "{", ("1:", "not one JSON value")),
     ("NaN", '{"prompt": NaN}', ("1:",)),
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
+    ("a prompt of white space", changed(prompt=" \n "), ("prompt", "not empty")),
     ("prompt and messages", changed(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
     ("a tool call of nothing", changed(**TOOL, reference="{}"), ("reference", "no call of one of the tools")),
     ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),

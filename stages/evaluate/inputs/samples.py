@@ -43,7 +43,7 @@ class _Line(_Strict):
 
     id: str | None = Field(default=None, pattern=rf"^[^{CONTROLS}]{{1,200}}$")
     workload: str = Field(default="custom", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    prompt: str | None = Field(default=None, min_length=1)
+    prompt: str | None = Field(default=None, pattern=r"\S")
     messages: list[_Message] | None = Field(default=None, min_length=1)
     reference: str = Field(min_length=1)
     check: LineCheck = "exact"
