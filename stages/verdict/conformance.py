@@ -179,11 +179,17 @@ def allowed(baseline: Sequence[ComparedRequest]) -> float:
     return ALLOWED * min(max(1.0, worst), ALLOWED)
 
 
+FEWEST_BOUNDING = 10
+"""Minimum requests for a bound on the share of faulty requests: 26 % after ten, 78 % after two."""
+
+
 def bounded(count: int, fault: str) -> str:
     """Return a clause with the largest share of requests that may still have a fault after `count` requests without it.
 
     This is the exact form of the rule of three, at 95 %.
     """
+    if count < FEWEST_BOUNDING:
+        return f"too few to bound the share of requests that {fault}"
     return f"so that at most {100 * (1 - 0.05 ** (1 / count)):.2g} % of requests {fault} (95 %)"
 
 
