@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from pipeline.chain.inputs import TRACKED, checks
 from pipeline.chain.run import Run
-from pipeline.chain.serving import candidates_of, promoted_sweep
+from pipeline.chain.serving import promoted_sweep, require_promotable
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Row
 from pipeline.cli.tables import verdict_lines
@@ -165,7 +165,7 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     if config.stage in JUDGING:
         yield open_backend(config.backend).check_runs
     if config.stage == "promote":
-        yield lambda: candidates_of(config, promoted_sweep(config))
+        yield lambda: require_promotable(config, promoted_sweep(config))
     if config.stage == "audit":
         yield lambda: open_backend(config.backend).audit(locate_checkpoint(config.model.path))
     if config.tracking.enabled and config.stage in TRACKED:

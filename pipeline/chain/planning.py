@@ -33,6 +33,7 @@ from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.files import write_whole
 from stages.engines.backend import Job
+from stages.engines.config import InterpreterConfig
 from stages.planning.capacity import Capacity, measure
 from stages.planning.recommend import Judged, recommend
 from stages.planning.tuning import TUNE_FILE, TuneReport
@@ -116,13 +117,15 @@ LONGEST_DEFAULT = 640
 
 
 def _questions(config: Config) -> list[str]:
-    """Return the arguments that ask questions as long as the use, and let the engine serve no longer sequences."""
-    longest = whole_pages(config.capacity.longest)
+    """Return the arguments that name the backend's Python, ask questions as long as the use, and allow no longer sequences."""
+    backend, longest = config.backend, whole_pages(config.capacity.longest)
+    unnamed = isinstance(backend, InterpreterConfig) and backend.python is None
+    python = [f"backend.python=/opt/{backend.name}/bin/python"] if unnamed else []
     if longest <= LONGEST_DEFAULT:
-        return []
-    length = config.backend.length_key
-    limit = [] if length is None else [f"backend.{length}={longest}"]
-    return limit if config.workloads.jsonl or config.workloads.lengths else [f"workloads.lengths=[{longest}]", *limit]
+        return python
+    limit = [] if backend.length_key is None else [f"backend.{backend.length_key}={longest}"]
+    asked = config.workloads.jsonl or config.workloads.lengths
+    return [*python, *limit] if asked else [*python, f"workloads.lengths=[{longest}]", *limit]
 
 
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:

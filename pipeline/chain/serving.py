@@ -39,15 +39,21 @@ def promote(run: Run) -> None:
     """Make the best passing candidate of a sweep the champion, or the candidate that `promote.name` names."""
     last = promoted_sweep(run.config)
     try:
-        if last.unfinished is not None and run.config.promote.name is None:
-            raise GateRefusal(
-                f"stage=promote: {last.unfinished}; wait if it still runs, else run it again to finish it, promote one that "
-                "passed: promote.name=NAME, or look at another sweep: promote.sweep=NAME"
-            )
+        require_promotable(run.config, last)
         promote_from(run, last, unfinished=last.unfinished)
     except GateRefusal:
         next_steps.show(next_steps.after_no_promotion(run.config, last.candidates))
         raise
+
+
+def require_promotable(config: Config, last: summary.Summary) -> None:
+    """Refuse a sweep that did not finish, unless `promote.name` is given, or that has no candidate of the model."""
+    if last.unfinished is not None and config.promote.name is None:
+        raise GateRefusal(
+            f"stage=promote: {last.unfinished}; wait if it still runs, else run it again to finish it, promote one that "
+            "passed: promote.name=NAME, or look at another sweep: promote.sweep=NAME"
+        )
+    candidates_of(config, last)
 
 
 def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
@@ -93,6 +99,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         )
         compare_in_mlflow(config, candidates, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)
+        console.say(f"Serve it with: {escape(next_steps.serving(best.engine.path))}", paste=True)
         next_steps.show(next_steps.after_promotion(config, best.engine.path))
 
 

@@ -272,6 +272,20 @@ def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swe
     return NextStep(why=why, command=standing(config, "tune"))
 
 
+SERVING = {
+    "engine_args.yaml": "vllm serve {0}/checkpoint --config {0}/engine_args.yaml",
+    "llm_args.yaml": "trtllm-serve {0}/checkpoint --config {0}/llm_args.yaml",
+    "launch.txt": "(cd {0} && sh launch.txt)",
+}
+"""File of a bundle -> the shell command that serves the bundle."""
+
+
+def serving(engine: Path) -> str:
+    """Return the command that serves an engine, or the Python call that loads it."""
+    command = next((command for file, command in SERVING.items() if (engine / file).is_file()), None)
+    return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)))
+
+
 def after_promotion(config: Config, engine: Path) -> NextStep:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
     bundle = f"bundle={written(str(engine))}"

@@ -15,6 +15,7 @@ from pipeline.config.config import Config
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
+from stages.verdict.candidate import Candidate
 
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 """Order of the aliases in the list. Routes have position 2."""
@@ -88,8 +89,10 @@ def _show_sweep(sweep: Summary, found: Found) -> None:
 def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | None:
     champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
     here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
-    candidates = [[one for one in sweep.candidates if one.model == config.model.label] for sweep in found.sweeps]
-    last = next(filter(None, candidates), [])
+    last: list[Candidate] = []
+    for sweep in reversed(found.sweeps):
+        if candidates := [one for one in sweep.candidates if one.model == config.model.label]:
+            last = candidates if sweep.unfinished is None else []
     passed = any(one.verdict == "PASS" and one.version for one in last)
     return next_steps.after_status(
         config,

@@ -91,6 +91,7 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     assert result.returncode == 0, result.stderr
     assert summary(work)["champion"] == "fp8"
     assert "-m pipeline stage=verify bundle=" in result.stdout
+    assert "Serve it with: pipeline.api.load('" in result.stdout
     assert "not int4_tensor: FAIL" in result.stdout
     assert "mlflow server --backend-store-uri" in result.stdout
     page = (work / "report.html").read_text(encoding="utf-8")

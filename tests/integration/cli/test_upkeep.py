@@ -20,8 +20,10 @@ from rich.filesize import decimal
 from stores import make_artifact
 
 from pipeline.chain import runner
+from pipeline.chain.dry import foretell
 from pipeline.cli.needs import Piece, distinct_bytes, find, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
+from pipeline.config.compose import plan
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
@@ -170,7 +172,9 @@ def test_an_engine_that_serves_stays_whatever_was_lost_of_its_identity(
     assert "int8_tensor" in said, "what nobody needs goes"
 
 
-def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(ground: Ground, tmp_path: Path) -> None:
+def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(
+    ground: Ground, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     work, location = copy_of(ground, tmp_path)
     promote = partial(command, work, "stage=promote", f"tracking.uri={location.uri}")
     summary.begin(work, "20260105-000000-1-e", ["int8"])
@@ -182,6 +186,11 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(ground: Ground, t
     summary.record(work, "20260107-000000-1-g", summary.load(work, LAST).candidates[0])
     with pytest.raises(GateRefusal, match=r"20260107-000000-1-g did not finish: .* another sweep: promote.sweep=NAME"):
         promote()
+    asked = [f"workdir={work}", MODEL, f"tracking.uri={location.uri}"]
+    assert foretell(plan([*asked, "stage=promote", "dry=true"], multirun=False)) == 3
+    assert "20260107-000000-1-g did not finish" in capsys.readouterr().err
+    command(work, "stage=status", f"tracking.uri={location.uri}")
+    assert "stage=promote" not in capsys.readouterr().out, "no suggestion of a command that would be refused"
 
 
 def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:

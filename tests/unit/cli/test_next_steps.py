@@ -214,6 +214,23 @@ def test_a_command_begins_with_the_python_that_has_kvgate(
     assert next_steps.after_making("quantize", ["kv=fp8"]).command == f"{begins} -m pipeline kv=fp8 stage=build"
 
 
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("engine_args.yaml", "vllm serve '{0}/checkpoint' --config '{0}/engine_args.yaml'"),
+        ("llm_args.yaml", "trtllm-serve '{0}/checkpoint' --config '{0}/llm_args.yaml'"),
+        ("launch.txt", "(cd '{0}' && sh launch.txt)"),
+        ("decoder.onnx", "pipeline.api.load('{0}')"),
+    ],
+)
+def test_a_promoted_engine_is_served_by_the_command_that_its_bundle_documents(file: str, command: str, tmp_path: Path) -> None:
+    engine = tmp_path / "engine of mine"
+    engine.mkdir()
+    (engine / file).write_text("")
+    expected = shlex.split(command.format(engine))
+    assert shlex.split(next_steps.serving(engine)) == expected
+
+
 BASE = [*TYPED, "kv=fp8"]
 ENDINGS: list[tuple[str, Callable[[Config], NextStep | None]]] = [
     ("build", lambda _: next_steps.after_making("quantize", ["kv=fp8,int8"], sweep=True)),

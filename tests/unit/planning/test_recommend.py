@@ -210,6 +210,7 @@ def test_the_stage_decides_by_its_own_gates_and_use(
 def test_only_policies_that_the_backend_serves_are_suggested_with_questions_of_the_asked_length(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("KVGATE_VLLM_PYTHON", raising=False)
     longer = ["capacity.contexts=[{tokens: 900, requests: 1}]", "backend=vllm", "backend.max_model_len=1024"]
     monkeypatch.setattr(next_steps, "_given", [(*asked, *longer)])
     with pytest.raises(GateRefusal):
@@ -220,6 +221,7 @@ def test_only_policies_that_the_backend_serves_are_suggested_with_questions_of_t
     swept = given["kv"].split(",")
     assert {"fp16", "fp8", "fp8_head"} <= set(swept)
     assert (given["workloads.lengths"], given["backend.max_model_len"]) == ("[960]", "960")
+    assert given["backend.python"] == "/opt/vllm/bin/python", "no key and no variable names one"
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     refused = [one.name for one in found.passed_over if one.reason == NOT_SERVED]
     assert {"int8", "fp8k_int4v", "int4_g32", "fp8_token"} <= set(refused)
