@@ -48,13 +48,6 @@ def document_sums(documents: Sequence[str], *columns: npt.ArrayLike) -> list[Arr
     return [np.asarray(np.bincount(index, weights=np.asarray(column)), np.float64) for column in columns]
 
 
-def by_document(values: Sequence[float | None], weights: Sequence[float], documents: Sequence[str]) -> Array:
-    """Return the weighted mean of every document, shape (documents,); NaN for documents with a missing value."""
-    with np.errstate(over="ignore"):  # a sum that no float64 holds is infinite, which fails a gate
-        sums, total = document_sums(documents, np.asarray(values, np.float64) * np.asarray(weights), weights)
-        return sums / total
-
-
 def document_totals(values: Sequence[float | None], documents: Sequence[str]) -> Array:
     """Return each document's sum divided by the mean number of samples per document, shape (documents,).
 

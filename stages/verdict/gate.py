@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
-from stages.verdict.bets import Array, Mean, Result, by_document
+import numpy as np
+
+from stages.verdict.bets import Array, Mean, Result, document_sums
 from stages.verdict.record import finite
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import FAR_KL, Check, Thresholds
@@ -73,7 +75,10 @@ def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
 
 def means(rows: Sequence[SampleRow], values: Sequence[float | None], weights: Sequence[float] | None = None) -> Array:
     """Return the weighted mean of every document, shape (documents,); NaN for documents with a missing value."""
-    return by_document(values, weights or [1.0] * len(rows), [row.document for row in rows])
+    weights = weights or [1.0] * len(rows)
+    with np.errstate(over="ignore"):  # a sum that no float64 holds is infinite, which fails a gate
+        sums, total = document_sums([row.document for row in rows], np.asarray(values, np.float64) * weights, weights)
+        return sums / total
 
 
 def kept(value: float, bound: float, status: str) -> str:
@@ -112,7 +117,7 @@ class Figure:
         """Return the verdict line for a test's result."""
         value, bound = self.shown(result.value), self.shown(result.bound)
         judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]
-        side = "at least" if self.gate.startswith("min_") else "at most"
+        side = "at least" if self.shown(1.0) < self.shown(0.0) else "at most"
         reason = (
             f"{self.where}: {self.label} {value:.4g}{self._uncut(result)}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, "
             f"{judgement} {self.gate} ({side} {self.threshold:g})"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from stages.core.strict import StrictModel
-from stages.verdict.record import Record
+from stages.verdict.record import Number, Record, finite
 
 RULES = 16
 """Version of the gates' rules; docs/verdict.md lists the rules of every version."""
@@ -98,6 +98,14 @@ class Check(Record):
     threshold: float | None = None
     status: LineStatus
     reason: str
+
+    @classmethod
+    def of(
+        cls, gate: str, where: str, status: LineStatus, text: str, value: Number = None, threshold: float | None = None
+    ) -> Self:
+        """Return a line whose reason is the text after its place. A value that is not finite becomes null."""
+        value = finite(value)
+        return cls(gate=gate, where=where, value=value, threshold=threshold, status=status, reason=f"{where}: {text}")
 
 
 class Verdict(Record):

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from stages.verdict.conformance import bounded, describe
 from stages.verdict.delivery import describe_changes
 from stages.verdict.gate import Gate, GateInput
-from stages.verdict.record import finite
 from stages.verdict.thresholds import Check, LineStatus, Status, Thresholds
 
 SHOWN = 4
@@ -21,14 +20,8 @@ def conformance(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     for where, engine in (("baseline", record.baseline), ("candidate", record.candidate)):
         ranked = engine.ranked
         status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
-        yield Check(
-            gate=Gate.CONFORMANCE,
-            where=where,
-            value=finite(ranked[0]) if ranked else None,
-            threshold=1.0 if judged else None,
-            status=status,
-            reason=f"{where}: {describe(engine, judged=judged)}",
-        )
+        text, worst = describe(engine, judged=judged), ranked[0] if ranked else None
+        yield Check.of(Gate.CONFORMANCE, where, status, text, worst, 1.0 if judged else None)
 
 
 def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
@@ -60,9 +53,8 @@ def _listed(failures: Sequence[object]) -> str:
 
 def _line(gate: Gate, where: str, failures: Sequence[str], passed: str) -> Check:
     fault = "does not compute its policy: " if gate == Gate.STRESS_TEST else ""
-    reason = f"{where}: {gate}: " + (fault + _listed(failures) if failures else passed)
-    status: LineStatus = "FAIL" if failures else "PASS"
-    return Check(gate=gate, where=where, value=len(failures), threshold=0, status=status, reason=reason)
+    text = f"{gate}: " + (fault + _listed(failures) if failures else passed)
+    return Check.of(gate, where, "FAIL" if failures else "PASS", text, len(failures), 0)
 
 
 def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
@@ -87,13 +79,8 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         told += f", {bounded(found.asked, 'change')}"
     else:
         told += f": the pool was never full; ask more requests with workloads.full_pool={2 * found.asked}"
-    yield Check(
-        gate=Gate.FULL_POOL,
-        where="candidate",
-        value=len(found.deviations) if found.requests else None,
-        threshold=0,
-        status=status,
-        reason=f"candidate: full pool: {told}",
+    yield Check.of(
+        Gate.FULL_POOL, "candidate", status, f"full pool: {told}", len(found.deviations) if found.requests else None, 0
     )
 
 
@@ -104,14 +91,7 @@ def scale_delivery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Chec
         return
     refused = [change for change in changes if change.kind not in thresholds.allow_scale_changes]
     status: LineStatus = "FAIL" if refused else "WARNING" if changes else "PASS"
-    reason = describe_changes(refused or changes) or "the engine uses the scales that its checkpoint carries"
+    text = describe_changes(refused or changes) or "the engine uses the scales that its checkpoint carries"
     if changes and not refused:
-        reason += ", as gates.allow_scale_changes accepts"
-    yield Check(
-        gate=Gate.SCALE_DELIVERY,
-        where="candidate",
-        value=float(len(changes)),
-        threshold=0.0,
-        status=status,
-        reason=f"candidate: scales: {reason}",
-    )
+        text += ", as gates.allow_scale_changes accepts"
+    yield Check.of(Gate.SCALE_DELIVERY, "candidate", status, f"scales: {text}", len(changes), 0)

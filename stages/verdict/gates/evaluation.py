@@ -35,7 +35,7 @@ def complete(evidence: GateInput) -> Iterator[Check]:
             text = f"{len(broken)} of {len(some)} samples have no finite numbers or answer ({broken[0]})"
             problems.append((workload, text))
     for where, text in problems:
-        yield Check(gate=Gate.COMPLETE, where=where, value=None, status="FAIL", reason=f"{where}: {text}")
+        yield Check.of(Gate.COMPLETE, where, "FAIL", text)
 
 
 def _is_complete(row: SampleRow) -> bool:
@@ -54,18 +54,11 @@ def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     asked, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
     for name, answered in sorted(evidence.report.planned_workloads.items()):
         if name not in (judged if answered else asked):
-            reason = f"{name}: no sample of it was run yet; a later round has them"
-            yield Check(gate=Gate.MIN_SAMPLES, where=name, value=0, status="INCONCLUSIVE", reason=reason)
+            yield Check.of(Gate.MIN_SAMPLES, name, "INCONCLUSIVE", "no sample of it was run yet; a later round has them", 0)
     if not judged:
         count, least = len({row.document for row in evidence.rows}), thresholds.min_samples
-        yield Check(
-            gate=Gate.MIN_SAMPLES,
-            where=ALL,
-            value=count,
-            threshold=least,
-            status="PASS" if count >= least else "INCONCLUSIVE",
-            reason=f"all: no sample has an answer to judge, {count} documents have distances; gates.min_samples is {least}",
-        )
+        text = f"no sample has an answer to judge, {count} documents have distances; gates.min_samples is {least}"
+        yield Check.of(Gate.MIN_SAMPLES, ALL, "PASS" if count >= least else "INCONCLUSIVE", text, count, least)
 
 
 def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
@@ -97,19 +90,19 @@ def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
     if longest < tokens:
         unseen = UNSEEN.get(key.rpartition(".")[0], "every token was kept exact")
-        reason = (
-            f"all: {unseen}: the longest sample has {longest:,} tokens, {key} takes effect from {tokens:,} tokens on; ask "
-            f"longer samples, or lower {key}"
+        text = (
+            f"{unseen}: the longest sample has {longest:,} tokens, {key} takes effect from {tokens:,} tokens on; ask longer "
+            f"samples, or lower {key}"
         )
-        yield Check(gate=Gate.TAKES_EFFECT, where=ALL, value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
+        yield Check.of(Gate.TAKES_EFFECT, ALL, "INCONCLUSIVE", text, longest, tokens)
 
 
 def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     """Yield INCONCLUSIVE if a KL threshold is not above an engine's KL to itself, or if that KL is unknown."""
     report = evidence.report
     if report.noise is None:
-        reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"
-        yield Check(gate=Gate.NOISE_FLOOR, where="A/A noise", value=None, status="INCONCLUSIVE", reason=reason)
+        text = "no noise floor was measured; set workloads.noise_samples to 1 or more"
+        yield Check.of(Gate.NOISE_FLOOR, "A/A noise", "INCONCLUSIVE", text)
     for engine, noise in (("baseline", report.noise), ("candidate", report.candidate_noise)):
         if noise is None:
             continue
@@ -119,7 +112,5 @@ def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
         ):
             if value is None or value >= limit:
                 shown = "not a number" if value is None else f"{value:.3g}"
-                reason = f"all: {limited} is finer than the {engine}'s own noise ({label} {shown})"
-                yield Check(
-                    gate=Gate.NOISE_FLOOR, where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason
-                )
+                text = f"{limited} is finer than the {engine}'s own noise ({label} {shown})"
+                yield Check.of(Gate.NOISE_FLOOR, "A/A noise", "INCONCLUSIVE", text, value, limit)

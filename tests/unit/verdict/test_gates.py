@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "2 of 60 answers are lost": (losing(2, pages(15)), {}, "PASS", set(), ""),
     "answers are lost while every distribution stays close": (
         every_class(retrieval=25), {}, "FAIL", {"accuracy"},
-        "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, upper 99.83 % bound -0.0",
+        "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, change -0.1953, 99.83 % bound -0.0",
     ),
     "15 pages of four questions pass": (pages(15), {}, "PASS", set(), "all: keeps 100.0 %"),
     "14 pages do not": (
@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         "the candidate's own noise"),
     "noise of single tokens": (
         every_class(), {"noise": fidelity(kl_p999=1.5)}, "INCONCLUSIVE", {"noise_floor"},
-        "all: the limit of far tokens, a KL of 1, is finer than the baseline's own noise (99.9th percentile of KL 1.5)"),
+        "A/A noise: the limit of far tokens, a KL of 1, is finer than the baseline's own noise (99.9th percentile of KL 1.5)"),
     "noise that nobody measured": (every_class(), {"noise": None}, "INCONCLUSIVE", {"noise_floor"}, ""),
     "a code that one request of seven stores wrong": (
         every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),

@@ -1,6 +1,8 @@
 """The betting test behind the gates, by hand and by simulation: levels at every look, bounds, known ranges, documents."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from scipy.stats import t as student
 
 from stages.verdict import bets
 from stages.verdict.bets import Array, Mean, log_score
+from stages.verdict.gate import means
 
 RUNS = 2000
 LIMIT = 0.05
@@ -148,13 +151,14 @@ def test_student_s_t_allows_for_skewed_values_and_is_plain_where_there_is_no_ske
     assert bets.skewed_upper_bound(even, 0.01) == pytest.approx(plain)
     losses = np.random.default_rng(0).exponential(size=(4000, 40))
     wrong = (bets.skewed_upper_bound(losses, 0.01) < 1).mean()
-    means, errors = losses.mean(axis=1), losses.std(axis=1, ddof=1) / math.sqrt(40)
-    assert wrong < 0.02 < (means + student.isf(0.01, 39) * errors < 1).mean()
+    mean, errors = losses.mean(axis=1), losses.std(axis=1, ddof=1) / math.sqrt(40)
+    assert wrong < 0.02 < (mean + student.isf(0.01, 39) * errors < 1).mean()
     assert bets.skewed_upper_bound(np.full(40, 0.3), 0.01) == pytest.approx(0.3)
 
 
 def test_the_mean_over_documents_counts_each_document_once_and_the_totals_each_sample() -> None:
     documents = ["a", "a", "a", "b"]
-    assert bets.by_document([1.0, 1.0, 4.0, 0.0], [1.0, 1.0, 1.0, 1.0], documents) == pytest.approx([2.0, 0.0])
+    rows: Any = [SimpleNamespace(document=name) for name in documents]
+    assert means(rows, [1.0, 1.0, 4.0, 0.0]) == pytest.approx([2.0, 0.0])
     assert bets.document_totals([1.0, 1.0, 4.0, 0.0], documents).mean() == pytest.approx(1.5)
-    assert math.isnan(bets.by_document([None, 1.0], [1.0, 1.0], ["a", "b"])[0])
+    assert math.isnan(means(rows[2:], [None, 1.0])[0])
