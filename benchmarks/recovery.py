@@ -71,13 +71,12 @@ def measure(workdir: Path) -> dict[str, Any]:
         steps = Run(config).steps
         answers = steps.round(FP16_POLICY, 1)
         baseline, candidate = (read_round(one.path) for one in (answers, steps.round(config.kv, 1, answers)))
-        asked = baseline.scored(read_encoded(steps.encoded_samples.path).items)
+        asked = baseline.scored(read_encoded(steps.encoded_samples.path))
         rows = make_rows(
             asked,
             candidate.statistics_of(asked),
             baseline.answers_to(asked),
             candidate.answers_to(asked),
-            [1] * len(asked),
         )
         pages = list(zip(*([row for row in rows if row.workload == kind] for kind in KINDS), strict=True))
         for name, side in (("fp16", "baseline"), (config.kv.name, "candidate")):
@@ -97,8 +96,6 @@ def rows_of(answers: Answers, policy: str, pages: Sequence[int]) -> list[SampleR
             judged=True,
             baseline_probability=float(answers.baseline[page, column]),
             candidate_probability=float(kept[page, column]),
-            baseline_valid=None,
-            candidate_valid=None,
             baseline_correct=bool(right["fp16"][page, column]),
             candidate_correct=bool(right[policy][page, column]),
         )

@@ -45,7 +45,7 @@ def wait_for(url: str, seconds: float) -> str:
 
 def compare(evaluation: Path, encoded: Path, url: str, questions: int) -> list[dict[str, Any]]:
     """Return the answers of the server and of the judged engine to `questions` judged questions."""
-    items = {item.sample.id: item for item in read_encoded(encoded).items}
+    items = {item.sample.id: item for item in read_encoded(encoded)}
     rows = [json.loads(line) for line in (evaluation / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     judged = [row for row in rows if row["judged"]]
     model, found = wait_for(url, seconds=120), []

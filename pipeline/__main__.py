@@ -110,8 +110,8 @@ def _planned(argv: Sequence[str]) -> "Plan | int":
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    # SIGTERM, which ends containers and CI jobs, acts like Ctrl-C: runs are closed, and samples in flight finish. The first
-    # process of a container would ignore SIGTERM without a handler.
+    # SIGTERM, which ends containers and CI jobs, acts like Ctrl-C: runs are closed. The first process of a container would
+    # ignore SIGTERM without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # torch's threads would spin while they wait. On a busy machine, spinning slowed a verdict by a factor of 2.6.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

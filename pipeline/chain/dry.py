@@ -71,17 +71,15 @@ class DryStore(Store):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.job = 1
-        """Number of the current job."""
-        self.maker: dict[str, int] = {}
-        """Key of a stand-in -> number of the first job that needs it."""
+        self.needed: set[str] = set()
+        """Keys of the stand-ins."""
 
     @contextmanager
     def making(self, recipe: Recipe, *, resumable: bool = False) -> Iterator[Entry]:  # noqa: ARG002
         path, key, found = self.path(recipe), recipe.key, self.verified(recipe)
         if found is None:
-            self.maker.setdefault(key, self.job)
-            found = StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
+            found = StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, key in self.needed, 0.0)
+            self.needed.add(key)
         yield Entry(found, path)
 
 
@@ -120,7 +118,6 @@ def foretell(planned: Plan) -> int:
     problems, rows, verdicts, short = Problems(), list[Row](), dict[str, Verdict](), list[str]()
     store, opened = DryStore(planned.jobs[0].artifacts), set[Path]()  # a sweep has one work directory
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
-        store.job = job
         codes = {problems.look(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if config.stage not in MAKING:
             console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
@@ -134,9 +131,13 @@ def foretell(planned: Plan) -> int:
                     problems.look(job, partial(_say_questions, run))
                 if (reason := run.steps.too_few) is not None:
                     short.append(reason)
-            rows += _rows(run, store)
+            for title, artifact in run.steps.finished:
+                word, style = ("reused", "dim") if artifact.reused else ("made", "")
+                rows.append(Row(title, (job, word), style=style))
     if rows:
-        _print(rows)
+        console.show("dry", Grid("", "artifact", COLUMNS, rows))
+        made = sum(row.values[1] == "made" for row in rows)
+        console.say(f"{len(rows) - made} reused, {made} made, later rounds run only if the gates are undecided")
     for label, verdict in verdicts.items():
         console.say(f"{escape(label)} is judged already: {verdict.status}")
     if len(verdicts) == len(planned.jobs) and "PASS" not in [verdict.status for verdict in verdicts.values()]:
@@ -156,7 +157,7 @@ def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
     if run.config.stage in JUDGING and last.exists:
         report = load_report(last.path)
         verdicts[run.label] = decide(report, load_rows(last.path), run.config.gates)
-        if all(artifact.exists for _, artifact in run.chain.finished):  # the identity binds every artifact
+        if all(artifact.exists for _, artifact in run.steps.finished):  # the identity binds every artifact
             run.steps.identity(last, verdicts[run.label])
 
 
@@ -169,29 +170,13 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     if config.stage == "audit":
         yield lambda: open_backend(config.backend).audit(locate_checkpoint(config.model.path))
     if config.tracking.enabled and config.stage in TRACKED:
-        yield lambda: _check_tracking(config)
+        yield partial(_check_tracking, config)
 
 
 def _check_tracking(config: Config) -> None:
     location = locate(config.tracking, config.work, config.model.label)
     if location.exists:
         check_reachable(location)
-
-
-def _rows(run: Run, store: DryStore) -> Iterator[Row]:
-    for title, artifact in run.chain.finished:
-        maker = store.maker.get(artifact.key, store.job)
-        if artifact.exists or maker != store.job:
-            word = "reused" if artifact.exists else f"made by job {maker}"
-            yield Row(title, (store.job, word), style="dim")
-        else:
-            yield Row(title, (store.job, "made"))
-
-
-def _print(rows: list[Row]) -> None:
-    console.show("dry", Grid("", "artifact", COLUMNS, rows))
-    made = sum(row.values[1] == "made" for row in rows)
-    console.say(f"{len(rows) - made} reused, {made} made, later rounds run only if the gates are undecided")
 
 
 def _say_questions(run: Run) -> None:

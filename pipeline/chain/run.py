@@ -5,7 +5,6 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli import console
 from pipeline.config.config import Config
@@ -47,22 +46,18 @@ class Run:
     """The work directory's store if None."""
 
     @cached_property
-    def chain(self) -> EngineSteps:
-        return EngineSteps(self.config, self.store or Store(self.config.artifacts))
-
-    @cached_property
     def steps(self) -> VerdictSteps:
-        return VerdictSteps(self.chain)
+        return VerdictSteps(self.config, self.store or Store(self.config.artifacts))
 
     def make(self) -> Artifact:
         """Take the steps of the stage in order, and return the last artifact. The store of a dry run makes nothing."""
         match self.config.stage:
             case "quantize":
-                return self.chain.exports(self.config.kv)
+                return self.steps.exports(self.config.kv)
             case "build":
-                return self.chain.bundle(self.config.kv)
+                return self.steps.bundle(self.config.kv)
             case "tune":
-                return self.chain.tuned()
+                return self.steps.tuned()
             case _:
                 return self.steps.report()
 

@@ -14,7 +14,7 @@ from pipeline.chain import serving
 from pipeline.chain.inputs import UNRECORDED
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.run import Run, open_store
-from pipeline.chain.showing import replace_page, show
+from pipeline.chain.showing import PAGE, show
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.prune import prune
@@ -54,7 +54,7 @@ def evaluate(run: Run) -> None:
 
     Jobs of a sweep only register. Otherwise the job that finishes last would be promoted.
     """
-    config, chain = run.config, run.chain
+    config, steps = run.config, run.steps
     with console.progress("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
@@ -64,9 +64,9 @@ def evaluate(run: Run) -> None:
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.progress("deciding"):
             verdict = decide(report, rows, config.gates)
-        sealed = run.steps.identity(evaluation, verdict)
+        sealed = steps.identity(evaluation, verdict)
         cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
-        candidate = judged_candidate(read_identity(cited.path), cited, report, chain.store.root)
+        candidate = judged_candidate(read_identity(cited.path), cited, report, steps.store.root)
         candidate = candidate.model_copy(update={"name": run.label})
         if store is not None:
             with console.progress("registering the engine"):
@@ -79,7 +79,7 @@ def evaluate(run: Run) -> None:
     promotes = config.stage == "all" and config.tracking.enabled
     show(config, [candidate], sweep=run.sweep, command=next_steps.whole())
     if not (promotes and candidate.verdict == "PASS"):  # a promotion prints its own next step
-        asking = sum(artifact.seconds for _, artifact in chain.finished if artifact.stage in ("baseline", "round"))
+        asking = sum(artifact.seconds for _, artifact in steps.finished if artifact.stage in ("baseline", "round"))
         next_steps.show(next_steps.after_judging(config, [candidate], next_steps.typed(), asking_s=asking))
     if candidate.verdict != "PASS" and not look:
         raise GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
@@ -141,6 +141,6 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
             if not sweeping:
                 write_junit(config.work / JUNIT, last)
                 if not last.candidates:
-                    replace_page(config, next_steps.whole())
+                    (config.work / PAGE).unlink(missing_ok=True)
         elif not sweeping and config.stage not in UNRECORDED:
             summary.finish(config.work, None, code)

@@ -1,6 +1,5 @@
 """Output for people: report.html, and the comparison in MLflow. Neither decides anything."""
 
-import html
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
 from pipeline.registry.tracking import compare_url, server_command
 from stages.core.errors import REFUSALS, UserError
-from stages.core.files import write_whole
 from stages.core.records import Sample
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from stages.report.exhibit import Exhibit
 
 PAGE = "report.html"
-"""File in the work directory that shows the last evaluation, sweep or promotion."""
+"""File in the work directory that shows the last evaluation, sweep or promotion. A command without a verdict removes it."""
 
 
 @contextmanager
@@ -70,16 +68,6 @@ def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occas
         for candidate in candidates:
             if candidate.version:
                 store.attach(candidate.run_id, [page])
-
-
-def replace_page(config: Config, command: str | None) -> None:
-    """Replace the page of an earlier command, after a command that ended without a verdict."""
-    page, said = config.work / PAGE, html.escape(redact_text(command or f"stage={config.stage}"))
-    if page.is_file():
-        text = f"The last command ended without a verdict: <code>{said}</code>. Its messages name the reason."
-        write_whole(
-            page, f'<!doctype html><html lang="en"><meta charset="utf-8"><title>No verdict</title><p>{text}</p></html>\n'
-        )
 
 
 def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: str) -> None:

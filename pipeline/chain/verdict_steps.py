@@ -2,10 +2,9 @@
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from pipeline.chain.engine_steps import EngineSteps
@@ -29,30 +28,32 @@ from stages.workloads.own import own_content, own_files
 
 if TYPE_CHECKING:
     from stages.evaluate.conformance.engine import ReferenceEngine
-    from stages.evaluate.inputs.tokens import BundleTokenizer, Encoded
+    from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
     from stages.evaluate.joining import JoinedEvaluation
 
 
 @dataclass
-class VerdictSteps:
-    """The evaluation of a chain's engine against the FP16-KV engine."""
+class VerdictSteps(EngineSteps):
+    """The artifacts of one configuration, up to the evaluation of its engine against the FP16-KV engine."""
 
-    chain: EngineSteps
     _pair: "EnginePair | None" = field(default=None, init=False)
     """The engine that was used last, kept in memory."""
 
     def report(self) -> Artifact:
         """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
-        policy = self.chain.config.kv
-        self._note_number()
-        made = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
+        policy = self.config.kv
+        if self.too_few is not None:
+            console.say(f"[yellow]note:[/] these questions {self.too_few} (docs/start.md#my-questions)")
+        made = {"baseline": self.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self.note_length(self._encoded)
         answers = made[answers_input(1)] = self.round(FP16_POLICY, 1)
         if answers.exists:
-            self.require_able(answers)
+            from stages.evaluate.decoding.stored import read_round, require_able
+
+            require_able(self._in_round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
         made["baseline_once"] = self.once(FP16_POLICY, answers)
-        made["engine"] = self.chain.bundle(policy)
+        made["engine"] = self.bundle(policy)
         candidate = made[round_input(1)] = self.round(policy, 1, answers)
         made["once"] = self.once(policy, candidate, answers)
         for number in range(2, self._rounds + 1):
@@ -62,7 +63,7 @@ class VerdictSteps:
             answers = made[answers_input(number)] = self.round(FP16_POLICY, number)
             made[round_input(number)] = self.round(policy, number, answers)
         self._pair = None
-        with self.chain.making(self.recipe("evaluate", "joining", made), policy) as entry:
+        with self.making(self.recipe("evaluate", "joining", made), policy) as entry:
             if entry.artifact is None:
                 self._joined(made).write(entry.scratch)
         return entry.made
@@ -70,12 +71,12 @@ class VerdictSteps:
     @cached_property
     def encoded_samples(self) -> Artifact:
         """The tokens of every sample, shared by the engines of all policies."""
-        recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.chain.bundle(FP16_POLICY)})
-        with self.chain.making(recipe) as entry:
+        recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.bundle(FP16_POLICY)})
+        with self.making(recipe) as entry:
             if entry.artifact is None:
-                from stages.evaluate.inputs.tokens import encode_rounds
+                from stages.evaluate.inputs.tokens import encode_rounds, write_encoded
 
-                encode_rounds(self.samples, self._tokenizer, self.chain.config.workloads).write(entry.scratch)
+                write_encoded(encode_rounds(self.samples, self._tokenizer, self.config.workloads), entry.scratch)
         return entry.made
 
     def round(self, policy: KVPolicy, number: int, baseline: Artifact | None = None) -> Artifact:
@@ -83,25 +84,23 @@ class VerdictSteps:
 
         `baseline` is the baseline's artifact of the same round, to compare with; None measures the baseline itself.
         """
-        stage, config = "baseline" if baseline is None else "round", self.chain.config
+        stage, workloads = "baseline" if baseline is None else "round", self.config.workloads
         recipe = self.recipe(stage, "measure", self.inputs(policy, baseline), round=number)
-        with self.chain.making(recipe, policy, f" {number}/{self._rounds}", resumable=True) as entry:
+        with self.making(recipe, policy, f" {number}/{self._rounds}", resumable=True) as entry:
             if entry.artifact is None:
                 from stages.evaluate.measure import measure
 
                 pair = self.load(policy)
-                # Load the engine before its reference engine: on a GPU it may claim a share of all memory.
-                engine = pair.engine
                 measure(
-                    engine,
-                    self._encoded.round(number),
+                    pair.engine,
+                    self._in_round(number),
                     self._tokenizer,
                     entry.scratch,
-                    config=config.workloads,
+                    config=workloads,
                     progress=entry.progress,
                     baseline=None if baseline is None else baseline.path,
-                    reference=pair.reference if number == 1 and config.workloads.conformance_samples else None,
-                    allow_scale_changes=config.gates.allow_scale_changes,
+                    reference=pair.reference if number == 1 and workloads.conformance_samples else None,
+                    allow_scale_changes=self.config.gates.allow_scale_changes,
                 )
         return entry.made
 
@@ -110,54 +109,49 @@ class VerdictSteps:
 
         `baseline` is the baseline's first round; None measures the baseline itself.
         """
-        stage, config = "baseline_once" if baseline is None else "once", self.chain.config.workloads
+        stage, config = "baseline_once" if baseline is None else "once", self.config.workloads
         inputs = {**self.inputs(policy, baseline), "measured": measured}
-        with self.chain.making(self.recipe(stage, "measured_once", inputs), policy) as entry:
+        with self.making(self.recipe(stage, "measured_once", inputs), policy) as entry:
             if entry.artifact is None:
                 from stages.evaluate.measured_once import measure_once
 
                 pair, self._pair = self.load(policy), None  # the must-fail control leaves its fault in the engine
                 measure_once(
                     pair.engine,
-                    self._encoded.round(1),
+                    self._in_round(1),
                     self._tokenizer,
                     measured.path,
                     config=config,
                     progress=entry.progress,
                     reference=pair.reference if config.conformance_samples and baseline is not None else None,
                     baseline=None if baseline is None else baseline.path,
-                    planned=self._encoded.items,
+                    planned=self._encoded,
                 ).write(entry.scratch)
         return entry.made
 
     def identity(self, evaluation: Artifact, verdict: Verdict) -> Artifact:
         """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
-        chain, config = self.chain, self.chain.config
-        links = [Link.of(title, artifact) for title, artifact in chain.finished]
-        identity = make_identity(config, links, verdict)
+        config = self.config
+        identity = make_identity(config, [Link.of(title, artifact) for title, artifact in self.finished], verdict)
         content = {"identity": json_digest(identity.model_dump(mode="json"))}
         recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
-        with chain.making(recipe, config.kv) as entry:
+        with self.making(recipe, config.kv) as entry:
             if entry.artifact is None:
                 write_identity(identity, evaluation.path, config.workloads, entry.scratch, config.signing)
         return entry.made
 
     def inputs(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
         """Return the inputs of a measurement by name: the engine, the samples, and the artifacts to compare with."""
-        engine = self.chain.bundle(policy)
+        engine = self.bundle(policy)
         inputs = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
-        if self.chain.config.workloads.conformance_samples:
+        if self.config.workloads.conformance_samples:
             inputs["reference"] = self.reference(policy)
         return {**inputs, "encoded": self.encoded_samples}
 
     def recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
         """Return the recipe of an artifact that a module of `stages.evaluate` makes."""
-        workloads, backend = self.chain.config.workloads, self.chain.backend
-        digests = {name: artifact.digest for name, artifact in inputs.items()}
-        if self._own_digest is not None:
-            digests[workloads.own_key] = self._own_digest
-        if self._draft_digest is not None:
-            digests["draft"] = self._draft_digest
+        workloads, backend = self.config.workloads, self.backend
+        digests = {name: artifact.digest for name, artifact in inputs.items()} | self._given_digests
         # Some workloads quote the documentation of the Python that runs.
         python = platform.python_version()
         # Rounds do not depend on the stress test and the load: new settings there repeat no round.
@@ -172,34 +166,29 @@ class VerdictSteps:
         return Recipe(stage, code, parts, digests, libraries, measures_time=True)
 
     @cached_property
-    def _own_digest(self) -> str | None:
-        """Digest of the user's samples or texts; None if all samples are generated."""
-        workloads = self.chain.config.workloads
-        if workloads.own is None:
-            return None
-        for file in own_files(workloads.own_key, workloads.own):
-            self.chain.watch(file)
-        return hashlib.sha256(own_content(workloads.own_key, workloads.own)).hexdigest()
-
-    @cached_property
-    def _draft_digest(self) -> str | None:
-        speculation = self.chain.config.workloads.speculation
-        if speculation is None or speculation.draft is None:
-            return None
-        return self.chain.digest_of_model(locate_checkpoint(speculation.draft))
+    def _given_digests(self) -> dict[str, str]:
+        """Digests by input's name: of the user's samples or texts, and of the draft checkpoint, if they are configured."""
+        workloads, digests = self.config.workloads, dict[str, str]()
+        if workloads.own is not None:
+            for file in own_files(workloads.own_key, workloads.own):
+                self.watch(file)
+            digests[workloads.own_key] = hashlib.sha256(own_content(workloads.own_key, workloads.own)).hexdigest()
+        if workloads.speculation is not None and workloads.speculation.draft is not None:
+            digests["draft"] = self.digest_of_model(locate_checkpoint(workloads.speculation.draft))
+        return digests
 
     def reference(self, policy: KVPolicy) -> Artifact:
         """Return the reference engine's bundle under `policy`, from the same weights and scales as the engine."""
-        return self.chain.bundle(policy, self.chain.reference_config)
+        return self.bundle(policy, self.reference_config)
 
     @cached_property
     def reference_device(self) -> str:
         """Device of the reference engine: `cpu` or `cuda`."""
         from stages.engines.reference.device import reference_device
 
-        given = self.chain.given
+        given = self.given
         size = given.stat().st_size if given.is_file() else weight_bytes(inspect_checkpoint(given))
-        return reference_device(self.chain.config.reference.device, size)
+        return reference_device(self.config.reference.device, size)
 
     def load(self, policy: KVPolicy) -> "EnginePair":
         """Return the engine of `policy`, and release any other engine: two may not fit into memory."""
@@ -215,27 +204,19 @@ class VerdictSteps:
         """The samples of all rounds."""
         from stages.evaluate.inputs.samples import load_samples
 
-        return load_samples(self.chain.config.workloads)
+        return load_samples(self.config.workloads)
 
-    @property
+    @cached_property
     def too_few(self) -> str | None:
         """Why no candidate can PASS on so few questions; None if they suffice, or for a first look, which never passes."""
         from stages.verdict.gates.evaluation import too_few
 
-        if not self.chain.config.workloads.conformance_samples:
-            return None
-        return too_few(self.samples, self.chain.config.gates)
+        return too_few(self.samples, self.config.gates) if self.config.workloads.conformance_samples else None
 
-    def _note_number(self) -> None:
-        """Warn early that the questions are too few for a PASS."""
-        reason = self.too_few
-        if reason is not None:
-            console.say(f"[yellow]note:[/] these questions {reason} (docs/start.md#my-questions)")
-
-    def note_length(self, encoded: "Encoded") -> None:
+    def note_length(self, encoded: Sequence["EncodedSample"]) -> None:
         """Warn early that a promotion will refuse the engine if it allows longer sequences than the samples have."""
-        backend, room = self.chain.config.backend, self.chain.config.workloads.extra_new_tokens
-        longest = max(len(item.prompt) + len(item.reference) for item in encoded.items) + room
+        backend, room = self.config.backend, self.config.workloads.extra_new_tokens
+        longest = max(len(item.prompt) + len(item.reference) for item in encoded) + room
         judged = whole_pages(longest)
         key, limit = f"backend.{backend.length_key}", backend.context_limit
         if limit is not None and limit > judged:
@@ -244,73 +225,68 @@ class VerdictSteps:
                 f"tokens; give {key}={judged}, or workloads.lengths=[{limit}] ({long_cost(limit)})"
             )
 
-    def require_able(self, answers: Artifact) -> None:
-        """Refuse workloads that the baseline itself fails."""
-        from stages.evaluate.decoding.stored import read_round, require_able
-
-        least = self.chain.config.gates.min_baseline_probability
-        require_able(self._encoded.round(1), read_round(answers.path), least)
-
     def _joined(self, made: Mapping[str, Artifact]) -> "JoinedEvaluation":
         from stages.evaluate.decoding.stored import MeasuredOnce, read_round
         from stages.evaluate.joining import join
 
-        ran = takewhile(lambda number: round_input(number) in made, count(1))
-        names = [(answers_input(number), round_input(number)) for number in ran]
-        rounds = [(read_round(made[answers].path), read_round(made[own].path)) for answers, own in names]
+        ran = [number for number in range(1, self._rounds + 1) if round_input(number) in made]
+        rounds = [(read_round(made[answers_input(n)].path), read_round(made[round_input(n)].path)) for n in ran]
         once = MeasuredOnce.read(made["baseline_once"].path), MeasuredOnce.read(made["once"].path)
         digests = {name: made[name].digest for name in ("engine", "baseline")}
-        return join(self._encoded, rounds, once, self.chain.config.workloads, **digests)
+        return join(self._encoded, rounds, once, self.config.workloads, **digests)
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Return whether the gates need no further round."""
         with console.progress("deciding whether to ask more"):
             found = self._joined(made)
-            return is_final(decide(found.report, found.rows, self.chain.config.gates), found.report)
+            return is_final(decide(found.report, found.rows, self.config.gates), found.report)
 
     @cached_property
     def _rounds(self) -> int:
         """Number of rounds. A dry run counts them before the samples are encoded."""
         if self.encoded_samples.exists:
-            return max(self._encoded.numbers)
+            return max(item.round for item in self._encoded)
         from stages.evaluate.inputs.rounds import assign_rounds
 
-        return len(assign_rounds(self.samples, self.chain.config.workloads.rounds))
+        return len(assign_rounds(self.samples, self.config.workloads.rounds))
 
     @cached_property
     def _tokenizer(self) -> "BundleTokenizer":
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
-        return BundleTokenizer(self.chain.bundle(FP16_POLICY).path)
+        return BundleTokenizer(self.bundle(FP16_POLICY).path)
 
     @cached_property
-    def _encoded(self) -> "Encoded":
+    def _encoded(self) -> list["EncodedSample"]:
         """The tokens of every sample, read once per command."""
         from stages.evaluate.inputs.tokens import read_encoded
 
         return read_encoded(self.encoded_samples.path)
 
+    def _in_round(self, number: int) -> list["EncodedSample"]:
+        return [item for item in self._encoded if item.round == number]
+
 
 @dataclass
 class EnginePair:
-    """An engine and its reference engine, each loaded on first use."""
+    """An engine, and its reference engine, which is loaded on first use."""
 
     steps: VerdictSteps
     policy: KVPolicy
 
-    @cached_property
-    def engine(self) -> Engine:
-        return self.steps.chain.backend.load(self.steps.chain.bundle(self.policy).path)
+    def __post_init__(self) -> None:
+        # The engine is loaded before its reference engine: on a GPU it may claim a share of all memory.
+        self.engine: Engine = self.steps.backend.load(self.steps.bundle(self.policy).path)
 
     @cached_property
     def reference(self) -> "ReferenceEngine":
         from stages.evaluate.conformance.engine import ReferenceEngine
 
-        chain = self.steps.chain
-        backend: Any = open_backend(chain.reference_config)
-        torch_engine = backend.load_reference(self.steps.reference(self.policy).path, self.steps.reference_device)
-        quantized = inspect_checkpoint(chain.checkpoint).quantized
+        steps, own = self.steps, self.steps.backend
+        backend: Any = open_backend(steps.reference_config)
+        torch_engine = backend.load_reference(steps.reference(self.policy).path, steps.reference_device)
+        quantized = inspect_checkpoint(steps.checkpoint).quantized
         other = quantized is not None and quantized.inputs == "other"  # the reference engine does not round such inputs
         # Queries in 8-bit blocks may get neighbouring codes, as the cache may, but no engine shows them.
-        other = other or (torch_engine.rounds_queries and not chain.backend.measures_rounding)
-        return ReferenceEngine(torch_engine, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)
+        other = other or (torch_engine.rounds_queries and not own.measures_rounding)
+        return ReferenceEngine(torch_engine, None if other else own.compute_dtype, own.measures_rounding)

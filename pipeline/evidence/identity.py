@@ -149,7 +149,7 @@ class Lineage(StrictModel, extra="ignore"):
 
 
 class Identity(Lineage, extra="forbid"):
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     model: str
     policy: str
     backend: str
@@ -193,7 +193,7 @@ def make_identity(config: Config, chain: Sequence[Link], verdict: Verdict) -> Id
     own = config.workloads.own
     name = own.name if own is not None and own.is_file() else "documents.txt"
     return Identity(
-        schema_version=2,
+        schema_version=3,
         kvgate=__version__,
         model=config.model.label,
         policy=config.kv.name,

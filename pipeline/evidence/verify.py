@@ -144,10 +144,10 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
             return Finding(SAMPLES_CHECK, "missing", f"the samples or texts of the user, {config.own}")
         with required_libraries():
             from stages.evaluate.inputs.samples import load_samples
-            from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
+            from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds, workloads_digest
 
             asked = encode_rounds(load_samples(config), BundleTokenizer(engine), config)
-        return _compare(SAMPLES_CHECK, report.workloads_digest, asked.digest)
+        return _compare(SAMPLES_CHECK, report.workloads_digest, workloads_digest(asked))
     except MissingRequirement as error:
         return Finding(SAMPLES_CHECK, "missing", str(error), library_missing=True)
     except UserError as error:

@@ -5,21 +5,15 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
-
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import MeasuredOnce, Round
 from stages.evaluate.distances import metrics
-from stages.evaluate.distances.distance import Array
 from stages.evaluate.inputs.rounds import planned_shares
-from stages.evaluate.inputs.tokens import Encoded
+from stages.evaluate.inputs.tokens import EncodedSample, workloads_digest
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
 from stages.workloads.config import WorkloadsConfig
-
-TOKENS = "tokens.safetensors"
 
 
 @dataclass(frozen=True)
@@ -28,18 +22,15 @@ class JoinedEvaluation:
 
     report: EvaluationReport
     rows: list[SampleRow]
-    kl: Array
-    """KL by scored token in nats, concatenated in the order of the rows (`scored_tokens` values per row)."""
 
     def write(self, out: Path) -> None:
-        """Write `report.json`, `samples.jsonl` and `tokens.safetensors` into an empty directory."""
-        save_file({"kl": self.kl.astype(np.float32)}, str(out / TOKENS))
+        """Write `report.json` and `samples.jsonl` into an empty directory."""
         (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in self.rows), encoding="utf-8")
         (out / REPORT_FILE).write_text(self.report.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def join(
-    encoded: Encoded,
+    encoded: Sequence[EncodedSample],
     rounds: Sequence[tuple[Round, Round]],
     once: tuple[MeasuredOnce, MeasuredOnce],
     config: WorkloadsConfig,
@@ -57,20 +48,21 @@ def join(
         engine: Digest of the candidate's bundle, which the report cites.
         baseline: Digest of the baseline's bundle.
     """
-    asked = [base.scored(encoded.round(number)) for number, (base, _) in enumerate(rounds, start=1)]
-    columns = [list(zip(asked, part, strict=True)) for part in zip(*rounds, strict=True)]
-    (before, after) = ([answer for items, one in part for answer in one.answers_to(items)] for part in columns)
-    parts = [steps for items, candidate in columns[1] for steps in candidate.statistics_of(items)]
-    numbers = [number for number, items in enumerate(asked, start=1) for _ in items]
-    rows = make_rows(list(chain(*asked)), parts, before, after, numbers)
-    bases, records = ([one.record for one in part] for part in zip(*rounds, strict=True))
+    asked = [base.scored([item for item in encoded if item.round == n]) for n, (base, _) in enumerate(rounds, start=1)]
+    bases, candidates = zip(*rounds, strict=True)
+    before, after = (list(chain(*map(Round.answers_to, part, asked))) for part in (bases, candidates))
+    parts = list(chain(*map(Round.statistics_of, candidates, asked)))
+    rows = make_rows(list(chain(*asked)), parts, before, after)
     base, own = once
-    first, first_base = records[0], bases[0]
+    first, first_base = candidates[0], bases[0]
     conformance = None
     if first.conformance is not None and first_base.conformance is not None:
         conformance = Conformance(
             compute_dtype=first.compute_dtype, baseline=first_base.conformance, candidate=first.conformance
         )
+    planned: dict[str, bool] = {}
+    for item in encoded:
+        planned[item.sample.workload] = planned.get(item.sample.workload, False) or item.judged
     assert own.control is not None, "a candidate has a must-fail control"
     report = EvaluationReport(
         schema_version=SCHEMA_VERSION,
@@ -78,10 +70,10 @@ def join(
         takes_effect=first.takes_effect,
         engine_digest=engine,
         baseline_digest=baseline,
-        workloads_digest=encoded.digest,
+        workloads_digest=workloads_digest(encoded),
         samples=len(rows),
-        planned_rounds=planned_shares(encoded.numbers),
-        planned_workloads=_planned_workloads(encoded),
+        planned_rounds=planned_shares([item.round for item in encoded]),
+        planned_workloads=planned,
         slices=metrics.slices(rows, parts, config.context_bins),
         noise=base.noise,
         control=own.control,
@@ -89,17 +81,10 @@ def join(
         baseline_system=base.system,
         conformance=conformance,
         candidate_noise=own.noise,
-        coverage=Exercised.merged([*(record.coverage for record in records), own.coverage]),
+        coverage=Exercised.merged([*(one.coverage for one in candidates), own.coverage]),
         tests=own.tests,
         baseline_tests=base.tests,
         scale_changes=first.scale_changes,
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )
-    return JoinedEvaluation(report, rows, np.concatenate([steps.kl for steps in parts]))
-
-
-def _planned_workloads(encoded: Encoded) -> dict[str, bool]:
-    answered: dict[str, bool] = {}
-    for item in encoded.items:
-        answered[item.sample.workload] = answered.get(item.sample.workload, False) or item.judged
-    return answered
+    return JoinedEvaluation(report, rows)

@@ -4,10 +4,8 @@ While a round runs, `unfinished/` in its directory holds the results of finished
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from stages.core.errors import GateRefusal, UserError
 from stages.core.records import Progress
@@ -17,31 +15,17 @@ from stages.evaluate.conformance.comparison import Comparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import repeated_samples
-from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
-from stages.evaluate.decoding.rows import (
-    Answer,
-    Interruption,
-    Observer,
-    SampleRun,
-    greedy_of,
-    interruption,
-    judged_answers,
-    labelled,
-    probability,
-    run_samples,
-)
+from stages.evaluate.decoding.results import SampleResult, unfinished
+from stages.evaluate.decoding.rows import Answer, greedy_of, judged_answers, labelled, probability, run_samples
 from stages.evaluate.decoding.speculation import speculated
-from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
-from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
+from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
+from stages.evaluate.distances.scores import stored_heads, write_heads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.delivery import ScaleChange, describe_changes, scale_changes
 from stages.verdict.thresholds import ScaleChangeKind
 from stages.workloads.config import WorkloadsConfig
-
-BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
 
 
 def measure(
@@ -67,7 +51,7 @@ def measure(
         encoded: The samples of the round.
         tokenizer: The tokenizer of the engine bundle.
         out: Output directory. It must be empty, or left by an interrupted call with the same arguments. It receives the files
-            that `stored.read_round` and `scores.StoredHeads` read.
+            that `stored.read_round` and `scores.stored_heads` read.
         config: Configuration with batch size, limits, and the number of samples to compare with the reference engine.
         progress: Called with a label, the number of tokens done, and the total.
         baseline: Directory that this function wrote for the baseline in the same round; None for the baseline itself.
@@ -77,38 +61,41 @@ def measure(
     Raises:
         UserError: The baseline's logits are not finite, or the baseline had different samples or a different vocabulary.
         GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not allowed.
-        KeyboardInterrupt: The user requested an end. Results of finished samples are kept.
     """
     changes = audit_scales(engine, allow_scale_changes)
     digest, greedy = workloads_digest(encoded), greedy_of(tokenizer, config)
     known = None if baseline is None else read_round(baseline)
-    if known is not None and (known.record.samples_digest, known.record.vocab_size) != (digest, engine.vocab_size):
+    if known is not None and (known.samples_digest, known.vocab_size) != (digest, engine.vocab_size):
         raise UserError(
             f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
             "directory, so that the baseline is measured again"
         )
     items = list(encoded) if known is None else known.scored(encoded)
     label = labelled(progress, "baseline: ") if baseline is None else progress
-    heads = None if baseline is None else StoredHeads(baseline / LOGPROBS).sample
+    heads = None if baseline is None else stored_heads(baseline / LOGPROBS)
     comparison = None
     if reference is not None:  # the baseline determines the allowed distance of a candidate from its reference engine
-        usual = None if known is None else known.record.conformance
-        comparer = Comparer(engine, reference.allowing(usual))
+        comparer = Comparer(engine, reference.allowing(None if known is None else known.conformance))
         chosen = spread(items, config.conformance_samples)
-        comparison = Comparison(comparer, SampleRun(items, heads, label), chosen, batch_size=config.batch_size)
+        comparison = Comparison(comparer, tuple(items), chosen, config.batch_size, label)
 
-    with unfinished(out, workloads_digest(items)) as folder, interruption() as noted:
+    with unfinished(out, workloads_digest(items)) as folder:
         repeated = {item.sample.id for item in repeated_samples(items, config)}
-        runner = _Runner(engine, config.batch_size, heads, repeated, noted)
-        scored = runner.run(items, folder, label, greedy, None if comparison is None else comparison.take)
-        answers = judged_answers(items, [one.result for one in scored], tokenizer, greedy)
-        if baseline is None:
-            scored = runner.score_own_answers(scored, answers, greedy, labelled(label, "own answers: "))
-        StoredHeads.write(
-            out / LOGPROBS,
-            ((one.item.sample.id, one.heads()) for one in scored if heads is None or one.item.sample.id in repeated),
-        )
-        items, results = [one.item for one in scored], [one.result for one in scored]
+        run = partial(run_samples, engine, batch_size=config.batch_size, heads=heads)
+        observe = None if comparison is None else comparison.take
+        results = run(items, progress=label, greedy=greedy, folder=folder, repeated=repeated, observe=observe)
+        answers, folders = judged_answers(items, results, tokenizer, greedy), [folder] * len(items)
+        own = in_own_words(items, results, answers, greedy) if baseline is None else {}
+        if own:
+            beside = folder.beside(workloads_digest(list(own.values())))
+            again = run(list(own.values()), progress=labelled(label, "own answers: "), folder=beside)
+            for (i, item), result in zip(own.items(), again, strict=True):
+                if result.statistics.baseline_nll.sum() < results[i].statistics.baseline_nll.sum():
+                    items[i], results[i], folders[i] = item, results[i].scored_anew(result), beside
+        names = [item.sample.id for item in items]
+        scored = zip(names, results, folders, strict=True)
+        recorded = ((name, kept.heads(result.sample)) for name, result, kept in scored if heads is None or name in repeated)
+        write_heads(out / LOGPROBS, recorded)
         others = () if known is None else known.answers_to(encoded)
         answers = speculated(answers, items, config.speculation, greedy, label, others)
         conformance = None
@@ -118,7 +105,7 @@ def measure(
             conformance = comparison.result()
         elif not config.conformance_samples:
             conformance = EngineConformance(policy=engine.policy.name, requests=[])  # no gate passes an empty list
-        record = Measured(
+        Round(
             samples_digest=digest,
             vocab_size=engine.vocab_size,
             policy=engine.policy.name,
@@ -128,68 +115,9 @@ def measure(
             compute_dtype=None if reference is None else reference.compute_dtype,
             scale_changes=changes,
             right_answers={item.sample.id: list(item.reference) for item in items if item.replaced and heads is None},
-        )
-        by_id = {item.sample.id: answer for item, answer in zip(items, answers, strict=True) if answer is not None}
-        Round(record, by_id, StepStatistics.joined([result.statistics for result in results])).write(out)
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """A sample and its result, which is saved in a folder."""
-
-    item: EncodedSample
-    result: SampleResult
-    folder: ResultFolder
-
-    def heads(self) -> SampleHeads:
-        """Return the engine's own heads."""
-        return self.folder.heads(self.result.sample)
-
-
-@dataclass(frozen=True)
-class _Runner:
-    """Runs samples on an engine and saves the result of each sample as it finishes."""
-
-    engine: Engine
-    batch_size: int
-    baseline: Heads | None
-    """The baseline's heads; None if the engine is the baseline."""
-    repeated: Collection[str]
-    """Ids of samples for which a candidate's own heads are recorded."""
-    interruption: Interruption
-
-    def run(
-        self,
-        items: Sequence[EncodedSample],
-        folder: ResultFolder,
-        progress: Progress,
-        greedy: Greedy | None = None,
-        observe: Observer | None = None,
-    ) -> list[_Scored]:
-        """Run the samples that the folder does not hold yet."""
-
-        def save(result: SampleResult) -> None:
-            if self.baseline is None and not np.isfinite(result.statistics.baseline_nll).all():
-                raise UserError(f"{BASELINE_NOT_FINITE} on sample {items[result.sample].sample.id}")
-            folder.save(result)
-
-        run = SampleRun(items, self.baseline, progress, greedy, folder.load(), save, self.interruption, self.repeated)
-        results = run_samples(self.engine, run, self.batch_size, observe=observe)
-        return [_Scored(item, result, folder) for item, result in zip(items, results, strict=True)]
-
-    def score_own_answers(
-        self, scored: Sequence[_Scored], answers: Sequence[Answer | None], greedy: Greedy, progress: Progress
-    ) -> list[_Scored]:
-        """Force the baseline's own right answers, and return each sample with the likelier wording of its right answer."""
-        own = in_own_words([one.item for one in scored], [one.result for one in scored], answers, greedy)
-        best = list(scored)
-        if own:
-            items = list(own.values())
-            folder = scored[0].folder.beside(workloads_digest(items))
-            for i, again in zip(own, self.run(items, folder, progress), strict=True):
-                if likelier(again.result, best[i].result):
-                    best[i] = replace(again, result=best[i].result.scored_anew(again.result))
-        return best
+            answers={name: answer for name, answer in zip(names, answers, strict=True) if answer is not None},
+            statistics={name: result.statistics for name, result in zip(names, results, strict=True)},
+        ).write(out)
 
 
 UNLIKELY = 0.1
@@ -211,7 +139,7 @@ def in_own_words(
     """
     instead = {}
     for i, (item, result, answer) in enumerate(zip(encoded, results, answers, strict=True)):
-        if answer is None or not answer.judgement.correct or item.results:
+        if answer is None or not answer.correct or item.results:
             continue
         if probability(result.statistics.baseline_nll, item) >= UNLIKELY:
             continue
@@ -219,11 +147,6 @@ def in_own_words(
         if tuple(said) != item.reference:
             instead[i] = item.answered(said)
     return instead
-
-
-def likelier(own: SampleResult, reference: SampleResult) -> bool:
-    """Return whether the baseline's own answer is more likely than the reference."""
-    return bool(own.statistics.baseline_nll.sum() < reference.statistics.baseline_nll.sum())
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:

@@ -2,24 +2,26 @@
 and a full pool."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsForced, SupportsRequests
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
-from stages.evaluate.control import must_fail_control
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
-from stages.evaluate.decoding.noise import noise_floor, repeated_samples
-from stages.evaluate.decoding.rows import SampleRun, greedy_of, labelled, run_samples
+from stages.evaluate.decoding.noise import control_samples, noise_floor, repeated_samples
+from stages.evaluate.decoding.rows import greedy_of, labelled, make_rows, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
-from stages.evaluate.distances.scores import StoredHeads
+from stages.evaluate.distances.scores import Heads, stored_heads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
+from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.coverage import Exercised
 from stages.verdict.engine_tests import EngineTests
-from stages.workloads.config import WorkloadsConfig
+from stages.verdict.report import MustFailControl
+from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
 
 
 def measure_once(
@@ -54,7 +56,7 @@ def measure_once(
     encoded = first_round.scored(encoded)
     subset, greedy, batch = repeated_samples(encoded, config), greedy_of(tokenizer, config), config.batch_size
     named = progress if baseline is not None else labelled(progress, "baseline: ")
-    floor, own = labelled(named, "noise floor: "), StoredHeads(measured / LOGPROBS).sample
+    floor, own = labelled(named, "noise floor: "), stored_heads(measured / LOGPROBS)
     # Choose another batch composition: a quarter of the sequences (pairs if the batch was small or of size one). If the
     # first run computed samples in one pass, decode them token by token in full batches. An engine that serves whole requests
     # keeps serving whole requests, because it would make every single step a request.
@@ -62,25 +64,43 @@ def measure_once(
     together = min(batch, len(subset))
     fewer = max(1, min(2, together - 1), together // 4) if batch > 1 else 2
     size = batch if isinstance(engine, SupportsForced) and not in_requests else fewer
-    second = run_samples(engine, SampleRun(subset, own, floor, greedy), size, one_pass=in_requests)
+    second = run_samples(engine, subset, size, own, progress=floor, greedy=greedy, one_pass=in_requests)
     longest = max(map(greedy.longest, [*planned, *encoded]))
     free = free_answers(engine, subset, batch, greedy, named, [result.answer for result in second])
     stress = None
     if baseline is not None and reference is not None:
-        limits, usual = config.stress_test.limited(longest), first_round.record.conformance
+        limits, usual = config.stress_test.limited(longest), first_round.conformance
         stress = run_stress_test(engine, reference, limits, batch, longest, named, usual)
-    tests = EngineTests(
-        free_answers=free,
-        stress=stress,
-    )
     system, noise = measure_system(engine, config.load, named), noise_floor(second)
     if baseline is None:
-        return MeasuredOnce(tests=tests, noise=noise, system=system)
+        return MeasuredOnce(tests=EngineTests(free_answers=free), noise=noise, system=system)
     asked = engine.full_pool_requests if config.full_pool is None else config.full_pool
     return MeasuredOnce(
-        tests=tests.model_copy(update={"full_pool": fill_pool_with_samples(engine, encoded, asked, named)}),
+        tests=EngineTests(free_answers=free, stress=stress, full_pool=fill_pool_with_samples(engine, encoded, asked, named)),
         noise=noise,
         system=system,
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
-        control=must_fail_control(engine, encoded, StoredHeads(baseline / LOGPROBS).sample, named),
+        control=must_fail_control(engine, encoded, stored_heads(baseline / LOGPROBS), named),
     )
+
+
+def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: Heads, progress: Progress) -> MustFailControl:
+    """Run forced decode with wrong keys: prefill some samples together, corrupt the key scale once, then decode.
+
+    The gates must detect the fault. It comes between prefill and decode, so that it affects only the reads of the decode path.
+
+    Args:
+        engine: The candidate. It keeps the fault and must not be used afterwards.
+        encoded: The samples of the round.
+        heads: The baseline's heads, by sample id.
+        progress: Called with a label, the amount done, and the total.
+    """
+    policy = engine.policy
+    least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
+    subset = control_samples(encoded, least)
+    label, corrupt = labelled(progress, "must-fail control: "), partial(engine.corrupt_key_scale, CONTROL_FACTOR)
+    # All samples are in one batch, so that there is one prefill.
+    results = run_samples(engine, subset, len(subset), heads, progress=label, after_prefill=corrupt)
+    nothing = [None] * len(subset)
+    rows = make_rows(subset, [result.statistics for result in results], nothing, nothing)
+    return MustFailControl(factor=CONTROL_FACTOR, rows=rows)

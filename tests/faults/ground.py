@@ -16,7 +16,6 @@ from unittest.mock import patch
 from faults.drill import Day, cost, serve
 from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
 from faults.record import Cost
-from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import EnginePair, VerdictSteps
 from pipeline.cli import console
 from pipeline.config.compose import plan
@@ -66,18 +65,20 @@ class Judgement:
     rows: list[SampleRow]
 
 
-class FaultySteps(EngineSteps):
-    """The steps to an engine, with a fault in every engine that is loaded."""
+class FaultySteps(VerdictSteps):
+    """The steps to a verdict, with a fault in every engine that is loaded, and reference engines that all faults share."""
 
-    fault: Fault | None = None
+    fault: Fault | None
+    references: dict[str, Any]
+    """Policy name -> reference engine."""
 
     @cached_property
     def backend(self) -> Backend:
         backend = open_backend(self.config.backend)
-        backend.load = partial(self.load, backend.load)  # type: ignore[method-assign]
+        backend.load = partial(self.load_faulty, backend.load)  # type: ignore[method-assign]
         return backend
 
-    def load(self, load: Callable[[Path], Engine], bundle: Path) -> Engine:
+    def load_faulty(self, load: Callable[[Path], Engine], bundle: Path) -> Engine:
         """Load an engine and plant the fault, unless the engine is a baseline that does not share the fault."""
         policy = KVPolicy.model_validate_json((bundle / POLICY_FILE).read_text(encoding="utf-8"))
         fault = self.fault
@@ -92,19 +93,12 @@ class FaultySteps(EngineSteps):
         fault.plant.apply(engine)
         return engine
 
-
-class SharedReferences(VerdictSteps):
-    """The steps from an engine to its verdict, with reference engines that all faults share."""
-
-    references: dict[str, Any]
-    """Policy name -> reference engine."""
-
     def load(self, policy: KVPolicy) -> EnginePair:
-        loaded = super().load(policy)
+        pair = super().load(policy)
         if policy.name not in self.references:
-            self.references[policy.name] = remembering(loaded.reference)
-        vars(loaded)["reference"] = self.references[policy.name]
-        return loaded
+            self.references[policy.name] = remembering(pair.reference)
+        vars(pair)["reference"] = self.references[policy.name]
+        return pair
 
 
 def set_up(engine: Any) -> Engine:
@@ -182,7 +176,7 @@ class Ground:
 
     def cost(self, fault: Fault) -> Cost:
         """Return a fault's cost in a short day of service, or in a long day if the short day shows none."""
-        chain = self._steps(self.config(fault.policy, fault.engine), fault).chain
+        chain = self._steps(self.config(fault.policy, fault.engine), fault)
         with _silence():
             bundle = chain.bundle(chain.config.kv).path
             for long in (False, True):
@@ -194,7 +188,7 @@ class Ground:
                     break
         return found
 
-    def _steps(self, config: Config, fault: Fault | None) -> SharedReferences:
+    def _steps(self, config: Config, fault: Fault | None) -> FaultySteps:
         own = self.work / "faulty"
         shutil.rmtree(own, ignore_errors=True)
         shared = SOUND if fault is not None and fault.shared else (*SOUND, "baseline", "baseline_once")
@@ -202,9 +196,8 @@ class Ground:
             (self.work / "sound" / stage).mkdir(parents=True, exist_ok=True)
             (own / stage).parent.mkdir(parents=True, exist_ok=True)
             (own / stage).symlink_to((self.work / "sound" / stage).resolve())
-        chain = FaultySteps(config, Store(own))
-        chain.fault = fault
-        steps = SharedReferences(chain)
+        steps = FaultySteps(config, Store(own))
+        steps.fault = fault
         steps.references = self._references.setdefault((str(config.model.path), config.backend.name, config.seed), {})
         return steps
 

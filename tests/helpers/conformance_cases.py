@@ -11,14 +11,12 @@ from onnx_fixtures import make_bundle, static_scales, tiny_decoder
 from shipped import SHIPPED, conf
 
 from stages.checkpoints.loading import load_causal_lm
-from stages.core.records import no_progress
 from stages.engines.interface import Engine
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.comparison import Comparison
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.decoding.rows import SampleRun
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.policies.policy import Eviction, KVPolicy
@@ -51,8 +49,7 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
 
 def compare(engine: Engine, reference: ReferenceEngine, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
     """Force-decode samples on an engine and compare every sample with the reference."""
-    run = SampleRun(encoded, None, no_progress)
-    comparison = Comparison(Comparer(engine, reference), run, range(len(encoded)), batch_size=batch_size)
+    comparison = Comparison(Comparer(engine, reference), encoded, range(len(encoded)), batch_size)
     comparison.decode_missing()
     return comparison.result()
 

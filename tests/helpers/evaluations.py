@@ -11,7 +11,7 @@ from stages.core.records import Progress, Sample, no_progress
 from stages.engines.interface import Engine
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.stored import MeasuredOnce, read_round
-from stages.evaluate.inputs.tokens import Encoded, encode, encode_rounds
+from stages.evaluate.inputs.tokens import EncodedSample, encode, encode_rounds
 from stages.evaluate.joining import JoinedEvaluation, join
 from stages.evaluate.measure import measure
 from stages.evaluate.measured_once import measure_once
@@ -63,7 +63,7 @@ def measure_candidate(
     measure_once(engine, encoded, tokenizer, out, reference=reference, **options).write(out)
 
 
-def joined(encoded: Encoded, rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> JoinedEvaluation:
+def joined(encoded: Sequence[EncodedSample], rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> JoinedEvaluation:
     """Join (baseline, candidate) rounds. The first round's directories also hold the once-only measurements."""
     baseline, candidate = rounds[0]
     measured = [(read_round(base), read_round(own)) for base, own in rounds]

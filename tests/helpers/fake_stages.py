@@ -104,7 +104,7 @@ UNDECIDED = ("int8",)
 
 
 def _measure(engine: Any, encoded: Sequence[Sample], _: object, out: Path, **__: object) -> None:
-    (out / "answers.jsonl").write_text("{}\n" * len(encoded))
+    (out / "questions.json").write_text(str(len(encoded)))
     (out / "round.json").write_text(json.dumps({"policy": engine.policy, "ended": time.time_ns()}))
 
 
@@ -168,11 +168,8 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process = checked("core.child", "in_child", lambda function, *paths, **options: function(*paths, **options))
     monkeypatch.setattr(engine_steps, "in_child", in_this_process)
 
-    def encoded(rounds: int) -> Any:
-        def write(out: Path) -> None:
-            (out / "encoded.json").write_text(str(rounds))
-
-        return SimpleNamespace(items=QUESTIONS, numbers=range(1, rounds + 1), round=lambda _: QUESTIONS[:4], write=write)
+    def encoded(rounds: int) -> list[Any]:
+        return [SimpleNamespace(prompt="a", reference="b", round=1 + n % rounds) for n in range(4 * rounds)]
 
     stored = "evaluate.decoding.stored"
     fake("evaluate.inputs.samples", load_samples=lambda _: QUESTIONS)
@@ -183,6 +180,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(
         "evaluate.inputs.tokens",
         encode_rounds=lambda _, __, config: encoded(len(config.rounds)),
+        write_encoded=lambda items, out: (out / "encoded.json").write_text(str(items[-1].round)),
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
         BundleTokenizer=lambda _: None,
     )

@@ -38,8 +38,6 @@ def row(workload: str, index: int, before: bool = True, after: bool = True, **ch
         "judged": True,
         "baseline_correct": before,
         "candidate_correct": after,
-        "baseline_valid": None,
-        "candidate_valid": None,
         "reference": "r",
         "baseline_generation": "r",
         "candidate_generation": "r",

@@ -20,7 +20,7 @@ from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import file_digest
 from stages.evaluate.inputs.samples import load_samples
-from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds, workloads_digest
 from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
@@ -79,7 +79,7 @@ def judged_engine(
     rows = every_class(**lost)
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
     asked = encode_rounds(load_samples(config.workloads), BundleTokenizer(engine.path), config.workloads)
-    judged = report(rows, **cited, workloads_digest=asked.digest, **(measured or {}))
+    judged = report(rows, **cited, workloads_digest=workloads_digest(asked), **(measured or {}))
     evidence = {
         REPORT_FILE: judged.model_dump_json(),
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),

@@ -57,9 +57,7 @@ def exhibit(
     folder: Path, name: str, of: Sequence[SampleRow], *, kib: float = 1.0, kl: float = 0.001, prompt: str = "Which key?"
 ) -> Exhibit:
     """Return a candidate judged by the default gates."""
-    noise = np.full(len(of) * STEPS, kl)
-    steps = StepStatistics(noise, noise, noise, noise, noise, noise)
-    parts = [steps.part(i * STEPS, (i + 1) * STEPS) for i in range(len(of))]
+    parts = [StepStatistics(*np.full((6, STEPS), kl))] * len(of)
     made = report(list(of))
     made = made.model_copy(
         update={

@@ -1,7 +1,6 @@
 """More of the whole path on the trained tiny model: the reference backend's verdicts, Ctrl-C, a champion, forged rows."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -68,7 +67,6 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
     finally:
         process.kill()
     assert process.returncode == 130, errors
-    assert re.search(r"finishing \d+ samples in flight; Ctrl-C again stops at once", errors)
     assert summary(work)["exit_code"] == 130
     left = list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors"))
     assert 0 < len(left) < 94
@@ -122,8 +120,7 @@ def forge(sound: Path, broken: Path) -> None:
     own = json.loads((broken / "report.json").read_text())
     kept = ("policy", "engine_digest", "baseline_digest", "workloads_digest")
     (broken / "report.json").write_text(json.dumps(report | {name: own[name] for name in kept}))
-    for name in ("samples.jsonl", "tokens.safetensors"):
-        (broken / name).write_bytes((sound / name).read_bytes())
+    (broken / "samples.jsonl").write_bytes((sound / "samples.jsonl").read_bytes())
     manifest = json.loads((broken / ".manifest.json").read_text())
     (broken / ".manifest.json").write_text(json.dumps(manifest | {"files": tree_files(broken)}))
 

@@ -98,11 +98,8 @@ class Comparer:
     def compare(self, sequence: ForcedSequence, replay: Replay, problem: str) -> ComparedSequence:
         """Compare the rows and the stored vectors of a sequence with its replay."""
         policy, replay = self.engine.policy, replay.tail(len(sequence.logits))
-        kl, by_layer, rounding = (
-            kl_of_logits(replay.logits, np.stack(sequence.logits)),
-            tuple[float, ...](),
-            tuple[float, ...](),
-        )
+        kl, by_layer = kl_of_logits(replay.logits, np.stack(sequence.logits)), tuple[float, ...]()
+        rounding = by_layer
         kl_disturbed = kl_of_logits(replay.logits, replay.disturbed) if replay.measured else np.zeros_like(kl)
         if self.reference.measures and any(replay.errors):
             by_layer = _means(replay.errors, "engine")

@@ -9,12 +9,12 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from stages.core.records import Progress, no_progress
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.explanation import explained
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.batches import DecodeStep
 from stages.evaluate.decoding.decode import decode, shares
-from stages.evaluate.decoding.rows import SampleRun
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import ComparedRequest, Deviation, EngineConformance
 
@@ -22,16 +22,25 @@ from stages.verdict.conformance import ComparedRequest, Deviation, EngineConform
 class Comparison:
     """Compares chosen requests of a forced decode with the reference engine, when their last token is decoded."""
 
-    def __init__(self, comparer: Comparer, run: SampleRun, chosen: Collection[int], *, batch_size: int) -> None:
+    def __init__(
+        self,
+        comparer: Comparer,
+        encoded: Sequence[EncodedSample],
+        chosen: Collection[int],
+        batch_size: int,
+        progress: Progress = no_progress,
+    ) -> None:
         """Prepare a comparison.
 
         Args:
             comparer: The engine under test and its reference engine.
-            run: The samples.
+            encoded: The samples.
             chosen: Indices of the samples to compare.
             batch_size: Maximum sequences per step. It determines whether the engine prefills shared prefixes separately.
+            progress: Called with the number of compared requests.
         """
-        self.comparer, self.run, self.chosen, self.batch_size = comparer, run, set(chosen), batch_size
+        self.comparer, self.encoded, self.chosen = comparer, encoded, set(chosen)
+        self.batch_size, self.progress = batch_size, progress
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
         """Worst figure of any request as a multiple of its allowed maximum, at least 1."""
@@ -45,7 +54,7 @@ class Comparison:
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
             if i not in self.chosen:
                 continue
-            item = self.run.encoded[i]
+            item = self.encoded[i]
             sequence = self._live[i] if i in self._live else self._live.setdefault(i, self._prefilled(item))
             token = item.reference[position - 1] if position else item.prompt[-1]
             place = None if step.rows is None else (step.rows[row], step.size)
@@ -57,32 +66,25 @@ class Comparison:
             elif step.request is not None and last:
                 self.comparer.observe_request(sequence, step.request)
             if last:
-                self.run.progress("compared with the reference engine [requests]", len(self.records), len(self.chosen))
+                self.progress("compared with the reference engine [requests]", len(self.records), len(self.chosen))
                 self._compare(i, self._live.pop(i))
 
     def decode_missing(self) -> None:
         """Decode and compare chosen samples that are not compared yet, for example because of an interruption."""
         missing = sorted(self.chosen - self.records.keys())
-        for event in decode(self.comparer.engine, self.run.encoded, self.batch_size, chosen=missing):
+        for event in decode(self.comparer.engine, self.encoded, self.batch_size, chosen=missing):
             if isinstance(event, DecodeStep):
                 self.take(event)
 
-    @property
-    def requests(self) -> list[ComparedRequest]:
-        """Compared requests in the order of the samples."""
-        return [self.records[i] for i in sorted(self.records)]
-
     def result(self) -> EngineConformance:
         """Return the result; if the engine deviates, it includes details about the worst request."""
-        result = EngineConformance(
+        return EngineConformance(
             policy=self.comparer.engine.policy.name,
-            requests=self.requests,
+            requests=[self.records[i] for i in sorted(self.records)],
             deviation=self.deviation,
             limit=self.comparer.reference.limit,
+            explanation=None if self._worst is None else explained(self.comparer, self._worst),
         )
-        if self._worst is None:
-            return result
-        return result.model_copy(update={"explanation": explained(self.comparer, self._worst)})
 
     def _prefilled(self, item: EncodedSample) -> ForcedSequence:
         """Return the sequence of a sample after its prefill. The prompt's last token is decoded."""

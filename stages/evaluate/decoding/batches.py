@@ -97,7 +97,11 @@ class _SampleSequence:
 
 
 class Batch:
-    """Sequences that are decoded together. When a sequence ends, the next sample takes its place at once."""
+    """Sequences that are decoded together. When a sequence ends, the next sample takes its place at once.
+
+    A batch with `forks` prefills a shared document once, and forks a sequence whose output deviates from the reference, so that
+    the fork generates the answer. A batch that is `free` generates all answers from the prompts, without references.
+    """
 
     def __init__(
         self,
@@ -106,10 +110,12 @@ class Batch:
         batch_size: int,
         greedy: Greedy | None,
         after_prefill: Callable[[], None] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        *,
+        forks: bool = False,
+        free: bool = False,
     ) -> None:
         self.engine, self.encoded, self.batch_size, self.greedy = engine, encoded, batch_size, greedy
-        self.after_prefill, self.stopping = after_prefill, stopping
+        self.after_prefill, self.shares, self.free = after_prefill, forks, free
         self.queue: deque[int] = deque()
         self.live: list[_SampleSequence] = []
         self.forks: deque[_SampleSequence] = deque()
@@ -119,22 +125,16 @@ class Batch:
         self.running: Counter[int] = Counter()
         """Number of live sequences per sample in flight."""
         self.traces: defaultdict[int, Exercised] = defaultdict(Exercised)
-
-    def begin(self, indices: Sequence[int]) -> None:
-        """Queue the samples before the first step."""
-        self.queue = deque(in_order(self.encoded, indices))
-
-    def end(self) -> None:
-        """Release what the batch holds after the last step."""
+        self.prefixes: dict[tuple[str, tuple[int, ...]], int] = {}
+        """Sequence handles of prefixes that samples still to be admitted will need."""
+        self.users: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        """Number of samples still to be admitted, by prefix."""
 
     def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | SampleResult]:
-        self.begin(indices)
+        self.queue = deque(in_order(self.encoded, indices))
+        self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)
         while self.queue or self.live or self.forks:
-            if self.stopping():
-                self.queue.clear()
             self._fill()
-            if not self.live:
-                break
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
             for s in self.live:
                 self.traces[s.sample].step(len(self.encoded[s.sample].prompt), s.position, len(self.live))
@@ -152,7 +152,6 @@ class Batch:
                     len(self.live),
                 )
             yield from self._advance(tokens)
-        self.end()
 
     def _fill(self) -> None:
         """Admit waiting forks to the batch, then the next samples."""
@@ -161,19 +160,32 @@ class Batch:
         admitted = [self.queue.popleft() for _ in range(min(self.batch_size - len(self.live), len(self.queue)))]
         if not admitted:
             return
-        for i, handle in zip(admitted, self._prefill(admitted), strict=True):
-            self.live.append(self._sequence(i, handle))
+        alone = [i for i in admitted if not (self.shares and self.encoded[i].shared)]
+        handles = dict(zip(alone, self.engine.begin([self.encoded[i].prompt[:-1] for i in alone]), strict=True))
+        for i in admitted:
+            handle = handles[i] if i in handles else self._continued(i)
+            answer = self.answers.setdefault(i, []) if self.free else None
+            self.live.append(_SampleSequence(i, handle, self.encoded[i].prompt[-1], answer=answer))
             self.running[i] = 1
         if self.after_prefill is not None:
             self.after_prefill()
 
-    def _prefill(self, admitted: Sequence[int]) -> list[int]:
-        """Prefill each sample's prompt except its last token; return the sequence handles."""
-        return self.engine.begin([self.encoded[i].prompt[:-1] for i in admitted])
-
-    def _sequence(self, sample: int, handle: int) -> _SampleSequence:
-        """Return the first sequence of a sample."""
-        return _SampleSequence(sample, handle, self.encoded[sample].prompt[-1])
+    def _continued(self, sample: int) -> int:
+        """Return a sequence that holds the sample's prompt except its last token, forked from the shared prefix."""
+        item = self.encoded[sample]
+        if item.prefix not in self.prefixes:
+            (self.prefixes[item.prefix],) = self.engine.begin([item.prompt[: item.shared]])
+        assert isinstance(self.engine, SupportsFork)
+        handle = self.engine.fork(self.prefixes[item.prefix])
+        self.users[item.prefix] -= 1
+        if not self.users[item.prefix]:
+            self.engine.release([self.prefixes.pop(item.prefix)])
+        rest = item.prompt[item.shared : -1]
+        if rest:
+            assert isinstance(self.engine, SupportsExtend)
+            self.engine.extend(handle, rest)
+        self.traces[sample].shared_prefixes = 1
+        return handle
 
     def _advance(self, tokens: Sequence[int]) -> Iterator[SampleResult]:
         """Set the next input of all sequences, release ended sequences, and yield finished samples."""
@@ -191,11 +203,26 @@ class Batch:
             if not self.running[sequence.sample]:
                 yield self._finish(sequence.sample)
 
-    def _feed_reference(self, sequence: _SampleSequence, token: int) -> bool:  # noqa: ARG002  (forks need the token)
-        """Feed the next reference token; return whether the reference has another token to score."""
-        reference = self.encoded[sequence.sample].reference
-        sequence.input_token = reference[sequence.position]
-        return sequence.position + 1 < len(reference)
+    def _feed_reference(self, sequence: _SampleSequence, token: int) -> bool:
+        """Feed the next reference token; return whether the sequence continues. Fork it at its first deviation."""
+        item = self.encoded[sequence.sample]
+        sequence.input_token = item.reference[sequence.position]
+        goes_on = sequence.position + 1 < len(item.reference)
+        deviates = token != item.reference[sequence.position] and sequence.sample not in self.answers
+        if not self.shares or self.greedy is None or not item.judged or not deviates:
+            return goes_on
+        answer = self.answers[sequence.sample] = list(item.reference[: sequence.position])
+        if self.greedy.add(answer, token, item):
+            return goes_on
+        if not goes_on:  # nothing is left to score, so the sequence itself generates freely
+            sequence.answer, sequence.input_token = answer, token
+            return True
+        assert isinstance(self.engine, SupportsFork)
+        fork = self.engine.fork(sequence.handle)
+        self.traces[sequence.sample].forks += 1
+        self.forks.append(_SampleSequence(sequence.sample, fork, token, sequence.position + 1, answer))
+        self.running[sequence.sample] += 1
+        return True
 
     def _feed_answer(self, sequence: _SampleSequence, token: int) -> bool:
         """Feed the most likely token; return whether the answer continues."""
@@ -211,70 +238,6 @@ class Batch:
             own = self.answers.pop(sample, None)
             answer = item.reference if own is None else tuple(own)
         return SampleResult(sample, answer, self.traces.pop(sample))
-
-
-class FreeBatch(Batch):
-    """A batch that generates answers from the prompts."""
-
-    def _sequence(self, sample: int, handle: int) -> _SampleSequence:
-        self.answers[sample] = []
-        return _SampleSequence(sample, handle, self.encoded[sample].prompt[-1], answer=self.answers[sample])
-
-
-class SharingBatch(Batch):
-    """A batch that prefills a shared document once and forks a sequence when its output deviates from the reference."""
-
-    def begin(self, indices: Sequence[int]) -> None:
-        super().begin(indices)
-        self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)
-        """Number of samples still to be admitted, by prefix."""
-        self.prefixes: dict[tuple[str, tuple[int, ...]], int] = {}
-        """Sequence handles of prefixes that samples still to be admitted will need."""
-
-    def end(self) -> None:
-        self.engine.release(list(self.prefixes.values()))
-
-    def _prefill(self, admitted: Sequence[int]) -> list[int]:
-        alone = [i for i in admitted if not self.encoded[i].shared]
-        handles = dict(zip(alone, super()._prefill(alone), strict=True))
-        handles |= {i: self._continued(i) for i in admitted if i not in handles}
-        return [handles[i] for i in admitted]
-
-    def _continued(self, sample: int) -> int:
-        """Return a sequence that holds the sample's prompt except its last token, forked from the shared prefix."""
-        item = self.encoded[sample]
-        if item.prefix not in self.prefixes:
-            (self.prefixes[item.prefix],), _ = self.engine.prefill([item.prompt[: item.shared]])
-        assert isinstance(self.engine, SupportsFork)
-        handle = self.engine.fork(self.prefixes[item.prefix])
-        self.users[item.prefix] -= 1
-        if not self.users[item.prefix]:
-            self.engine.release([self.prefixes.pop(item.prefix)])
-        rest = item.prompt[item.shared : -1]
-        if rest:
-            assert isinstance(self.engine, SupportsExtend)
-            self.engine.extend(handle, rest)
-        self.traces[sample].shared_prefixes = 1
-        return handle
-
-    def _feed_reference(self, sequence: _SampleSequence, token: int) -> bool:
-        item = self.encoded[sequence.sample]
-        goes_on = super()._feed_reference(sequence, token)
-        deviates = token != item.reference[sequence.position] and sequence.sample not in self.answers
-        if self.greedy is None or not item.judged or not deviates:
-            return goes_on
-        answer = self.answers[sequence.sample] = list(item.reference[: sequence.position])
-        if self.greedy.add(answer, token, item):
-            return goes_on
-        if not goes_on:  # nothing is left to score, so the sequence itself generates freely
-            sequence.answer, sequence.input_token = answer, token
-            return True
-        assert isinstance(self.engine, SupportsFork)
-        fork = self.engine.fork(sequence.handle)
-        self.traces[sequence.sample].forks += 1
-        self.forks.append(_SampleSequence(sequence.sample, fork, token, sequence.position + 1, answer))
-        self.running[sequence.sample] += 1
-        return True
 
 
 def in_order(encoded: Sequence[EncodedSample], indices: Sequence[int]) -> list[int]:

@@ -12,16 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from stages.engines.interface import Engine, SupportsForced, SupportsFork, SupportsRequests
-from stages.evaluate.decoding.batches import (
-    Batch,
-    DecodeStep,
-    FreeBatch,
-    Greedy,
-    Logits,
-    SharingBatch,
-    in_order,
-    most_likely,
-)
+from stages.evaluate.decoding.batches import Batch, DecodeStep, Greedy, in_order, most_likely
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
@@ -39,7 +30,6 @@ def decode(
     chosen: Sequence[int] | None = None,
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
-    stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[DecodeStep | SampleResult]:
     """Return an iterator over the logits that predict each reference token, and each sample when it has finished.
 
@@ -53,15 +43,14 @@ def decode(
             A one-pass decode calls it first, so that it also affects the later chunks of a long prompt.
         one_pass: Whether to compute each sample in one pass if the engine can. The logits equal the logits of token-by-token
             decoding up to rounding.
-        stopping: Called before samples are admitted. Once it returns True, only the samples in flight are finished.
     """
     indices = range(len(encoded)) if chosen is None else chosen
     if one_pass and isinstance(engine, SupportsRequests | SupportsForced):
-        events = _whole_samples(engine, encoded, indices, batch_size, after_prefill, stopping)
+        events = _whole_samples(engine, encoded, indices, batch_size, after_prefill)
     elif _has_room(engine, batch_size):
-        return SharingBatch(engine, encoded, batch_size, greedy, after_prefill, stopping).run(indices)
+        return Batch(engine, encoded, batch_size, greedy, after_prefill, forks=True).run(indices)
     else:
-        events = Batch(engine, encoded, batch_size, None, after_prefill, stopping).run(indices)
+        events = Batch(engine, encoded, batch_size, None, after_prefill).run(indices)
     return events if greedy is None else _then_answers(events, engine, encoded, batch_size, greedy)
 
 
@@ -81,7 +70,6 @@ def _whole_samples(
     indices: Sequence[int],
     batch_size: int,
     after_prefill: Callable[[], None] | None,
-    stopping: Callable[[], bool],
 ) -> Iterator[DecodeStep | SampleResult]:
     """Compute all positions of a sample in one pass.
 
@@ -95,8 +83,6 @@ def _whole_samples(
     indices = in_order(encoded, indices) if in_requests else indices
     for begin in range(0, len(indices), size):
         group = [(i, encoded[i]) for i in indices[begin : begin + size]]
-        if stopping():
-            return
         whole = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for _, item in group]
         if isinstance(engine, SupportsRequests):
             answers = engine.forced_together(whole)
@@ -104,24 +90,14 @@ def _whole_samples(
             assert isinstance(engine, SupportsForced)
             answers = [engine.forced(*whole[0])]
         for number, ((i, item), logits_BV) in enumerate(zip(group, answers, strict=True)):
-            if not in_requests:
-                yield from _scored(i, item, logits_BV, Exercised())
-                continue
-            trace = Exercised()
-            trace.step(len(item.prompt), len(item.reference) - 1, len(group))
-            yield from _scored(i, item, logits_BV, trace, number)
-
-
-def _scored(
-    i: int, item: EncodedSample, logits_BV: Logits, trace: Exercised, request: int | None = None
-) -> Iterator[DecodeStep | SampleResult]:
-    """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS rows, then `SampleResult`."""
-    count = len(item.reference)
-    for first in range(0, count, STEP_ROWS):
-        rows = range(first, min(first + STEP_ROWS, count))
-        part = logits_BV[first : rows.stop]
-        yield DecodeStep([i] * len(rows), list(rows), most_likely(part), part, request=request)
-    yield SampleResult(i, None, trace)
+            trace, request = Exercised(), number if in_requests else None
+            if in_requests:
+                trace.step(len(item.prompt), len(item.reference) - 1, len(group))
+            for first in range(0, len(item.reference), STEP_ROWS):
+                part = logits_BV[first : first + STEP_ROWS]
+                positions = list(range(first, first + len(part)))
+                yield DecodeStep([i] * len(part), positions, most_likely(part), part, request=request)
+            yield SampleResult(i, None, trace)
 
 
 def _then_answers(
@@ -132,20 +108,18 @@ def _then_answers(
     greedy: Greedy,
 ) -> Iterator[DecodeStep | SampleResult]:
     """Yield the forced-decode events, then generate the answers that differ from the reference."""
-    deviating: dict[int, SampleResult | None] = {}
+    deviating, forced = set[int](), dict[int, SampleResult]()
     for event in events:
         if isinstance(event, DecodeStep):
-            for i, position, token in zip(event.samples, event.positions, event.greedy, strict=True):
-                if token != encoded[i].reference[position]:
-                    deviating[i] = None
+            rows = zip(event.samples, event.positions, event.greedy, strict=True)
+            deviating |= {i for i, position, token in rows if token != encoded[i].reference[position]}
             yield event
         elif not encoded[event.sample].judged:
             yield event
         elif event.sample in deviating:
-            deviating[event.sample] = event
+            forced[event.sample] = event
         else:
             yield replace(event, answer=encoded[event.sample].reference)
-    forced = {i: event for i, event in deviating.items() if event is not None}
-    for event in FreeBatch(engine, encoded, batch_size, greedy).run(list(forced)):
+    for event in Batch(engine, encoded, batch_size, greedy, free=True).run(list(forced)):
         if isinstance(event, SampleResult):
             yield replace(event, trace=Exercised.merged([forced[event.sample].trace, event.trace]))

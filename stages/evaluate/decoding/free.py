@@ -76,24 +76,12 @@ def free_answers(
     return FreeAnswers(samples=len(encoded), tokens=sum(map(len, answers)), contradictions=contradictions)
 
 
-def behind(logits_BV: Logits, chosen: Sequence[int]) -> Logits:
-    """Return the largest logit minus the chosen token's logit, per row (B)."""
-    of_chosen = np.take_along_axis(logits_BV, np.array(chosen)[:, None], axis=1)[:, 0]
-    gaps: Logits = logits_BV.max(axis=1) - of_chosen
-    return gaps
-
-
 def contradiction(engine: Engine, logits_BV: Logits, chosen: Sequence[int]) -> tuple[int, float] | None:
     """Return the first row whose chosen token is less likely than rounding explains, and the logit gap; None if all agree."""
-    gaps = behind(logits_BV, chosen)
-    wrong = np.flatnonzero(~(gaps <= _tie(engine, logits_BV)))
+    gaps = logits_BV.max(axis=1) - np.take_along_axis(logits_BV, np.array(chosen)[:, None], axis=1)[:, 0]
+    tie = np.maximum(TIE * logits_BV.std(axis=1), engine.logit_step * np.abs(logits_BV).max(axis=1))
+    wrong = np.flatnonzero(~(gaps <= tie))
     return (int(wrong[0]), float(gaps[wrong[0]])) if wrong.size else None
-
-
-def _tie(engine: Engine, logits_BV: Logits) -> Logits:
-    """Return the gap to the largest logit that rounding alone may close, per row (B)."""
-    largest: Logits = np.maximum(TIE * logits_BV.std(axis=1), engine.logit_step * np.abs(logits_BV).max(axis=1))
-    return largest
 
 
 def _forced(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Logits]:

@@ -1,5 +1,6 @@
 """A/A noise: an engine repeats some samples in a different batch composition, and is compared with its own first results."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from stages.evaluate.decoding.results import SampleResult
@@ -8,17 +9,6 @@ from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.report import Fidelity
 from stages.workloads.config import CONTROL_SAMPLES, WorkloadsConfig
-
-
-def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:
-    """Return the indices of the first `count` samples of every workload."""
-    counts: dict[str, int] = {}
-    indices = []
-    for i, item in enumerate(encoded):
-        counts[item.sample.workload] = counts.get(item.sample.workload, 0) + 1
-        if counts[item.sample.workload] <= count:
-            indices.append(i)
-    return indices
 
 
 def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
@@ -46,9 +36,13 @@ def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) 
     """Return the samples that an engine repeats: the first judged samples of every workload, and the longest judged sample."""
     if not config.noise_samples:
         return []
-    able = answered(encoded)
-    longest = max(range(len(able)), key=lambda i: len(able[i].prompt) + len(able[i].reference))
-    return [able[i] for i in sorted({*first_of_each_workload(able, config.noise_samples), longest})]
+    able, seen = answered(encoded), Counter[str]()
+    chosen = {max(range(len(able)), key=lambda i: len(able[i].prompt) + len(able[i].reference))}
+    for i, item in enumerate(able):
+        if seen[item.sample.workload] < config.noise_samples:
+            chosen.add(i)
+        seen[item.sample.workload] += 1
+    return [able[i] for i in sorted(chosen)]
 
 
 def noise_floor(again: Sequence[SampleResult]) -> Fidelity | None:

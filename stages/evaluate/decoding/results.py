@@ -3,9 +3,9 @@
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,6 @@ class SampleResult:
     """Engine features that the sample exercised."""
     statistics: StepStatistics = field(default_factory=lambda: StepStatistics.empty(0))
     """Statistics of the sample's reference tokens; empty until the steps are scored."""
-    heads: SampleHeads | None = None
-    """The engine's own distributions; None once they are saved."""
 
     def scored_anew(self, again: "SampleResult") -> "SampleResult":
         """Return this answer with the scores of `again`, a second pass that forced the sample's own answer."""
@@ -56,16 +54,16 @@ class ResultFolder:
         """Return the sibling folder for samples that are scored again; it is deleted together with this folder."""
         return ResultFolder(self.directory.with_name(f"{self.directory.name}-{digest}"))
 
-    def save(self, result: SampleResult) -> None:
-        """Save the result of a sample."""
+    def save(self, result: SampleResult, heads: SampleHeads | None) -> None:
+        """Save the result of a sample, and the engine's own distributions (heads) if they are recorded."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            **{f"statistics/{name}": array for name, array in vars(result.statistics).items()},
+            "statistics": np.stack(astuple(result.statistics)),
             "trace": np.array(astuple(result.trace), np.int64),
         }
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
-        if result.heads is not None:
-            arrays |= {f"heads/{name}": getattr(result.heads, name) for name in HEAD_ARRAYS}
+        if heads is not None:
+            arrays |= vars(heads)
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
         path = self.directory / f"{result.sample}-{hashlib.sha256(content).hexdigest()}.safetensors"
         unfinished = self.directory / f"{result.sample}.part"
@@ -81,14 +79,17 @@ class ResultFolder:
             if name is None or hashlib.sha256(content).hexdigest() != name[2]:
                 path.unlink()
                 continue
-            results[int(name[1])] = _result(int(name[1]), load(content))
+            arrays, sample = load(content), int(name[1])
+            answer = tuple(arrays["answer"].tolist()) if "answer" in arrays else None
+            trace = Exercised(*arrays["trace"].tolist())
+            results[sample] = SampleResult(sample, answer, trace, StepStatistics(*arrays["statistics"]))
         return results
 
     def heads(self, sample: int) -> SampleHeads:
         """Return the saved distributions (heads) of a sample."""
         (path,) = self.directory.glob(f"{sample}-*.safetensors")
         arrays = load(path.read_bytes())
-        return SampleHeads(*(arrays[f"heads/{name}"] for name in HEAD_ARRAYS))
+        return SampleHeads(*(arrays[name] for name in HEAD_ARRAYS))
 
 
 @contextmanager
@@ -103,12 +104,3 @@ def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
             shutil.rmtree(other)
     yield ResultFolder(root / digest)
     shutil.rmtree(root)
-
-
-def _result(sample: int, arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
-    return SampleResult(
-        sample=sample,
-        statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
-        answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
-        trace=Exercised(*arrays["trace"].tolist()),
-    )

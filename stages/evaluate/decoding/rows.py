@@ -1,41 +1,33 @@
-"""Runs samples on an engine (forced decode and answers) and converts the results to report rows.
+"""Runs samples on an engine (forced decode and answers) and converts the results to report rows."""
 
-The first Ctrl-C lets the samples in flight finish, the second stops at once (`interruption`).
-"""
-
-import signal
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import FrameType
 
 import numpy as np
 
-from stages.core.records import Progress
+from stages.core.errors import UserError
+from stages.core.records import Progress, no_progress
 from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import DecodeStep, Greedy
 from stages.evaluate.decoding.decode import decode
-from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head
 from stages.evaluate.distances.scores import Heads, SampleHeads, head_of
-from stages.evaluate.inputs.checks import Judgement, judge
+from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.verdict.record import finite
 from stages.verdict.report import Acceptance, SampleRow
 from stages.workloads.config import WorkloadsConfig
 
-Done = Callable[[SampleResult], None]
-"""Called with a sample's result, which includes the engine's own heads if they are recorded."""
-Observer = Callable[[DecodeStep], None]
+BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated text and its judgement."""
+    """A generated text, and whether it is right."""
 
     text: str
-    judgement: Judgement
+    correct: bool
     tokens: tuple[int, ...] = ()
     """Tokens including the stop token; an answer that reached its limit has no stop token."""
     passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -66,140 +58,53 @@ def judged_answers(
     return answers
 
 
-class Interruption:
-    """Flag that records whether the user requested an end."""
+class _Scores:
+    """The scores of a sample in flight, by token of its reference."""
 
-    requested = False
+    def __init__(self, item: EncodedSample, baseline: SampleHeads | None, *, recorded: bool) -> None:
+        self.item, self.baseline = item, baseline
+        self.own: list[Head] | None = [] if recorded else None
+        """The engine's own heads, if they are recorded."""
+        self.statistics = StepStatistics.empty(len(item.reference))
 
-
-@contextmanager
-def interruption() -> Iterator[Interruption]:
-    """Record the first SIGINT or SIGTERM in the block without interrupting it; the second raises KeyboardInterrupt as usual.
-
-    The end of the block raises KeyboardInterrupt if a signal was recorded, even if the block completed its work.
-
-    Only signals that already raise KeyboardInterrupt are handled. For example, a background job ignores SIGINT, and SIGTERM may
-    end the process of a library's user. In threads other than the main thread no signal is handled.
-    """
-    noted = Interruption()
-    raising = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is signal.default_int_handler]
-    if threading.current_thread() is not threading.main_thread():
-        raising = []
-
-    def restore() -> None:
-        for number in raising:
-            signal.signal(number, signal.default_int_handler)
-
-    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        noted.requested = True
-        restore()
-
-    for number in raising:
-        signal.signal(number, note)
-    try:
-        yield noted
-    finally:
-        restore()
-    if noted.requested:
-        raise KeyboardInterrupt
-
-
-class Scorer:
-    """Converts the steps of a forced decode to per-sample statistics."""
-
-    def __init__(self, encoded: Sequence[EncodedSample], baseline: Heads | None, repeated: Collection[str] = ()) -> None:
-        self.encoded, self.baseline, self.repeated = encoded, baseline, repeated
-        self.in_flight: dict[int, StepStatistics] = {}
-        self.heads: dict[int, SampleHeads] = {}
-        """The baseline's heads by sample in flight; empty while the baseline itself is measured."""
-        self.own: dict[int, list[Head]] = {}
-        """The engine's own heads of samples in flight for which they are recorded."""
-
-    def score(self, step: DecodeStep) -> None:
-        """Compare the rows of a step with the baseline's heads; a baseline is compared with its own heads."""
-        distributions = Distributions(step.logits_BV)
-        for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
-            if i not in self.in_flight:
-                self._begin(i)
-            token = self.encoded[i].reference[position]
-            if i in self.own:
-                self.own[i].append(head_of(distributions, row, token))
-            head = self.heads[i].head(position) if i in self.heads else self.own[i][position]
-            self.in_flight[i].put_token(position, compare_head(head, distributions, row, token, step.greedy[row]))
-
-    def finish(self, result: SampleResult) -> SampleResult:
-        """Return the result of a finished sample with its scores."""
-        self.heads.pop(result.sample, None)
-        own = SampleHeads.of(self.own.pop(result.sample)) if result.sample in self.own else None
-        return replace(result, statistics=self.in_flight.pop(result.sample), heads=own)
-
-    def _begin(self, i: int) -> None:
-        name = self.encoded[i].sample.id
-        self.in_flight[i] = StepStatistics.empty(len(self.encoded[i].reference))
+    def put(self, position: int, distributions: Distributions, row: int, greedy: int) -> None:
+        """Compare a row with the baseline's head. A baseline is compared with its own head."""
+        token = self.item.reference[position]
+        if self.own is not None:
+            self.own.append(head_of(distributions, row, token))
         if self.baseline is not None:
-            self.heads[i] = self.baseline(name)
-        if self.baseline is None or name in self.repeated:
-            self.own[i] = []
-
-
-@dataclass
-class SampleRun:
-    """Samples to run on an engine, and the results of the finished samples."""
-
-    encoded: Sequence[EncodedSample]
-    heads: Heads | None
-    """The baseline's heads; None if the engine is the baseline, whose heads are recorded."""
-    progress: Progress
-    """Called with a label, the amount done, and the total."""
-    greedy: Greedy | None = None
-    """End conditions of answers; None if no answers are wanted."""
-    results: dict[int, SampleResult] = field(default_factory=dict)
-    """Results of finished samples by index; may include results of an interrupted measurement."""
-    done: Done = lambda _: None
-    """Called when a sample has finished."""
-    interruption: Interruption = field(default_factory=Interruption)
-    """Whether to finish the samples in flight and stop."""
-    repeated: Collection[str] = ()
-    """Ids of samples for which a candidate's own heads are recorded too."""
-
-    @property
-    def missing(self) -> list[int]:
-        """Indices of unfinished samples."""
-        return [i for i in range(len(self.encoded)) if i not in self.results]
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Number of scored tokens in finished samples, and in all samples."""
-        counts = [len(item.reference) for item in self.encoded]
-        return sum(counts[i] for i in self.results), sum(counts)
-
-    def finish(self, result: SampleResult) -> None:
-        """Keep the result of a sample without its heads, because heads are large."""
-        self.done(result)
-        self.results[result.sample] = replace(result, heads=None)
-
-    def whole(self) -> list[SampleResult]:
-        """Return all results. Raises KeyboardInterrupt if samples are missing because the user requested an end."""
-        if self.missing:
-            raise KeyboardInterrupt
-        return [self.results[i] for i in range(len(self.encoded))]
+            head = self.baseline.head(position)
+        else:
+            assert self.own is not None, "a baseline records its heads"
+            head = self.own[position]
+        self.statistics.put_token(position, compare_head(head, distributions, row, token, greedy))
 
 
 def run_samples(
     engine: Engine,
-    run: SampleRun,
+    encoded: Sequence[EncodedSample],
     batch_size: int,
+    heads: Heads | None,
     *,
+    progress: Progress = no_progress,
+    greedy: Greedy | None = None,
+    folder: ResultFolder | None = None,
+    repeated: Collection[str] = (),
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
-    observe: Observer | None = None,
+    observe: Callable[[DecodeStep], None] | None = None,
 ) -> list[SampleResult]:
     """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
     Args:
         engine: The engine to drive.
-        run: The samples.
+        encoded: The samples.
         batch_size: Maximum sequences per decode step.
+        heads: The baseline's heads; None if the engine is the baseline, whose heads are recorded.
+        progress: Called with a label, the amount done, and the total.
+        greedy: End conditions of answers; None if no answers are wanted.
+        folder: Receives each result as the sample finishes. Samples whose results it holds already are not run.
+        repeated: Ids of samples for which a candidate's own heads are recorded too.
         after_prefill: See `decode`.
         one_pass: See `decode`.
         observe: Called with every step, while its sequences are live.
@@ -208,39 +113,39 @@ def run_samples(
         The results in the order of the samples.
 
     Raises:
-        KeyboardInterrupt: Samples are missing because the user requested an end.
+        UserError: A logit of the baseline is not finite.
     """
-    noted, missing, (decoded, total) = run.interruption, run.missing, run.tokens
-    scorer = Scorer(run.encoded, run.heads, run.repeated)
-    events = decode(
-        engine,
-        run.encoded,
-        batch_size,
-        run.greedy,
-        chosen=missing,
-        after_prefill=after_prefill,
-        one_pass=one_pass,
-        stopping=lambda: noted.requested,
-    )
-    announced = False
+    results = {} if folder is None else folder.load()
+    missing = [i for i in range(len(encoded)) if i not in results]
+    counts = [len(item.reference) for item in encoded]
+    decoded, total = sum(counts[i] for i in results), sum(counts)
+    scores: dict[int, _Scores] = {}
     if missing:
-        run.progress("forced decode [tokens]", decoded, total)
-    for event in events:
-        if noted.requested and not announced:
-            announced = True
-            run.progress(f"finishing {len(scorer.in_flight)} samples in flight; Ctrl-C again stops at once", 0, 0)
+        progress("forced decode [tokens]", decoded, total)
+    for event in decode(engine, encoded, batch_size, greedy, chosen=missing, after_prefill=after_prefill, one_pass=one_pass):
         if isinstance(event, DecodeStep):
-            scorer.score(event)
+            distributions = Distributions(event.logits_BV)
+            for row, (i, position) in enumerate(zip(event.samples, event.positions, strict=True)):
+                if i not in scores:
+                    name = encoded[i].sample.id
+                    recorded = heads is None or name in repeated
+                    scores[i] = _Scores(encoded[i], None if heads is None else heads(name), recorded=recorded)
+                scores[i].put(position, distributions, row, event.greedy[row])
             if observe is not None:
                 observe(event)
             decoded += len(event.samples)
         else:
-            run.finish(scorer.finish(event))
+            scored = scores.pop(event.sample)
+            if heads is None and not np.isfinite(scored.statistics.baseline_nll).all():
+                raise UserError(f"{BASELINE_NOT_FINITE} on sample {scored.item.sample.id}")
+            results[event.sample] = replace(event, statistics=scored.statistics)
+            if folder is not None:
+                folder.save(results[event.sample], None if scored.own is None else SampleHeads.of(scored.own))
         if decoded < total:
-            run.progress("forced decode [tokens]", decoded, total)
+            progress("forced decode [tokens]", decoded, total)
         else:
-            run.progress("answers [samples]", len(run.results), len(run.encoded))
-    return run.whole()
+            progress("answers [samples]", len(results), len(encoded))
+    return [results[i] for i in range(len(encoded))]
 
 
 def _mean(values: Array) -> float | None:
@@ -277,7 +182,6 @@ def make_rows(
     statistics: Sequence[StepStatistics],
     baseline: Sequence[Answer | None],
     candidate: Sequence[Answer | None],
-    rounds: Sequence[int],
 ) -> list[SampleRow]:
     """Build the rows of all samples, in order.
 
@@ -286,13 +190,12 @@ def make_rows(
         statistics: Statistics of the scored tokens, by sample.
         baseline: The baseline's answers; None for samples that are not judged.
         candidate: The candidate's answers; None for samples that are not judged.
-        rounds: Number of the round that ran the sample, by sample.
     """
     pooled = np.concatenate([steps.kl for steps in statistics])
     pooled = pooled[np.isfinite(pooled)]
     tail_floor = float(np.percentile(pooled, 99)) if len(pooled) else 0.0
     rows = []
-    for item, steps, before, after, number in zip(encoded, statistics, baseline, candidate, rounds, strict=True):
+    for item, steps, before, after in zip(encoded, statistics, baseline, candidate, strict=True):
         row = SampleRow(
             id=item.sample.id,
             workload=item.sample.workload,
@@ -301,10 +204,8 @@ def make_rows(
             depth=item.sample.depth,
             scored_tokens=len(item.reference),
             judged=after is not None,
-            baseline_correct=before.judgement.correct if before else None,
-            candidate_correct=after.judgement.correct if after else None,
-            baseline_valid=before.judgement.valid if before else None,
-            candidate_valid=after.judgement.valid if after else None,
+            baseline_correct=before.correct if before else None,
+            candidate_correct=after.correct if after else None,
             reference=item.sample.reference if after else None,
             baseline_generation=before.text if before else None,
             candidate_generation=after.text if after else None,
@@ -318,7 +219,7 @@ def make_rows(
             mean_squared_delta_p=_mean(steps.delta_p**2),
             non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
             difficulty=item.sample.difficulty,
-            round=number,
+            round=item.round,
             acceptance=_acceptance(before, after) if before and after else {},
             baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
             candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
@@ -326,9 +227,3 @@ def make_rows(
         )
         rows.append(row)
     return rows
-
-
-def unjudged_rows(encoded: Sequence[EncodedSample], results: Sequence[SampleResult]) -> list[SampleRow]:
-    """Build the rows of samples without answers."""
-    nothing = [None] * len(encoded)
-    return make_rows(encoded, [result.statistics for result in results], nothing, nothing, [1] * len(encoded))

@@ -1,18 +1,18 @@
 """Stored measurements of an engine (baseline or candidate): the samples of a round, and the measurements made only once.
 
-A round's directory contains `round.json` (`Measured`), `answers.jsonl`, `statistics.safetensors` and `logprobs.safetensors`
-(see `scores`). The last file has all samples of a baseline, or the repeated samples of a candidate. `require_able` refuses
-workloads whose right answers are improbable for the baseline already, because no candidate could lose any.
+A round's directory contains `round.json` (`Round`), `statistics.safetensors` (`StepStatistics` by sample id, one row per field)
+and `logprobs.safetensors` (see `scores`). The last file has all samples of a baseline, or the repeated samples of a candidate.
+`require_able` refuses workloads whose right answers are improbable for the baseline already, because no candidate could lose
+any.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, InstanceOf
 from safetensors.numpy import load_file, save_file
 
 from stages.core.errors import CannotBeJudged, short
@@ -25,19 +25,16 @@ from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.delivery import ScaleChange
 from stages.verdict.engine_tests import EngineTests
-from stages.verdict.report import Fidelity, MustFailControl, SystemMetrics, jsonl_lines
+from stages.verdict.report import Fidelity, MustFailControl, SystemMetrics
 
 LOGPROBS = "logprobs.safetensors"
 STATISTICS = "statistics.safetensors"
-ANSWERS = "answers.jsonl"
 ROUND = "round.json"
 ONCE = "once.json"
 
-_ANSWER = TypeAdapter(tuple[str, Answer])
 
-
-class Measured(BaseModel):
-    """Measurements of one round, except answers and per-token statistics."""
+class Round(BaseModel):
+    """The measurements of one round on one engine."""
 
     samples_digest: str
     vocab_size: int
@@ -52,6 +49,35 @@ class Measured(BaseModel):
     scale_changes: list[ScaleChange] | None = None
     right_answers: dict[str, list[int]] = {}
     """Tokens of the baseline's own right answers that replace references, by sample id. Empty for candidates."""
+    answers: dict[str, Answer]
+    """Answers by id of the judged sample."""
+    statistics: dict[str, InstanceOf[StepStatistics]] = Field(exclude=True, default={})
+    """Statistics of the scored tokens by sample id."""
+
+    def scored(self, encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
+        """Return samples of the round with the tokens that were scored. Call it on the baseline's round."""
+        own = self.right_answers
+        return [item.answered(own[item.sample.id]) if item.sample.id in own else item for item in encoded]
+
+    def answers_to(self, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
+        """Return the answers in the order of the samples; None for samples that are not judged."""
+        return [self.answers.get(item.sample.id) for item in encoded]
+
+    def statistics_of(self, encoded: Sequence[EncodedSample]) -> list[StepStatistics]:
+        """Return the statistics of the scored tokens in the order of the samples."""
+        return [self.statistics[item.sample.id] for item in encoded]
+
+    def write(self, out: Path) -> None:
+        """Write the files that `read_round` reads."""
+        save_file({name: np.stack(astuple(steps)) for name, steps in self.statistics.items()}, str(out / STATISTICS))
+        (out / ROUND).write_text(self.model_dump_json(indent=1), encoding="utf-8")
+
+
+def read_round(directory: Path) -> Round:
+    """Read the files that `Round.write` wrote."""
+    found = Round.model_validate_json((directory / ROUND).read_text(encoding="utf-8"))
+    statistics = {name: StepStatistics(*rows) for name, rows in load_file(str(directory / STATISTICS)).items()}
+    return found.model_copy(update={"statistics": statistics})
 
 
 class MeasuredOnce(BaseModel):
@@ -76,47 +102,6 @@ class MeasuredOnce(BaseModel):
         return cls.model_validate_json((directory / ONCE).read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Round:
-    """A measured round in memory."""
-
-    record: Measured
-    answers: Mapping[str, Answer]
-    """Answers by id of the judged sample."""
-    statistics: StepStatistics
-    """Statistics of all scored tokens, concatenated by sample."""
-
-    def scored(self, encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
-        """Return samples of the round with the tokens that were scored. Call it on the baseline's round."""
-        own = self.record.right_answers
-        return [item.answered(own[item.sample.id]) if item.sample.id in own else item for item in encoded]
-
-    def answers_to(self, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
-        """Return the answers in the order of the samples; None for samples that are not judged."""
-        return [self.answers.get(item.sample.id) for item in encoded]
-
-    def statistics_of(self, encoded: Sequence[EncodedSample]) -> list[StepStatistics]:
-        """Return the statistics by sample. `encoded`: all samples of the round, as returned by the baseline's `scored`."""
-        ends = np.cumsum([0, *(len(item.reference) for item in encoded)]).tolist()
-        return [self.statistics.part(start, stop) for start, stop in pairwise(ends)]
-
-    def write(self, out: Path) -> None:
-        """Write the files that `read_round` reads."""
-        lines = (_ANSWER.dump_json((name, answer)).decode() + "\n" for name, answer in self.answers.items())
-        (out / ANSWERS).write_text("".join(lines), encoding="utf-8")
-        save_file(vars(self.statistics), str(out / STATISTICS))
-        (out / ROUND).write_text(self.record.model_dump_json(indent=1), encoding="utf-8")
-
-
-def read_round(directory: Path) -> Round:
-    """Read the files that `Round.write` wrote."""
-    return Round(
-        Measured.model_validate_json((directory / ROUND).read_text(encoding="utf-8")),
-        dict(_ANSWER.validate_json(line) for line in jsonl_lines(directory / ANSWERS)),
-        StepStatistics(**load_file(str(directory / STATISTICS))),
-    )
-
-
 def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float) -> None:
     """Refuse questions that the baseline cannot answer, before any candidate runs.
 
@@ -133,7 +118,7 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
     for item, answer, steps in zip(scored, measured.answers_to(scored), measured.statistics_of(scored), strict=True):
         if answer is not None:
             kind = kinds.setdefault(item.sample.workload, [])
-            kind.append((answer.judgement.correct, probability(steps.baseline_nll, item)))
+            kind.append((answer.correct, probability(steps.baseline_nll, item)))
     weak, wrong = {}, []
     for name, kind in sorted(kinds.items()):
         mean = fmean(chance for _, chance in kind)
@@ -144,7 +129,7 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
         these = "this kind of work" if len(weak) == 1 else "these kinds of work"
         said = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
         for item, answer in zip(scored, measured.answers_to(scored), strict=True):
-            if answer is not None and item.sample.workload in weak and not answer.judgement.correct:
+            if answer is not None and item.sample.workload in weak and not answer.correct:
                 wrong.append(_shown(item.sample, answer.text))
         raise CannotBeJudged(said, list(weak), sorted(kinds.keys() - weak), wrong[:SHOWN_ANSWERS])
 

@@ -55,10 +55,6 @@ class StepStatistics:
         """Return statistics of `tokens` tokens, filled with NaN."""
         return cls(*np.full((6, tokens), np.nan))
 
-    def part(self, start: int, stop: int) -> "StepStatistics":
-        """Return views of the tokens from `start` up to `stop`."""
-        return StepStatistics(*(getattr(self, item.name)[start:stop] for item in fields(self)))
-
     @classmethod
     def joined(cls, parts: "Sequence[StepStatistics]") -> "StepStatistics":
         """Concatenate the statistics of all parts."""

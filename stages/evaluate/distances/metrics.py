@@ -44,8 +44,6 @@ def fidelity(steps: StepStatistics) -> Fidelity:
         tokens=len(steps.kl),
         baseline_nll=finite(baseline_nll),
         candidate_nll=finite(candidate_nll),
-        baseline_ppl=_exp(baseline_nll),
-        candidate_ppl=_exp(candidate_nll),
         ppl_ratio=_exp(candidate_nll - baseline_nll),
         kl_mean=finite(mean(steps.kl)),
         kl_p99=p99,

@@ -67,18 +67,12 @@ def head_of(distributions: Distributions, row: int, token: int) -> Head:
     return Head(tokens.astype(ids), logp.astype(np.float32), rest, float(logits[token]) - log_sum)
 
 
-class StoredHeads:
-    """The stored heads of one engine, read on demand."""
+def write_heads(path: Path, samples: Iterable[tuple[str, SampleHeads]]) -> None:
+    """Write pairs of a sample's id and its heads."""
+    save_file({f"{name}/{array}": getattr(heads, array) for name, heads in samples for array in HEAD_ARRAYS}, str(path))
 
-    def __init__(self, path: Path) -> None:
-        file: Any = safe_open(str(path), framework="numpy")
-        self._file = file
 
-    @staticmethod
-    def write(path: Path, samples: Iterable[tuple[str, SampleHeads]]) -> None:
-        """Write pairs of a sample's id and its heads."""
-        save_file({f"{name}/{array}": getattr(heads, array) for name, heads in samples for array in HEAD_ARRAYS}, str(path))
-
-    def sample(self, name: str) -> SampleHeads:
-        """Return the heads of a sample."""
-        return SampleHeads(*(self._file.get_tensor(f"{name}/{array}") for array in HEAD_ARRAYS))
+def stored_heads(path: Path) -> Heads:
+    """Return a function that reads the heads of a sample from a file of `write_heads`."""
+    file: Any = safe_open(str(path), framework="numpy")
+    return lambda name: SampleHeads(*(file.get_tensor(f"{name}/{array}") for array in HEAD_ARRAYS))

@@ -7,19 +7,11 @@
 import json
 import re
 import unicodedata
-from dataclasses import dataclass
 from typing import Any
 
 from stages.core.records import Sample
 from stages.core.strict import unique_keys
 from stages.workloads.gsm8k import final_number
-
-
-@dataclass(frozen=True)
-class Judgement:
-    valid: bool | None
-    """Whether the answer has the required form; None if the check requires no form."""
-    correct: bool
 
 
 def _refuse_constant(name: str) -> None:
@@ -85,29 +77,29 @@ def calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...
     return any(call["name"] == name and set(call["arguments"]) == set(arguments) for name, arguments in tools)
 
 
-def judge(sample: Sample, text: str) -> Judgement:
-    """Judge a generated text.
+def judge(sample: Sample, text: str) -> bool:
+    """Return whether a generated text is right.
 
     Args:
         sample: The sample. Its check must not be "none".
         text: The whole generated answer, without the stop token.
 
     Returns:
-        "exact": correct if `text` equals the reference. "mention": correct if `text` mentions all `sample.mentions` (the
-        reference if the list is empty) and no `sample.distractors`. "json" and "tool_call": valid if `text` is strict JSON
-        (and calls a declared tool), correct if its value also equals the reference's value. "number": correct if the final
-        numbers of `text` and the reference are equal.
+        "exact": whether `text` equals the reference. "mention": whether `text` mentions all `sample.mentions` (the reference if
+        the list is empty) and no `sample.distractors`. "json" and "tool_call": whether `text` is strict JSON (and calls a
+        declared tool), and its value equals the reference's value. "number": whether the final numbers of `text` and the
+        reference are equal.
     """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":
-        return Judgement(valid=None, correct=text == sample.reference)
+        return text == sample.reference
     if sample.check == "number":
-        return Judgement(valid=None, correct=final_number(text) == final_number(sample.reference))
+        return final_number(text) == final_number(sample.reference)
     if sample.check == "mention":
-        return Judgement(valid=None, correct=_mentions_the_answer_only(sample, text))
+        return _mentions_the_answer_only(sample, text)
     try:
         value = strict_json(text)
     except (ValueError, RecursionError):
-        return Judgement(valid=False, correct=False)
+        return False
     valid = sample.check == "json" or calls_declared_tool(value, sample.tools)
-    return Judgement(valid=valid, correct=valid and _canonical(value) == _canonical(strict_json(sample.reference)))
+    return valid and _canonical(value) == _canonical(strict_json(sample.reference))

@@ -66,17 +66,13 @@ def _merged(sizes: Counter[int], count: int, total: int) -> list[set[int]]:
     """Return groups of rounds to merge, so that every group has at least LEAST_STEP of all samples."""
     groups: list[set[int]] = [set()]
     for number in range(count):
-        if _size(groups[-1], sizes) >= LEAST_STEP * total:
+        if sum(sizes[one] for one in groups[-1]) >= LEAST_STEP * total:
             groups.append(set())
         groups[-1].add(number)
-    if len(groups) > 1 and _size(groups[-1], sizes) < LEAST_STEP * total:
+    if len(groups) > 1 and sum(sizes[one] for one in groups[-1]) < LEAST_STEP * total:
         last = groups.pop()
         groups[-1] |= last
     return groups
-
-
-def _size(numbers: set[int], sizes: Counter[int]) -> int:
-    return sum(sizes[number] for number in numbers)
 
 
 def planned_shares(numbers: Sequence[int]) -> list[float]:

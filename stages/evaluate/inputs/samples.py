@@ -148,20 +148,9 @@ def _sample(text: str, default_id: str) -> Sample:
     problems = list(_contradictions(line))
     if problems:
         raise UserError("\n".join(problems))
-    return Sample(
-        id=line.id or default_id,
-        workload=line.workload,
-        reference=line.reference,
-        messages=tuple((m.role, m.content) for m in line.messages or ()),
-        prompt=line.prompt or "",
-        check=line.check,
-        document=line.document,
-        depth=line.depth,
-        tools=_tools(line),
-        mentions=tuple(line.mentions),
-        distractors=tuple(line.distractors),
-        difficulty=line.difficulty,
-    )
+    values: dict[str, Any] = vars(line) | {"id": line.id or default_id, "prompt": line.prompt or "", "tools": _tools(line)}
+    values |= {"mentions": tuple(line.mentions), "distractors": tuple(line.distractors)}
+    return Sample(**values | {"messages": tuple((message.role, message.content) for message in line.messages or ())})
 
 
 def _tools(line: _Line) -> tuple[tuple[str, tuple[str, ...]], ...]:

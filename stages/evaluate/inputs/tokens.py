@@ -102,6 +102,8 @@ class EncodedSample:
     """Number of tokens in the original reference if the baseline's right answer replaces it; else 0."""
     results: tuple[tuple[int, int], ...] = ()
     """Token ranges (start, stop) of the reference whose mean probability counts; if empty, the whole reference counts."""
+    round: int = 1
+    """Number of the round that runs the sample, from 1."""
 
     def answered(self, tokens: Sequence[int]) -> "EncodedSample":
         """Return the sample with its reference replaced by a right answer of the baseline."""
@@ -226,35 +228,21 @@ def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """All tokenized samples of an evaluation and their rounds. They are the same for all engines of an evaluation."""
-
-    items: list[EncodedSample]
-    numbers: list[int]
-    """Round number by sample, from 1."""
-    digest: str
-    """The `workloads_digest` of all samples."""
-
-    def round(self, number: int) -> list[EncodedSample]:
-        """Return the samples of a round."""
-        return [item for item, of in zip(self.items, self.numbers, strict=True) if of == number]
-
-    def write(self, out: Path) -> None:
-        """Write the file that `read_encoded` reads."""
-        (out / ENCODED).write_bytes(_ENCODED.dump_json(self))
-
-
 ENCODED = "encoded.json"
-_ENCODED = TypeAdapter(Encoded)
+_ENCODED = TypeAdapter(list[EncodedSample])
 
 
-def read_encoded(directory: Path) -> Encoded:
-    """Read the file that `Encoded.write` wrote."""
+def write_encoded(items: list[EncodedSample], out: Path) -> None:
+    """Write the tokenized samples of an evaluation, which are the same for all of its engines, into a directory."""
+    (out / ENCODED).write_bytes(_ENCODED.dump_json(items))
+
+
+def read_encoded(directory: Path) -> list[EncodedSample]:
+    """Read the file that `write_encoded` wrote."""
     return _ENCODED.validate_json((directory / ENCODED).read_bytes())
 
 
-def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Encoded:
+def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config: WorkloadsConfig) -> list[EncodedSample]:
     """Cut and encode the samples of an evaluation, and divide them into rounds.
 
     Raises UserError like `fit_lengths` and `encode`.
@@ -263,4 +251,4 @@ def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config:
     rounds = enumerate(assign_rounds(samples, config.rounds), start=1)
     numbers = {sample.id: number for number, chosen in rounds for sample in chosen}
     items = encode(samples, tokenizer, config.max_scored_tokens, tokenizer.stop_tokens(config)[0])
-    return Encoded(items, [numbers[sample.id] for sample in samples], workloads_digest(items))
+    return [replace(item, round=numbers[item.sample.id]) for item in items]

@@ -11,13 +11,12 @@ from evaluations import evaluate, measure_baseline
 from gate_reports import gates
 from onnx_fixtures import BY_NAME, make_engine, static_scales, tiny_decoder
 
-from stages.core.records import no_progress
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.formats import dequantize, quantize
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.explanation import relatives
 from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.decoding.rows import SampleRun, run_samples
+from stages.evaluate.decoding.rows import run_samples
 from stages.evaluate.inputs.lengths import fit_lengths, long_samples
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
@@ -90,7 +89,7 @@ def test_the_seven_questions_of_a_document_prefill_it_once(
     tiny_checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config, tokenizer = conformance_config(lengths=[1216, 1536], length_documents=1), BundleTokenizer(tiny_checkpoint)
-    encoded = encode_rounds(long_samples(config), tokenizer, config).items
+    encoded = encode_rounds(long_samples(config), tokenizer, config)
     engine = make_engine(tiny_decoder(tmp_path_factory, tiny_checkpoint), tmp_path / "bundle", BY_NAME["int8"])
     prefilled, prefill = list[int](), engine._prefill
 
@@ -100,7 +99,7 @@ def test_the_seven_questions_of_a_document_prefill_it_once(
 
     engine._prefill = counted  # type: ignore[method-assign]
     greedy = Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
-    results = run_samples(engine, SampleRun(encoded, None, no_progress, greedy), config.batch_size)
+    results = run_samples(engine, encoded, config.batch_size, None, greedy=greedy)
     prefixes = {item.prefix: item.shared for item in encoded}
     tails = [len(item.prompt) - 1 - item.shared for item in encoded]
     assert len(prefixes) == 2

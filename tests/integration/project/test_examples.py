@@ -78,8 +78,8 @@ def test_bfcls_calls_become_questions_that_are_read_and_judged(tmp_path: Path) -
         "c_0": {"base": 10, "height": 5},
         "c_4": {"base": 2, "height": 5},
     }
-    assert judge_answer(samples["c_0"], '{"name": "area", "arguments": {"height": 5, "base": 10}}').correct
-    assert not judge_answer(samples["c_0"], '{"name": "side", "arguments": {"base": 10}}').correct
+    assert judge_answer(samples["c_0"], '{"name": "area", "arguments": {"height": 5, "base": 10}}')
+    assert not judge_answer(samples["c_0"], '{"name": "side", "arguments": {"base": 10}}')
     refused = subprocess.run([*given, tmp_path / "none"], capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
     assert "give --data DIR" in refused.stderr

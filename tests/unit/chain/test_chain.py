@@ -233,7 +233,7 @@ def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
     config = configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}")
     room = config.workloads.extra_new_tokens
     item = EncodedSample(Sample(id="a", workload="b", prompt="", reference=""), (0,) * 570, (0,) * (591 - 570 - room))
-    Run(config).steps.note_length(Mock(items=[item]))
+    Run(config).steps.note_length([item])
     said = " ".join(capsys.readouterr().out.split())
     advice = "the samples have at most 591 tokens; give backend.max_tokens=640, or workloads.lengths=[704] (15 documents"
     assert (advice in said) is noted
@@ -253,7 +253,7 @@ def test_the_reference_shares_no_arithmetic_with_the_onnx_engine() -> None:
 def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
     steps = Run(job).steps
-    vars(steps).update(encoded_samples=Mock(), chain=Mock(config=job))
+    vars(steps).update(encoded_samples=Mock(), bundle=Mock())
     monkeypatch.setattr(VerdictSteps, "reference", lambda *_: pytest.fail("the reference engine is not asked for anything"))
     assert "reference" not in steps.inputs(job.kv, None)
 

@@ -54,7 +54,7 @@ def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
 def said_of(jobs: Plan, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, str, bool]]:
     """Return the rows of the table that a dry run prints, in the format of `run_all`."""
     foretell(jobs)
-    rows = re.findall(r"^ *(\S.*?) +(\d) (reused|made by job \d|made)\b(?!,)", capsys.readouterr().out, re.MULTILINE)
+    rows = re.findall(r"^ *(\S.*?) +(\d) (reused|made)\b(?!,)", capsys.readouterr().out, re.MULTILINE)
     return [(int(job), title, word != "made") for title, job, word in rows]
 
 

@@ -1,6 +1,7 @@
 """The first commands of a new user: too few questions are named before any work, and a first look exits with 0."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,8 +128,7 @@ def test_a_command_without_a_verdict_leaves_no_old_report(
     def refuse(*_: object) -> None:
         raise CannotBeJudged("FP16 itself answers none", ["copy"], [])
 
-    monkeypatch.setattr("pipeline.chain.verdict_steps.VerdictSteps.require_able", refuse)
+    monkeypatch.setattr(sys.modules["stages.evaluate.decoding.stored"], "require_able", refuse)
     assert run_command(planned(tmp_path, "kv=int8,fp8" if sweeping else "kv=int8", sweeping=sweeping)) == 3
-    assert "ended without a verdict" in page.read_text()
-    assert "held up" not in page.read_text()
+    assert not page.exists()
     shutil.rmtree(tmp_path / "artifacts")

@@ -161,15 +161,6 @@ def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
         np.testing.assert_array_equal(one.logits_BV, other.logits_BV)
 
 
-@pytest.mark.parametrize("engine", [OnePassFake, RequestFake])
-def test_when_stopping_an_engine_of_whole_samples_computes_no_other(engine: type[OnePassFake]) -> None:
-    finished: list[int] = []
-    for event in decode(engine(fake_engine(SAMPLES).answers), encoded(), 1, stopping=lambda: bool(finished)):
-        if isinstance(event, SampleResult):
-            finished.append(event.sample)
-    assert len(finished) == 1
-
-
 def test_the_corruption_comes_before_the_one_pass() -> None:
     engine = OnePassFake(fake_engine(SAMPLES).answers)
     (first, *_) = steps_of(engine, encoded(), 3, after_prefill=lambda: engine.corrupt_key_scale(0.1))

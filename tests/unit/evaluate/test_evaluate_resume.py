@@ -1,9 +1,8 @@
-"""Signals end a measurement, which then resumes, with the same results as an uninterrupted measurement."""
+"""Crashes and Ctrl-C end a measurement, which then resumes, with the same results as an uninterrupted measurement."""
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from evaluations import brief_workloads, joined, measure_baseline, measure_candi
 from fake_engine import CharTokenizer, SharingFake, sharing_engine
 from test_evaluate_measure import samples
 
-from stages.core.records import Progress, no_progress
 from stages.evaluate.decoding.results import UNFINISHED
-from stages.evaluate.decoding.rows import interruption
 from stages.evaluate.inputs.tokens import encode_rounds
 from stages.evaluate.joining import JoinedEvaluation
 from stages.verdict.report import EvaluationReport
@@ -61,10 +58,10 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def run(baseline: Path, out: Path, *engines: SharingFake, progress: Progress = no_progress) -> None:
+def run(baseline: Path, out: Path, *engines: SharingFake) -> None:
     """Run a round. The given engines are opened in turn, followed by sound engines."""
     left = list(engines)
-    measure_candidate(lambda: left.pop(0) if left else engine(), SAMPLES, baseline, out, progress=progress)
+    measure_candidate(lambda: left.pop(0) if left else engine(), SAMPLES, baseline, out)
 
 
 def report(baseline: Path, round_dir: Path) -> JoinedEvaluation:
@@ -101,28 +98,12 @@ def test_a_crashed_round_goes_on_with_the_samples_that_are_missing(at: int, base
     assert_like_an_uninterrupted_run(baseline, out, tmp_path)
 
 
-def test_the_first_control_c_finishes_what_is_in_flight_and_says_so(baseline: Path, tmp_path: Path) -> None:
+def test_control_c_stops_at_once_and_keeps_what_was_finished(baseline: Path, tmp_path: Path) -> None:
     out = tmp_path / "round"
-    labels: list[str] = []
     faulty = engine((9,), control_c)
     with pytest.raises(KeyboardInterrupt):
-        run(baseline, out, faulty, progress=lambda label, *_: labels.append(label))
-    announced = [label for label in labels if "Ctrl-C" in label]
-    assert announced == ["finishing 4 samples in flight; Ctrl-C again stops at once"]
-    assert faulty.live == 0
-    started = len([prompt for prompt in faulty.prefilled if prompt])
-    assert len(list((out / UNFINISHED).glob("*/*"))) == started < len(SAMPLES)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    run(baseline, out)
-    assert_like_an_uninterrupted_run(baseline, out, tmp_path)
-
-
-def test_the_second_control_c_stops_at_once_and_keeps_what_was_finished(baseline: Path, tmp_path: Path) -> None:
-    out = tmp_path / "round"
-    faulty = engine((9, 10), control_c)
-    with pytest.raises(KeyboardInterrupt):
         run(baseline, out, faulty)
-    assert len(faulty.widths) == 10
+    assert len(faulty.widths) == 9
     assert faulty.live > 0
     run(baseline, out)
     assert_like_an_uninterrupted_run(baseline, out, tmp_path)
@@ -140,59 +121,3 @@ def test_a_damaged_result_is_measured_again(baseline: Path, tmp_path: Path) -> N
     third.rename(third.with_name("7.part"))
     run(baseline, out)
     assert_like_an_uninterrupted_run(baseline, out, tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _as_the_command_line() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_the_second_stops(first: signal.Signals, second: signal.Signals) -> None:
-    def interrupted() -> None:
-        with interruption() as noted:
-            assert not noted.requested
-            os.kill(os.getpid(), first)
-            assert noted.requested
-            os.kill(os.getpid(), second)
-            pytest.fail("the second signal stops at once")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-
-
-def test_a_signal_after_the_last_sample_ends_the_block_too() -> None:
-    done = []
-
-    def interrupted() -> None:
-        with interruption():
-            os.kill(os.getpid(), signal.SIGINT)
-            done.append("the rest")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert done == ["the rest"]
-
-
-def test_a_signal_that_ends_the_process_elsewhere_keeps_doing_so() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with interruption():
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_thread_leaves_signals_alone() -> None:
-    seen: list[object] = []
-
-    def run() -> None:
-        with interruption():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler]

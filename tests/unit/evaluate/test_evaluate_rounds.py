@@ -11,7 +11,7 @@ from test_evaluate_measure import SAMPLES, samples
 
 from stages.core.records import Sample
 from stages.evaluate.inputs.rounds import assign_rounds, planned_shares
-from stages.evaluate.inputs.tokens import encode_rounds, read_encoded
+from stages.evaluate.inputs.tokens import encode_rounds, read_encoded, workloads_digest, write_encoded
 from stages.verdict.report import LEAST_STEP, load_rows
 
 SHARES = [0.1, 0.25, 0.5, 0.75, 1.0]
@@ -87,7 +87,7 @@ def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
     measure_baseline(lambda: fake_engine(SAMPLES), ordered, stored)
     whole = evaluate(engine, ordered, stored, tmp_path / "one")
     encoded = encode_rounds(SAMPLES, CharTokenizer(), asked)
-    encoded.write(tmp_path)
+    write_encoded(encoded, tmp_path)
     assert read_encoded(tmp_path) == encoded
     measured = []
     for number, chosen in enumerate(rounds, start=1):
@@ -97,9 +97,9 @@ def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
         measured.append((base, candidate))
         found = joined(encoded, measured, asked)
         assert found.report.samples == sum(map(len, rounds[:number]))
-        assert found.report.workloads_digest == encoded.digest
+        assert found.report.workloads_digest == workloads_digest(encoded)
     assert found.report.slices == whole.slices
-    assert found.report.planned_rounds == planned_shares(encoded.numbers)
+    assert found.report.planned_rounds == planned_shares([item.round for item in encoded])
     expected = [(s.id, n) for n, chosen in enumerate(rounds, start=1) for s in chosen]
     assert [(row.id, row.round) for row in found.rows] == expected
     assert [row.model_copy(update={"round": 1}) for row in found.rows] == load_rows(tmp_path / "one")

@@ -17,7 +17,7 @@ from stages.evaluate.distances.distance import (
     kl_of_logits,
     log_softmax,
 )
-from stages.evaluate.distances.scores import SampleHeads, StoredHeads, head_of
+from stages.evaluate.distances.scores import SampleHeads, head_of, stored_heads, write_heads
 
 Logits = np.ndarray
 
@@ -112,12 +112,12 @@ def test_heads_are_stored_and_read_back_by_sample(vocab: int, dtype: type, tmp_p
     distributions = Distributions(logits)
     recorded = [head_of(distributions, row, 4) for row in range(5)]
     path = tmp_path / "logprobs.safetensors"
-    StoredHeads.write(path, [("a/b", SampleHeads.of(recorded)), ("c", SampleHeads.of(recorded[:1]))])
-    stored = StoredHeads(path).sample("a/b")
+    write_heads(path, [("a/b", SampleHeads.of(recorded)), ("c", SampleHeads.of(recorded[:1]))])
+    stored = stored_heads(path)("a/b")
     assert stored.tokens.dtype == dtype
     for position, head in enumerate(recorded):
         read = stored.head(position)
         np.testing.assert_array_equal(read.tokens, head.tokens)
         np.testing.assert_array_equal(read.logp, head.logp)
         assert (read.rest, read.reference) == (head.rest, head.reference)
-    assert StoredHeads(path).sample("c").head(0).rest == recorded[0].rest
+    assert stored_heads(path)("c").head(0).rest == recorded[0].rest

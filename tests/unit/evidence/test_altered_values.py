@@ -35,10 +35,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encode equal samples once. Rendering them takes most of the time of a verification."""
-    known: dict[str, tokens.Encoded] = {}
+    known: dict[str, list[tokens.EncodedSample]] = {}
     encode_rounds = tokens.encode_rounds
 
-    def encode(samples: Sequence[Sample], tokenizer: tokens.BundleTokenizer, config: WorkloadsConfig) -> tokens.Encoded:
+    def encode(
+        samples: Sequence[Sample], tokenizer: tokens.BundleTokenizer, config: WorkloadsConfig
+    ) -> list[tokens.EncodedSample]:
         key = config.model_dump_json()
         if key not in known:
             known[key] = encode_rounds(samples, tokenizer, config)

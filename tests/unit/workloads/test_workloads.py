@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from evaluations import builtin_workloads
 
@@ -18,7 +17,6 @@ from stages.core.records import Sample
 from stages.evaluate.decoding.rows import Answer
 from stages.evaluate.decoding.stored import Round, require_able
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.inputs.checks import Judgement
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.workloads.conversation import compact_json
 from stages.workloads.generated import WORKLOADS, generate
@@ -184,14 +182,13 @@ def measured(right: int, asked: int, probability: float) -> tuple[list[EncodedSa
     """Return a round of one workload; right answers, of one token, have the given probability."""
     samples = generate("lookup", asked, seed=0, split="evaluation")
     encoded = [EncodedSample(sample, (1, 2), (3,)) for sample in samples]
-    steps = StepStatistics.empty(asked)
-    steps.baseline_nll[:] = np.full(asked, -math.log(probability))
-    answers = {s.id: Answer("", Judgement(correct=i < right, valid=None)) for i, s in enumerate(samples)}
-    return encoded, Round(None, answers, steps)  # type: ignore[arg-type]
+    steps = StepStatistics.empty(1)
+    steps.baseline_nll[:] = -math.log(probability)
+    answers = {s.id: Answer("", i < right) for i, s in enumerate(samples)}
+    return encoded, Round.model_construct(answers=answers, statistics=dict.fromkeys(answers, steps))
 
 
-def test_a_baseline_that_cannot_answer_is_said_with_its_numbers_and_no_candidate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Round, "scored", lambda _, encoded: list(encoded))
+def test_a_baseline_that_cannot_answer_is_said_with_its_numbers_and_no_candidate_runs() -> None:
     encoded, weak = measured(1, 60, 0.004)
     with pytest.raises(CannotBeJudged) as refusal:
         require_able(encoded, weak, 0.02)
@@ -205,14 +202,14 @@ def test_a_baseline_that_cannot_answer_is_said_with_its_numbers_and_no_candidate
     require_able(encoded, weak, 0.0)
 
 
-def test_a_wrong_answer_is_shown_cut_on_one_line_and_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Round, "scored", lambda _, encoded: list(encoded))
+def test_a_wrong_answer_is_shown_cut_on_one_line_and_without_secrets() -> None:
     asked = Sample(
         id="q", workload="own", reference="It is 7.", messages=(("user", "page " * 99 + "Which\nnumber? password=hunter42"),)
     )
     steps = StepStatistics.empty(1)
     steps.baseline_nll[:] = 9.0
-    weak = Round(None, {"q": Answer("Seven.\x1b" + "so " * 99, Judgement(correct=False, valid=None))}, steps)  # type: ignore[arg-type]
+    said = Answer("Seven.\x1b" + "so " * 99, correct=False)
+    weak = Round.model_construct(answers={"q": said}, statistics={"q": steps})
     with pytest.raises(CannotBeJudged) as refusal:
         require_able([EncodedSample(asked, (1, 2), (3,))], weak, 0.02)
     (line,) = refusal.value.wrong

@@ -87,16 +87,16 @@ def test_every_asked_code_has_twenty_similar_codes_and_no_worked_answer_gives_it
 
 def test_references_are_right_other_records_are_wrong_and_only_values_are_scored() -> None:
     for sample in (sample for slot in DOCUMENTS for sample in questions(slot, 100)):
-        assert judge(sample, sample.reference).correct
+        assert judge(sample, sample.reference)
         scored = [sample.reference[start:stop] for start, stop in sample.results]
         if sample.check == "json":
             record = json.loads(sample.reference)
             assert scored == [str(record["euros"]), str(record["kilos"])]
-            assert not judge(sample, sample.reference.replace(scored[0], "1")).correct
+            assert not judge(sample, sample.reference.replace(scored[0], "1"))
         else:
             assert scored == list(sample.mentions)
             for distractor in sample.distractors:
-                assert not judge(sample, sample.reference.replace(sample.mentions[0], distractor)).correct
+                assert not judge(sample, sample.reference.replace(sample.mentions[0], distractor))
 
 
 def test_more_words_make_a_longer_document_with_the_same_records_also_beyond_all_documentation() -> None:
@@ -148,7 +148,7 @@ def test_documents_fill_their_lengths_and_their_questions_share_one_prefix(chat:
     tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads()
     if not chat:
         tokenizer._tokenizer.chat_template = None
-    encoded = encode_rounds(long_samples(config), tokenizer, config).items
+    encoded = encode_rounds(long_samples(config), tokenizer, config)
     assert len(encoded) == 2 * 2 * LONG_QUESTIONS
     for name in dict.fromkeys(item.sample.document for item in encoded):
         items = [item for item in encoded if item.sample.document == name]
