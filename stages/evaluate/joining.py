@@ -8,7 +8,6 @@ from pathlib import Path
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import MeasuredOnce, Round
 from stages.evaluate.distances import metrics
-from stages.evaluate.inputs.rounds import planned_shares
 from stages.evaluate.inputs.tokens import EncodedSample, workloads_digest
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
@@ -72,7 +71,7 @@ def join(
         baseline_digest=baseline,
         workloads_digest=workloads_digest(encoded),
         samples=len(rows),
-        planned_rounds=planned_shares([item.round for item in encoded]),
+        planned_rounds=max(item.round for item in encoded),
         planned_workloads=planned,
         slices=metrics.slices(rows, parts, config.context_bins),
         noise=base.noise,

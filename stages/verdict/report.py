@@ -5,11 +5,10 @@ because JSON has no NaN; the gates treat null as a failure.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised, Limits, covered
@@ -20,9 +19,6 @@ from stages.verdict.record import Number, Record
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"
-
-LEAST_STEP = 0.01
-"""Minimum share of the planned samples per round."""
 
 Count = Annotated[int, Field(ge=1, lt=1 << 53)]
 """A count. Means and bounds use float64, which cannot represent every integer from 2^53 on."""
@@ -222,8 +218,8 @@ class EvaluationReport(Record):
     workloads_digest: str
     """sha256 over all encoded samples: prompts, references, checks and documents."""
     samples: int
-    planned_rounds: list[float]
-    """Cumulative share of the planned samples by planned round, including rounds that did not run."""
+    planned_rounds: Count
+    """Number of planned rounds, including rounds that did not run."""
     planned_workloads: dict[str, bool]
     """Planned workload, even if it did not run yet -> whether its samples have answers."""
     slices: list[Slice]
@@ -245,14 +241,6 @@ class EvaluationReport(Record):
     """Scales that differ between the candidate and its checkpoint; null for engines that do not load scales by themselves."""
     drafters: list[str]
     """Drafters that were used: `lookup`, `draft`. Empty if `workloads.speculation` is null."""
-
-    @field_validator("planned_rounds")
-    @classmethod
-    def _ascends_to_one(cls, shares: list[float]) -> list[float]:
-        steps = [high - low for low, high in pairwise([0.0, *shares])]
-        if not shares or shares[-1] != 1 or min(steps) < LEAST_STEP * (1 - 1e-9):
-            raise ValueError(f"planned_rounds must ascend to 1 in steps of {LEAST_STEP} or more, got {shares}")
-        return shares
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of all samples; None if it has no samples."""

@@ -116,8 +116,7 @@ def _join(_: object, rounds: Sequence[tuple[object, str]], *__: object, engine: 
     name = rounds[0][1]
     first_of_two = name in UNDECIDED and len(rounds) == 1
     rows = answered("copy", 8) if first_of_two else every_class(copy=LOST.get(name, 0))
-    planned = [0.5, 1.0] if first_of_two else [1.0]
-    joined = report(rows, engine_digest=engine, baseline_digest=baseline, planned_rounds=planned)
+    joined = report(rows, engine_digest=engine, baseline_digest=baseline, planned_rounds=1 + first_of_two)
 
     def write(out: Path) -> None:
         (out / REPORT_FILE).write_text(joined.model_dump_json())

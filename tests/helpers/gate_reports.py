@@ -105,7 +105,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "baseline_digest": "b",
         "workloads_digest": "w",
         "samples": len(rows),
-        "planned_rounds": [1.0],
+        "planned_rounds": 1,
         "planned_workloads": {},
         "slices": [whole, low],
         "noise": fidelity(),

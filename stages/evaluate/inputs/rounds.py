@@ -3,10 +3,8 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 from stages.core.records import Sample
-from stages.verdict.report import LEAST_STEP
 
 FIRST_ROUND = 15
 """Minimum judged samples per workload in the first round, or all of them. Fewer do not show what the baseline can answer, and
@@ -25,8 +23,7 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
 
     Returns:
         The samples by round, in their original order. The first round has FIRST_ROUND judged samples of every workload, or all.
-        A round with less than LEAST_STEP of all samples is merged with the next round, or with the previous round if it is the
-        last. Such rounds result from a few long documents.
+        A round without samples is left out.
     """
     documents: dict[str, Counter[tuple[str, str]]] = {}
     for sample in samples:
@@ -52,34 +49,10 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
         if sample.check != "none":
             judged.setdefault(sample.workload, []).append(rounds[sample.cluster])
     first = next(number for number in range(len(shares)) if _suffices(number, judged))
-    sizes = Counter(max(first, rounds[sample.cluster]) for sample in samples)
-    groups = _merged(sizes, len(shares), len(samples))
-    return [[s for s in samples if max(first, rounds[s.cluster]) in numbers] for numbers in groups]
+    numbers = [max(first, rounds[sample.cluster]) for sample in samples]
+    return [[sample for sample, own in zip(samples, numbers, strict=True) if own == number] for number in sorted(set(numbers))]
 
 
 def _suffices(number: int, judged: Mapping[str, Sequence[int]]) -> bool:
     """Return whether the rounds up to `number` have FIRST_ROUND judged samples of every workload, or all of them."""
     return all(sum(one <= number for one in found) >= min(FIRST_ROUND, len(found)) for found in judged.values())
-
-
-def _merged(sizes: Counter[int], count: int, total: int) -> list[set[int]]:
-    """Return groups of rounds to merge, so that every group has at least LEAST_STEP of all samples."""
-    groups: list[set[int]] = [set()]
-    for number in range(count):
-        if sum(sizes[one] for one in groups[-1]) >= LEAST_STEP * total:
-            groups.append(set())
-        groups[-1].add(number)
-    if len(groups) > 1 and sum(sizes[one] for one in groups[-1]) < LEAST_STEP * total:
-        last = groups.pop()
-        groups[-1] |= last
-    return groups
-
-
-def planned_shares(numbers: Sequence[int]) -> list[float]:
-    """Return the cumulative share of samples by round. The gates use these shares to plan their interim looks.
-
-    Args:
-        numbers: Round number by sample, from 1.
-    """
-    sizes = Counter(numbers)
-    return [ended / len(numbers) for ended in accumulate(sizes[number] for number in sorted(sizes))]

@@ -80,12 +80,12 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
 def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
     """Return whether to stop: a gate failed, all gates passed, more samples would not help, or no planned look is left."""
     undecided = any(Gate(check.gate).samples_decide for check in verdict.checks if check.status == "INCONCLUSIVE")
-    return verdict.status == "FAIL" or not undecided or verdict.round >= len(report.planned_rounds)
+    return verdict.status == "FAIL" or not undecided or verdict.round >= report.planned_rounds
 
 
 def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[Check]:
     """Yield the lines of all figures at the look after round `number`."""
-    rounds = len(evidence.report.planned_rounds)
+    rounds = evidence.report.planned_rounds
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
     figures = [figure for measured in FIGURES for figure in measured(evidence, thresholds)]
     main = sum(figure.gate == Gate.RECOVERY for figure in figures)

@@ -25,7 +25,7 @@ def complete(evidence: GateInput) -> Iterator[Check]:
         problems.append((ALL, "no samples were evaluated"))
     if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
         problems.append((ALL, f"the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
-    ran, planned = sorted({row.round for row in rows}), len(report.planned_rounds)
+    ran, planned = sorted({row.round for row in rows}), report.planned_rounds
     if ran != list(range(1, len(ran) + 1)) or len(ran) > planned:
         numbers = ", ".join(map(str, ran))
         problems.append((ALL, f"samples.jsonl has rounds {numbers} of 1 to {planned}; rounds start at 1 and have no gaps"))

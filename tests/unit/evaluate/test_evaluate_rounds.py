@@ -10,9 +10,9 @@ from fake_engine import CharTokenizer, FakeEngine, fake_engine
 from test_evaluate_measure import SAMPLES, samples
 
 from stages.core.records import Sample
-from stages.evaluate.inputs.rounds import assign_rounds, planned_shares
+from stages.evaluate.inputs.rounds import assign_rounds
 from stages.evaluate.inputs.tokens import encode_rounds, read_encoded, workloads_digest, write_encoded
-from stages.verdict.report import LEAST_STEP, load_rows
+from stages.verdict.report import load_rows
 
 SHARES = [0.1, 0.25, 0.5, 0.75, 1.0]
 
@@ -43,18 +43,17 @@ def test_documents_stay_whole_and_the_order_of_samples_decides_nothing() -> None
     assert all([s.id for s in chosen] == [s.id for s in questions if s in chosen] for chosen in rounds)
 
 
-def test_a_round_that_would_be_next_to_nothing_is_run_with_another() -> None:
+def test_a_round_without_samples_is_left_out() -> None:
     stories = samples(1)[2:5]
     rounds = assign_rounds(stories, SHARES)
     assert [len(chosen) for chosen in rounds] == [1, 1, 1]
-    assert planned_shares([1, 2, 3]) == [1 / 3, 2 / 3, 1]
     assert assign_rounds(SAMPLES, [1.0]) == [SAMPLES]
     many = samples(400)
     one_document = [replace(s, document="all") if i < 795 else s for i, s in enumerate(many)]
     for shares in (SHARES, [0.5, 1.0], [0.001, 0.002, 1.0], [0.5, 0.999, 1.0]):
         for questions in (many, one_document):
             divided = assign_rounds(questions, shares)
-            assert min(map(len, divided)) >= LEAST_STEP * len(questions)
+            assert all(divided)
             assert sorted(s.id for chosen in divided for s in chosen) == sorted(s.id for s in questions)
 
 
@@ -99,7 +98,7 @@ def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
         assert found.report.samples == sum(map(len, rounds[:number]))
         assert found.report.workloads_digest == workloads_digest(encoded)
     assert found.report.slices == whole.slices
-    assert found.report.planned_rounds == planned_shares([item.round for item in encoded])
+    assert found.report.planned_rounds == len(rounds)
     expected = [(s.id, n) for n, chosen in enumerate(rounds, start=1) for s in chosen]
     assert [(row.id, row.round) for row in found.rows] == expected
     assert [row.model_copy(update={"round": 1}) for row in found.rows] == load_rows(tmp_path / "one")

@@ -28,7 +28,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of an engine and its evidence: 60 rows, which are decided fast, of the first of two rounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gate_reports.CLASSES", dict.fromkeys(CLASSES, 15))
-        judged = judged_engine(tmp_path_factory.mktemp("store"), measured={"planned_rounds": [0.5, 1.0]})
+        judged = judged_engine(tmp_path_factory.mktemp("store"), measured={"planned_rounds": 2})
     return exported(judged, tmp_path_factory.mktemp("copies") / "copy", *ALL)
 
 

@@ -82,7 +82,7 @@ def test_what_was_altered_is_named(copy: Path, alter: Callable[[Path], object], 
 
 
 def test_rows_without_a_first_round_are_refused_in_one_line(tmp_path: Path) -> None:
-    judged = judged_engine(tmp_path / "store", measured={"planned_rounds": [0.5, 1.0]})
+    judged = judged_engine(tmp_path / "store", measured={"planned_rounds": 2})
     copy = exported(judged, tmp_path / "copy", *ALL)
     rows = (copy / SAMPLES_FILE).read_text()
     (copy / SAMPLES_FILE).write_text(rows.replace('"round":1', '"round":2'))

@@ -128,9 +128,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "fewer samples than counted": (every_class(), {"samples": 513}, "FAIL", {"complete"}, "the report counts 513 samples"),
     "a sample twice": ([*every_class()[:-1], every_class()[0]], {}, "FAIL", {"complete"}, ""),
     "no sample of the first round": (
-        every(1, round=2), {"planned_rounds": [0.5, 1.0]}, "FAIL", {"complete"}, "rounds 2 of 1 to 2; rounds start at 1 and"),
+        every(1, round=2), {"planned_rounds": 2}, "FAIL", {"complete"}, "rounds 2 of 1 to 2; rounds start at 1 and"),
     "a round without samples": (
-        every(2, round=3), {"planned_rounds": [0.25, 0.5, 1.0]}, "FAIL", {"complete"}, "has rounds 1, 3 of 1 to 3"),
+        every(2, round=3), {"planned_rounds": 3}, "FAIL", {"complete"}, "has rounds 1, 3 of 1 to 3"),
     "a round that was not planned": (every(2, round=2), {}, "FAIL", {"complete"}, "has rounds 1, 2 of 1 to 1"),
     "distances whose sum is not finite": (
         every(1, mean_kl=1e308, scored_tokens=1), {}, "FAIL", {"max_mean_kl", "max_ruined_share"}, "copy: mean KL nan"),

@@ -32,7 +32,7 @@ PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 def up_to(rows: list[SampleRow], last: int, **changes: object) -> Verdict:
     """Return the verdict on the rounds up to `last` of an evaluation in rounds."""
     rows = [r for r in in_rounds(rows, PLAN) if r.round <= last]
-    return verdict(rows, gates(**changes), planned_rounds=PLAN)
+    return verdict(rows, gates(**changes), planned_rounds=len(PLAN))
 
 
 def stops(rows: list[SampleRow]) -> tuple[str, int]:
@@ -40,7 +40,7 @@ def stops(rows: list[SampleRow]) -> tuple[str, int]:
     numbered = in_rounds(rows, PLAN)
     for last in range(1, len(PLAN) + 1):
         seen = [r for r in numbered if r.round <= last]
-        judged = report(seen, planned_rounds=PLAN)
+        judged = report(seen, planned_rounds=len(PLAN))
         outcome = decide(judged, seen, GATES)
         if is_final(outcome, judged):
             return outcome.status, last
@@ -86,8 +86,8 @@ def test_what_passed_at_an_early_look_does_not_pass_for_good() -> None:
 def test_a_distance_does_not_pass_for_good_at_an_early_look() -> None:
     """Only the later rounds contain documents that the cache ruins."""
     early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]
-    assert verdict(early, planned_rounds=[0.5, 1.0]).status == "PASS"
-    later = verdict(early + late, planned_rounds=[0.5, 1.0])
+    assert verdict(early, planned_rounds=2).status == "PASS"
+    later = verdict(early + late, planned_rounds=2)
     assert {check.gate for check in later.checks if check.status == "FAIL"} == {"max_mean_kl", "max_ruined_share"}
 
 
@@ -111,7 +111,7 @@ def test_many_documents_show_by_student_s_t_what_a_bet_leaves_open(documents: in
 def test_what_samples_do_not_decide_stops_after_the_first_round(doubled: bool) -> None:
     seen = [r for r in in_rounds(answered("copy", 160), PLAN) if r.round == 1]
     changes = {} if doubled else {"control": MustFailControl(factor=0.1, rows=[])}
-    judged = report([*seen, seen[0]] if doubled else seen, planned_rounds=PLAN, **changes)
+    judged = report([*seen, seen[0]] if doubled else seen, planned_rounds=len(PLAN), **changes)
     outcome = decide(judged, seen, GATES)
     assert outcome.status == "FAIL"
     assert is_final(outcome, judged)
@@ -129,10 +129,10 @@ def test_student_s_t_is_used_at_the_last_planned_look_alone() -> None:
     assert seen == [{"INCONCLUSIVE"}, {"INCONCLUSIVE"}, {"PASS"}]
 
 
-@pytest.mark.parametrize("shares", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [0.7, 0.3, 1.0], [0.5, 1.5], [0.5, 0.505, 1.0]])
-def test_a_plan_that_does_not_ascend_to_all_samples_is_no_report(shares: list[float]) -> None:
-    with pytest.raises(ValidationError, match=r"planned_rounds must ascend to 1 in steps of 0\.01 or more"):
-        report(answered("copy", 60), planned_rounds=shares)
+@pytest.mark.parametrize("planned", [0, -1, 0.5])
+def test_a_plan_without_a_round_is_no_report(planned: float) -> None:
+    with pytest.raises(ValidationError, match="planned_rounds"):
+        report(answered("copy", 60), planned_rounds=planned)
 
 
 def test_a_verdict_names_the_rules_that_made_it() -> None:
@@ -154,14 +154,14 @@ def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
 def test_the_control_rows_are_no_part_of_the_looks() -> None:
     rows = in_rounds(answered("copy", 160), PLAN)
     late = MustFailControl(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CONTROL_ROWS])
-    assert verdict(rows, planned_rounds=PLAN, control=late).status == "PASS"
+    assert verdict(rows, planned_rounds=len(PLAN), control=late).status == "PASS"
 
 
 def test_a_planned_workload_that_was_not_asked_yet_keeps_the_verdict_open() -> None:
     rows = [r for r in in_rounds(every_class(), PLAN) if r.round <= 4]
     planned = dict.fromkeys(CLASSES, True)
-    assert verdict(rows, planned_rounds=PLAN, planned_workloads=planned).status == "PASS"
-    outcome = verdict(rows, planned_rounds=PLAN, planned_workloads=planned | {"legal": True})
+    assert verdict(rows, planned_rounds=len(PLAN), planned_workloads=planned).status == "PASS"
+    outcome = verdict(rows, planned_rounds=len(PLAN), planned_workloads=planned | {"legal": True})
     assert outcome.status == "INCONCLUSIVE"
     assert outcome.reasons == ["legal: no sample of it was run yet; a later round has them"]
 
@@ -204,7 +204,7 @@ def test_no_more_rounds_run_if_the_noise_cannot_be_judged(measured: dict[str, An
     rows = rows_of(100)
     outcome = verdict(rows, **measured)
     assert outcome.status == "INCONCLUSIVE"
-    assert is_final(outcome, report(rows, planned_rounds=[0.1, 1.0]))
+    assert is_final(outcome, report(rows, planned_rounds=2))
 
 
 @pytest.mark.parametrize("policy", SHIPPED.values(), ids=SHIPPED)
