@@ -11,7 +11,7 @@ from stages.evaluate.distances import metrics
 from stages.evaluate.inputs.tokens import EncodedSample, workloads_digest
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
-from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow
 from stages.workloads.config import WorkloadsConfig
 
 
@@ -64,7 +64,6 @@ def join(
         planned[item.sample.workload] = planned.get(item.sample.workload, False) or item.judged
     assert own.control is not None, "a candidate has a must-fail control"
     report = EvaluationReport(
-        schema_version=SCHEMA_VERSION,
         policy=first.policy,
         takes_effect=first.takes_effect,
         engine_digest=engine,

@@ -4,6 +4,7 @@ While a round runs, `unfinished/` in its directory holds the results of finished
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +92,9 @@ def measure(
             again = run(list(own.values()), progress=labelled(label, "own answers: "), folder=beside)
             for (i, item), result in zip(own.items(), again, strict=True):
                 if result.statistics.baseline_nll.sum() < results[i].statistics.baseline_nll.sum():
-                    items[i], results[i], folders[i] = item, results[i].scored_anew(result), beside
+                    trace = Exercised.merged([results[i].trace, result.trace])
+                    items[i], folders[i] = item, beside
+                    results[i] = replace(result, answer=results[i].answer, trace=trace)
         names = [item.sample.id for item in items]
         scored = zip(names, results, folders, strict=True)
         recorded = ((name, kept.heads(result.sample)) for name, result, kept in scored if heads is None or name in repeated)

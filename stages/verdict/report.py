@@ -16,7 +16,6 @@ from stages.verdict.delivery import ScaleChange
 from stages.verdict.engine_tests import EngineTests
 from stages.verdict.record import Number, Record
 
-SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"
 
@@ -209,7 +208,6 @@ class SystemMetrics(Record):
 class EvaluationReport(Record):
     """All measurements of one engine against one baseline."""
 
-    schema_version: int
     policy: str
     takes_effect: dict[str, int] = Field(default={})
     """Keys of the policy that have no effect in short sequences -> tokens of the shortest sequence that they affect."""
@@ -259,14 +257,6 @@ class EvaluationReport(Record):
         return covered(self.coverage, self.tests)
 
 
-def jsonl_lines(path: Path) -> list[str]:
-    """Return the lines of a JSONL file, one JSON value each.
-
-    `str.splitlines` would also split at U+0085, U+2028 and U+2029, which JSON strings may contain unescaped.
-    """
-    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
 def load_report(directory: Path) -> EvaluationReport:
     """Return the report of an evaluation's directory. Raises ValueError if the file is not a valid report."""
     return EvaluationReport.model_validate_json((directory / REPORT_FILE).read_text(encoding="utf-8"))
@@ -274,4 +264,6 @@ def load_report(directory: Path) -> EvaluationReport:
 
 def load_rows(directory: Path) -> list[SampleRow]:
     """Return the samples of an evaluation's directory. Raises ValueError if a line is not a valid sample."""
-    return [SampleRow.model_validate_json(line) for line in jsonl_lines(directory / SAMPLES_FILE)]
+    text = (directory / SAMPLES_FILE).read_text(encoding="utf-8")
+    # `str.splitlines` would also split at U+0085, U+2028 and U+2029, which JSON strings may contain unescaped.
+    return [SampleRow.model_validate_json(line) for line in text.split("\n") if line]

@@ -99,7 +99,6 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
     low = whole.model_copy(update={"workload": "retrieval", "context": (0, 150)})
     system: dict[str, object] = {**dict.fromkeys(SystemMetrics.model_fields, 1), "attention": "graph"}
     values: dict[str, object] = {
-        "schema_version": 1,
         "policy": "int8",
         "engine_digest": "e",
         "baseline_digest": "b",

@@ -59,7 +59,8 @@ class Comparer:
     reference: ReferenceEngine
 
     def __post_init__(self) -> None:
-        self.reference.run_as(self.engine)
+        reference = self.reference.engine
+        reference.prefill_chunk, reference.reads_itself = self.engine.prefill_chunk, self.engine.reads_itself
 
     @property
     def frees_pages(self) -> bool:

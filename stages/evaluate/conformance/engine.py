@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from stages.core.records import StoredCopy
 from stages.engines.backend import FLOAT16_WEIGHTS, FLOAT32_GRAPH
-from stages.engines.interface import Engine
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.replay import Replay
@@ -70,10 +69,6 @@ class ReferenceEngine:
             limit=MEASURED_ALLOWED,
             layers=tuple(map(max, zip(*stored, strict=True))),
         )
-
-    def run_as(self, engine: Engine) -> None:
-        """Use the engine's prefill chunks and its `reads_itself` from now on."""
-        self.engine.prefill_chunk, self.engine.reads_itself = engine.prefill_chunk, engine.reads_itself
 
     @property
     def model_tokens(self) -> int | None:

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +33,6 @@ class SampleResult:
     """Engine features that the sample exercised."""
     statistics: StepStatistics = field(default_factory=lambda: StepStatistics.empty(0))
     """Statistics of the sample's reference tokens; empty until the steps are scored."""
-
-    def scored_anew(self, again: "SampleResult") -> "SampleResult":
-        """Return this answer with the scores of `again`, a second pass that forced the sample's own answer."""
-        return replace(again, answer=self.answer, trace=Exercised.merged([self.trace, again.trace]))
 
 
 class ResultFolder:

@@ -39,7 +39,8 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     Returns:
         The metrics. The time to the first token is the median over the prompts; warm-up steps are not timed.
     """
-    prompts = random_prompts(load, engine.vocab_size)
+    rng = random.Random(SEED)
+    prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
     steps = WARMUP_STEPS + load.new_tokens
     progress("system metrics", 0, 1)
     before, own_process = _processor_seconds(), not isinstance(engine, SupportsTiming)
@@ -72,12 +73,6 @@ def _processor_seconds() -> tuple[float, float]:
     that a hypervisor took, and the seconds of all processors."""
     times = psutil.cpu_times()[:8]  # user, nice, system, idle, iowait, irq, softirq, steal; the rest is counted in `user`
     return sum(times) - sum(times[3:5]) - time.process_time(), sum(times)
-
-
-def random_prompts(load: LoadConfig, vocab_size: int) -> list[list[int]]:
-    """Return the prompts of a load. Equal loads get equal prompts."""
-    rng = random.Random(SEED)
-    return [[rng.randrange(vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
 
 
 def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progress: Progress) -> LoadTimes:
