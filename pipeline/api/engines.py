@@ -165,7 +165,6 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
 
 def _engine_directory(directory: Path) -> Path:
     """Return the engine's directory, given the engine itself, a copy with its evidence, or evidence in a store."""
-
     if not directory.is_dir():
         raise UserError(f"bundle={directory}: no such directory; give an engine's directory, or of its evidence")
     if not (directory / IDENTITY_FILE).is_file():
@@ -180,7 +179,6 @@ def _engine_directory(directory: Path) -> Path:
 
 def _longest(directory: Path, record: Mapping[str, Any]) -> int | None:
     """Return the model's maximum sequence length. None if the bundle lacks it: other backends check their own limits."""
-
     described = record.get("model")
     if isinstance(described, dict):
         return described.get("max_position_embeddings")

@@ -135,9 +135,6 @@ class Tuner:
         """Return the KL budgets in ascending order: the configured budget, and the KL of every uniform policy."""
         return sorted({self.config.max_kl, *(kl for kl in map(self.kl, self.uniform) if np.isfinite(kl) and kl > 0)})
 
-    def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned"]) -> MeasuredPolicy:
-        return MeasuredPolicy(policy=policy, origin=origin, bytes_per_token=self._bytes(policy), kl=finite(self.kl(policy)))
-
     def sensitivities(self) -> list[Sensitivity]:
         """Return the KL of all places, measured alone, by uniform policy."""
         names = [policy.name for policy in self.uniform]
@@ -204,10 +201,12 @@ def tune(
     listed: list[tuple[KVPolicy, Literal["uniform", "tuned"]]] = [(policy, "uniform") for policy, _ in uniform]
     known = [policy.model_dump(exclude={"name"}) for policy, _ in uniform]
     listed += [(policy, "tuned") for policy in proposed.values() if policy.model_dump(exclude={"name"}) not in known]
-    measured = [tuner.measured(policy, origin) for policy, origin in listed]
+    measured = [
+        MeasuredPolicy(policy=policy, origin=origin, bytes_per_token=policy.bytes_per_token(shape), kl=finite(tuner.kl(policy)))
+        for policy, origin in listed
+    ]
     chosen = choose(measured, config.max_kl, FP16_POLICY.bytes_per_token(shape))
     report = TuneReport(
-        policies=[policy.name for policy, _ in uniform],
         max_kl=config.max_kl,
         tokens={part.name: part.scored for part in (search, check)},
         sensitivities=tuner.sensitivities(),

@@ -108,7 +108,6 @@ class TuneReport(Record):
     """The record of `stage=tune`."""
 
     schema_version: Literal[2] = 2
-    policies: list[str]
     max_kl: float
     tokens: dict[str, int]
     """Part of the texts -> number of scored tokens."""

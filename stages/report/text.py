@@ -68,21 +68,9 @@ def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:
     return left, right
 
 
-def number(value: float | None, form: str = ".3g") -> str:
-    """Format a number for readers; a missing or non-finite number becomes a dash."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    return format(value, form).replace("-", "−")
-
-
 def quantity(value: float | None) -> str:
-    """Format a number of any magnitude with three significant digits."""
+    """Format a number with three significant digits; a missing or non-finite number becomes a dash."""
     if value is None or not math.isfinite(value):
         return "–"
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e4 or abs(value) < 1e-3:
-        return number(value, ".2e").replace("e+0", "e").replace("e−0", "e−").replace("e+", "e")
-    if abs(value) >= 1000:
-        return number(value, ",.0f")
-    return number(value, ".3g")
+    form = ".2e" if value and not 1e-3 <= abs(value) < 1e4 else ",.0f" if abs(value) >= 1000 else ".3g"
+    return format(value or 0.0, form).replace("e-0", "e-").replace("e+0", "e").replace("e+", "e").replace("-", "−")
