@@ -8,7 +8,6 @@ from typing import Self
 import numpy as np
 
 from stages.verdict.bets import Array, Mean, Result, document_sums
-from stages.verdict.record import finite
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import FAR_KL, Check, Thresholds
 
@@ -118,23 +117,12 @@ class Figure:
         value, bound = self.shown(result.value), self.shown(result.bound)
         judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]
         side = "at least" if self.shown(1.0) < self.shown(0.0) else "at most"
-        reason = (
-            f"{self.where}: {self.label} {value:.4g}{self._uncut(result)}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, "
+        text = (
+            f"{self.label} {value:.4g}{self._uncut(result)}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, "
             f"{judgement} {self.gate} ({side} {self.threshold:g})"
         )
-        return self.line(result, value, bound, reason)
-
-    def line(self, result: Result, value: float, bound: float, reason: str) -> Check:
-        """Return a verdict line; its status is INCONCLUSIVE if the test reached no decision."""
-        return Check(
-            gate=self.gate,
-            where=self.where,
-            value=finite(value),
-            bound=finite(bound),
-            threshold=self.threshold,
-            status=result.decision or "INCONCLUSIVE",
-            reason=reason,
-        )
+        status = result.decision or "INCONCLUSIVE"
+        return Check.of(self.gate, self.where, status, text, value, self.threshold, bound)
 
     def _uncut(self, result: Result) -> str:
         """Return a clause with the mean without the cap on outliers, which tables and charts show; "" if no value is capped."""

@@ -60,8 +60,8 @@ class SampleRow(Record):
     candidate_generation: str | None
     mean_kl: Number
     max_kl: Number
-    kl_tail: list[float]
-    """KL of the steps above the pooled 99th percentile. They suffice to compute any higher percentile of the pool."""
+    far_tokens: int
+    """Number of scored tokens with a KL above FAR_KL."""
     baseline_nll: Number
     candidate_nll: Number
     top1_agreement: Number

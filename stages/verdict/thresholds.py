@@ -101,11 +101,18 @@ class Check(Record):
 
     @classmethod
     def of(
-        cls, gate: str, where: str, status: LineStatus, text: str, value: Number = None, threshold: float | None = None
+        cls,
+        gate: str,
+        where: str,
+        status: LineStatus,
+        text: str,
+        value: Number = None,
+        threshold: float | None = None,
+        bound: Number = None,
     ) -> Self:
-        """Return a line whose reason is the text after its place. A value that is not finite becomes null."""
-        value = finite(value)
-        return cls(gate=gate, where=where, value=value, threshold=threshold, status=status, reason=f"{where}: {text}")
+        """Return a line whose reason is the text after its place. Numbers that are not finite become null."""
+        reason, value, bound = f"{where}: {text}", finite(value), finite(bound)
+        return cls(gate=gate, where=where, value=value, bound=bound, threshold=threshold, status=status, reason=reason)
 
 
 class Verdict(Record):

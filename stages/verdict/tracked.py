@@ -15,26 +15,19 @@ def _numbers(prefix: str, record: BaseModel | None) -> Iterator[tuple[str, float
 
 def flat_metrics(report: EvaluationReport) -> dict[str, float]:
     """Return the finite numbers of a report by name: `quality/kl_mean`, `perf/...`, `memory/...`."""
-    return dict(_flatten(report))
-
-
-def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
+    found = dict(_numbers("noise/", report.noise)) | {"quality/samples": float(report.samples)}
     for part in report.slices:
-        if part.context is not None:
-            continue
-        prefix = f"quality/{part.workload}/" if part.workload else "quality/"
-        yield from _numbers(prefix, part.fidelity)
-        yield from _numbers(f"{prefix}accuracy_", part.accuracy)
-        if part.accuracy is not None and part.accuracy.recovery is not None:
-            yield f"{prefix}recovery", part.accuracy.recovery
-        yield from ((f"{prefix}{name}", length) for name, length in part.acceptance_lengths.items())
-    yield "quality/samples", float(report.samples)
-    yield from _numbers("noise/", report.noise)
-    for name, value in _numbers("covered_", report.limits):
-        yield "quality/" + name, value
+        if part.context is None:
+            prefix = f"quality/{part.workload}/" if part.workload else "quality/"
+            found.update(_numbers(prefix, part.fidelity))
+            found.update(_numbers(f"{prefix}accuracy_", part.accuracy))
+            if part.accuracy is not None and part.accuracy.recovery is not None:
+                found[f"{prefix}recovery"] = part.accuracy.recovery
+            found.update({f"{prefix}{name}": length for name, length in part.acceptance_lengths.items()})
+    found.update(_numbers("quality/covered_", report.limits))
     for name, value in _numbers("", report.system):
-        yield ("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name, value
+        found[("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name] = value
     for name in ("decode_tokens_per_s", "others_share", "kib_per_token"):
-        value = getattr(report.baseline_system, name)
-        if value is not None:
-            yield "baseline/" + name, value
+        if (value := getattr(report.baseline_system, name)) is not None:
+            found[f"baseline/{name}"] = value
+    return found

@@ -43,7 +43,7 @@ def row(workload: str, index: int, before: bool = True, after: bool = True, **ch
         "candidate_generation": "r",
         "mean_kl": 2**-10,  # its sums are exact
         "max_kl": 0.01,
-        "kl_tail": [],
+        "far_tokens": 0,
         "baseline_nll": 0.3,
         "candidate_nll": 0.3,
         "top1_agreement": 1.0,

@@ -17,6 +17,7 @@ from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.verdict.record import finite
 from stages.verdict.report import Acceptance, SampleRow
+from stages.verdict.thresholds import FAR_KL
 from stages.workloads.config import WorkloadsConfig
 
 BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
@@ -191,9 +192,6 @@ def make_rows(
         baseline: The baseline's answers; None for samples that are not judged.
         candidate: The candidate's answers; None for samples that are not judged.
     """
-    pooled = np.concatenate([steps.kl for steps in statistics])
-    pooled = pooled[np.isfinite(pooled)]
-    tail_floor = float(np.percentile(pooled, 99)) if len(pooled) else 0.0
     rows = []
     for item, steps, before, after in zip(encoded, statistics, baseline, candidate, strict=True):
         row = SampleRow(
@@ -211,7 +209,7 @@ def make_rows(
             candidate_generation=after.text if after else None,
             mean_kl=_mean(steps.kl),
             max_kl=_mean(steps.kl.max(keepdims=True)),
-            kl_tail=sorted(steps.kl[steps.kl > tail_floor].tolist(), reverse=True),
+            far_tokens=int((steps.kl > FAR_KL).sum()),
             baseline_nll=_mean(steps.baseline_nll),
             candidate_nll=_mean(steps.candidate_nll),
             top1_agreement=_mean(steps.top1),

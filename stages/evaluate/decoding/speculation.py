@@ -125,7 +125,10 @@ def speculated(
     """
     if config is None:
         return list(answers)
-    drafters = _drafters(config)
+    drafters: dict[str, Drafter] = {"lookup": lambda prompt, said: lookup_passes(prompt, said, LOOKUP_TOKENS, LOOKUP_NGRAM)}
+    if config.draft is not None:
+        draft = Draft(config.draft)
+        drafters["draft"] = lambda prompt, said: draft_passes(draft.greedy(prompt, said), said, DRAFT_TOKENS)
     drafted = list(answers)
     for i, (answer, item) in enumerate(zip(answers, encoded, strict=True)):
         before = known[i] if known else None
@@ -137,12 +140,3 @@ def speculated(
             drafted[i] = replace(answer, passes=passes)
         progress("speculation [answers]", i + 1, len(answers))
     return drafted
-
-
-def _drafters(config: SpeculationConfig) -> dict[str, Drafter]:
-    """Return the functions that count passes, by drafter name."""
-    drafters: dict[str, Drafter] = {"lookup": lambda prompt, said: lookup_passes(prompt, said, LOOKUP_TOKENS, LOOKUP_NGRAM)}
-    if config.draft is not None:
-        draft = Draft(config.draft)
-        drafters["draft"] = lambda prompt, said: draft_passes(draft.greedy(prompt, said), said, DRAFT_TOKENS)
-    return drafters

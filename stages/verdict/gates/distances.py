@@ -82,9 +82,8 @@ def rare(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     label = f"requests with a mean KL above {ruin:g}: {count} of {len(rows):,}, share by document"
     share = Mean(means(rows, ruined), limit, worst=1.0)
     yield Ruined(Gate.RUINED, ALL, share, limit, label, ruined=count, requests=len(rows))
-    far = [float(sum(kl > FAR_KL for kl in row.kl_tail)) for row in rows]
-    tokens = [row.scored_tokens for row in rows]
-    label = f"tokens with a KL above {FAR_KL:g}: {sum(far):.0f} of {sum(tokens):,}, share by document"
+    far, tokens = [row.far_tokens for row in rows], [row.scored_tokens for row in rows]
+    label = f"tokens with a KL above {FAR_KL:g}: {sum(far):,} of {sum(tokens):,}, share by document"
     share = Mean(means(rows, [count / size for count, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0)
     yield Figure(Gate.FAR_TOKENS, ALL, share, TAIL_SHARE, label, must_pass=False)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
 from stages.verdict.gate import ALL, Figure, Gate, GateInput, by_workload, kept
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import MOST_SAMPLES, Check, Thresholds
+from stages.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Thresholds
 
 WORST = 2.0
 """Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""
@@ -67,13 +67,11 @@ class Recovery(Figure):
             advice += f", or leave {self.where} out" if self.where != ALL else ""
         elif result.decision == "PASS" and documents < thresholds.min_samples:
             advice = f"; {documents} documents, gates.min_samples is {thresholds.min_samples}"
-        status = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
+        status: LineStatus = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
         key = Gate.RECOVERY if self.where == ALL else "min_workload_recovery"
-        reason = (
-            f"{self.where}: {kept(value, bound, status)} with {100 * (1 - result.level):.4g} % certainty, "
-            f"{key} is {100 * self.threshold:g} %{advice}"
-        )
-        return self.line(result, value, bound, reason).model_copy(update={"status": status})
+        certainty = f"{100 * (1 - result.level):.4g} % certainty"
+        text = f"{kept(value, bound, status)} with {certainty}, {key} is {100 * self.threshold:g} %{advice}"
+        return Check.of(self.gate, self.where, status, text, value, self.threshold, bound)
 
 
 def recovery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Recovery]:
