@@ -11,10 +11,12 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
-from stages.evaluate.decoding.noise import control_samples, noise_floor, repeated_samples
+from stages.evaluate.decoding.noise import control_samples, repeated_samples
 from stages.evaluate.decoding.rows import greedy_of, labelled, make_rows, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.metrics import fidelity
 from stages.evaluate.distances.scores import Heads, stored_heads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.policies.policy import PAGE_TOKENS
@@ -71,7 +73,9 @@ def measure_once(
     if baseline is not None and reference is not None:
         limits, usual = config.stress_test.limited(longest), first_round.conformance
         stress = run_stress_test(engine, reference, limits, batch, longest, named, usual)
-    system, noise = measure_system(engine, config.load, named), noise_floor(second)
+    system, noise = measure_system(engine, config.load, named), None
+    if second:  # the distances of repeated samples from the engine's own first results
+        noise = fidelity(StepStatistics.joined([result.statistics for result in second]))
     if baseline is None:
         return MeasuredOnce(tests=EngineTests(free_answers=free), noise=noise, system=system)
     asked = engine.full_pool_requests if config.full_pool is None else config.full_pool

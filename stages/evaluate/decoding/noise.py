@@ -1,13 +1,9 @@
-"""A/A noise: an engine repeats some samples in a different batch composition, and is compared with its own first results."""
+"""Samples that an engine repeats in another batch composition (A/A noise), and samples of the must-fail control."""
 
 from collections import Counter
 from collections.abc import Sequence
 
-from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.distances import metrics
-from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.verdict.report import Fidelity
 from stages.workloads.config import CONTROL_SAMPLES, WorkloadsConfig
 
 
@@ -43,8 +39,3 @@ def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) 
             chosen.add(i)
         seen[item.sample.workload] += 1
     return [able[i] for i in sorted(chosen)]
-
-
-def noise_floor(again: Sequence[SampleResult]) -> Fidelity | None:
-    """Return the A/A noise: the distances of repeated samples from the engine's own distributions; None without samples."""
-    return metrics.fidelity(StepStatistics.joined([result.statistics for result in again])) if again else None
