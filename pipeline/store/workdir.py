@@ -25,12 +25,10 @@ def check_contents(work: Path, given: str) -> None:
     name = f"workdir={given}"
     if os.path.lexists(work) and not work.is_dir():
         raise UserError(f"{name}: is not a directory; give one, or a path that does not exist yet")
-    for folder in FOLDERS:
-        if os.path.lexists(work / folder) and not (work / folder).is_dir():
-            raise UserError(f"{name}: {folder} in it is no directory; move it away")
-    for file in FILES:
-        if os.path.lexists(work / file) and not (work / file).is_file():
-            raise UserError(f"{name}: {file} in it is no file; move it away")
+    for kind, names, is_kind in (("directory", FOLDERS, Path.is_dir), ("file", FILES, Path.is_file)):
+        for inside in names:
+            if os.path.lexists(work / inside) and not is_kind(work / inside):
+                raise UserError(f"{name}: {inside} in it is no {kind}; move it away")
 
 
 def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:

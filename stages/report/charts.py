@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,15 +83,13 @@ def _drawn(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{max(value, FLOOR):.3g}")
 
 
-def _readable(exhibits: Sequence[Exhibit]) -> list[tuple[Exhibit, EvaluationReport, Datum]]:
-    """Return (candidate, report, fields of the candidate's points) for candidates with a readable report."""
-    found = []
+def _readable(exhibits: Sequence[Exhibit]) -> Iterator[tuple[Exhibit, EvaluationReport, Datum]]:
+    """Yield (candidate, report, fields of the candidate's points) for candidates with a readable report."""
     for exhibit in exhibits:
         candidate = exhibit.candidate
         limit = next((check.threshold for check in candidate.checks if check.gate == Gate.MEAN_KL), None)
         if exhibit.report is not None:
-            found.append((exhibit, exhibit.report, {**_point(candidate.name, candidate.verdict), "limit": limit}))
-    return found
+            yield exhibit, exhibit.report, {**_point(candidate.name, candidate.verdict), "limit": limit}
 
 
 def _point(policy: str, verdict: str) -> Datum:
@@ -119,7 +117,7 @@ def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
 def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     """Return each policy's mean KL and bytes per token, then each FP16 baseline with its A/A floor."""
     data: list[Datum] = []
-    readable = _readable(exhibits)
+    readable = list(_readable(exhibits))
     for _, report, point in readable:
         whole = report.slice()
         if report.system.kib_per_token is not None and whole is not None:
