@@ -1,4 +1,7 @@
-"""Draws docs/picture.svg from docs/picture.json: `python docs/picture.py [SUMMARY.json]`; a summary gives new figures."""
+"""Draws the two pictures of the documentation: `python docs/picture.py [SUMMARY.json]`.
+
+picture.svg shows docs/picture.json, for which a summary gives new figures; lengths.svg shows a results file of the benchmarks.
+"""
 
 import json
 import re
@@ -11,6 +14,7 @@ from stages.report.charts import BASELINES, Datum, draw_svg, mark_front
 
 HERE = Path(__file__).resolve().parent
 FIGURES, PICTURE = HERE / "picture.json", HERE / "picture.svg"
+LENGTHS, LENGTHS_PICTURE = HERE.parent / "benchmarks" / "results" / "long_smollm2.json", HERE / "lengths.svg"
 LEAST = 1e-3
 """Where the logarithmic axis shows an engine that loses nothing."""
 COLOURS = {
@@ -50,14 +54,24 @@ def data(shown: dict[str, Any]) -> list[Datum]:
     return [*rows, baseline | {"exact": 0, "distance": LEAST}]
 
 
-def draw(shown: dict[str, Any]) -> str:
-    """Return the picture as SVG."""
+def lengths(measured: dict[str, Any]) -> list[Datum]:
+    """Return the numbers of the report's chart on recovery, by length."""
+    return [
+        {"policy": one["kv"], "place": f"{at['length']:,} tokens", "verdict": at["status"], "value": at["recovery"]}
+        | {"bound": at["bound"], "limit": at["limit"]}
+        for one in measured["results"]
+        for at in one["lengths"]
+    ]
+
+
+def draw(chart: str, rows: list[Datum], words: dict[str, str]) -> str:
+    """Return a chart of the report as SVG, with some of its words replaced."""
     text = Path(charts.__file__).with_suffix(".json").read_text(encoding="utf-8")
-    for of_report, of_picture in WORDS.items():
+    for of_report, of_picture in words.items():
         text = text.replace(of_report, of_picture)
     specs = json.loads(text)
     config = specs["config"] | {"background": "white", "padding": 8}
-    (drawn,) = draw_svg([specs["quality"] | {"config": config, "data": {"values": data(shown)}}])
+    (drawn,) = draw_svg([specs[chart] | {"config": config, "data": {"values": rows}}])
     return re.sub(r"var\((--\w+)\)", lambda found: COLOURS[found[1]], drawn)
 
 
@@ -66,4 +80,6 @@ if __name__ == "__main__":
         summary = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
         kib = summary["candidates"][0]["metrics"]["baseline/kib_per_token"]
         FIGURES.write_text(json.dumps(figures(summary) | {"baseline_kib": kib}, indent=1) + "\n", encoding="utf-8")
-    PICTURE.write_text(draw(json.loads(FIGURES.read_text(encoding="utf-8"))), encoding="utf-8")
+    shown, measured = (json.loads(path.read_text(encoding="utf-8")) for path in (FIGURES, LENGTHS))
+    PICTURE.write_text(draw("quality", data(shown), WORDS), encoding="utf-8")
+    LENGTHS_PICTURE.write_text(draw("recovery", lengths(measured), {}), encoding="utf-8")

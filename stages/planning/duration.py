@@ -17,7 +17,8 @@ that decode steps read per second."""
 REFERENCE_PRODUCTS, REFERENCE_ATTENTION = 110e9, 94e9
 """The reference engine: operations per second in products with weights and in attention."""
 SCALING = 0.85
-"""Exponent of the number of threads in their speed-up: two threads compute 1.8 times as fast as one."""
+"""Exponent of the number of threads in the speed-up of the default engine's products and attention: two threads compute 1.8
+times as fast as one. Decode steps wait for memory, and the reference engine runs many small operations: both gain little."""
 PREPARING_S = 0.3e-6
 """Seconds per parameter for reading the checkpoint, exporting and building."""
 CHARACTERS = 4
@@ -95,12 +96,12 @@ class VerdictWork:
         def computing(work: Work, products: float, attention: float) -> float:
             return 2 * parameters * work.tokens / products + 4 * width * work.pairs / attention
 
-        speedup, compared = threads**SCALING, computing(self.reference, REFERENCE_PRODUCTS, REFERENCE_ATTENTION)
+        fixed = PREPARING_S * parameters + computing(self.reference, REFERENCE_PRODUCTS, REFERENCE_ATTENTION)
         first, whole = (
-            computing(work, PRODUCTS, ATTENTION) + 4 * parameters * work.passes / BYTES for work in (self.first, self.whole)
+            fixed + computing(work, PRODUCTS, ATTENTION) / threads**SCALING + 4 * parameters * work.passes / BYTES
+            for work in (self.first, self.whole)
         )
-        prepared = PREPARING_S * parameters
-        return prepared + (first + compared) / speedup, prepared + (whole + compared) / speedup
+        return first, whole
 
 
 def questions(samples: Sequence[Sample]) -> list[Question]:

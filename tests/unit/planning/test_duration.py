@@ -12,9 +12,11 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.shapes import ModelShape, read_model
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.evaluate.inputs.samples import load_samples
-from stages.planning.duration import PREPARING_S, VerdictWork, Work, prefill, verdict_work
+from stages.planning.duration import VerdictWork, Work, prefill, verdict_work
 
 ROOT = Path(__file__).resolve().parents[3]
+OWN_QUESTIONS_S = 250
+"""Wall seconds of the command with own questions in examples/README.md, on idle cores."""
 LONG = json.loads((ROOT / "benchmarks" / "results" / "long_smollm2.json").read_text(encoding="utf-8"))
 
 
@@ -29,20 +31,20 @@ def seconds(work: VerdictWork, model: ModelShape, threads: int = 1) -> tuple[flo
     return work.seconds(model.parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
 
 
-def test_long_documents_take_the_measured_processor_time() -> None:
-    """The measured command judged three policies against one baseline, on one thread, with the export reused."""
-    measured = [part for part in LONG["command"].split() if part.startswith("workloads.")]
-    work, model = planned(*measured)
-    assert model.parameters is not None
-    asked = seconds(work, model)[1] - PREPARING_S * model.parameters
-    assert 1 / 1.5 < 2 * asked / LONG["cpu_seconds"] < 1.5, "four engines"
+def test_a_verdict_takes_the_estimated_time_within_a_half() -> None:
+    """The measured commands began with an empty work directory and ran on two threads of a machine with little else to do."""
+    long, model = planned("workloads.lengths=[1024,4096,8192]")
+    own, _ = planned("workloads=jsonl", f"workloads.jsonl={ROOT / 'examples' / 'support_tickets.jsonl'}")
+    estimates = [*seconds(long, model, threads=2), seconds(own, model, threads=2)[1]]
+    for estimated, measured in zip(estimates, [*reversed(LONG["wall_seconds"].values()), OWN_QUESTIONS_S], strict=True):
+        assert 1 / 1.5 < estimated / measured < 1.5
 
 
 def test_longer_documents_more_rounds_and_fewer_threads_take_longer() -> None:
     (chat, model), (long, _) = planned(), planned("workloads.lengths=[1024,4096,8192]")
     assert seconds(long, model)[0] > 4 * seconds(chat, model)[0]
     assert seconds(chat, model)[1] > 2 * seconds(chat, model)[0]
-    assert seconds(chat, model, threads=2)[1] < 0.7 * seconds(chat, model)[1]
+    assert seconds(chat, model, threads=2)[1] < 0.8 * seconds(chat, model)[1]
     look, _ = planned("experiment=quick")
     assert look.reference == Work()
     assert look.first == look.whole
