@@ -38,6 +38,25 @@ def brief_workloads(**changes: Any) -> WorkloadsConfig:
 BRIEF, CHARACTERS = brief_workloads(), CharTokenizer()
 
 
+def samples(per_class: int = 80) -> list[Sample]:
+    """Return samples of two workloads with answers, and eight of a workload without."""
+    find = [
+        Sample(
+            id=f"find-{i}", workload="find", prompt=f"q{i:02}" + "." * (i % 3 * 4), check="json",
+            reference=f'{{"k":{i}}}', depth=(i % 3) / 3, difficulty="easy" if i < 50 else "hard",
+        )
+        for i in range(per_class)
+    ]  # fmt: skip
+    copy = [Sample(id=f"copy-{i}", workload="copy", prompt=f"c{i:02}", reference=f"a{i}b") for i in range(per_class)]
+    tale = [
+        Sample(id=f"tale-{i}", workload="tale", prompt=f"t{i:02}", reference="once upon a time", check="none") for i in range(8)
+    ]
+    return find + copy + tale
+
+
+SAMPLES = samples()
+
+
 def measure_baseline(open_engine: Callable[[], Engine], samples: Sequence[Sample], out: Path, **options: Any) -> None:
     """Measure the baseline in one round, and run its once-only measurements."""
     measure_candidate(open_engine, samples, None, out, **options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import evaluate, measure_baseline
+from evaluations import SAMPLES, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
 
 from stages.core.errors import UserError
@@ -20,23 +20,6 @@ from stages.verdict.thresholds import Thresholds, Verdict
 from stages.verdict.tracked import flat_metrics
 from stages.workloads.config import CONTROL_FACTOR, LoadConfig
 
-
-def samples(per_class: int = 80) -> list[Sample]:
-    find = [
-        Sample(
-            id=f"find-{i}", workload="find", prompt=f"q{i:02}" + "." * (i % 3 * 4), check="json",
-            reference=f'{{"k":{i}}}', depth=(i % 3) / 3, difficulty="easy" if i < 50 else "hard",
-        )
-        for i in range(per_class)
-    ]  # fmt: skip
-    copy = [Sample(id=f"copy-{i}", workload="copy", prompt=f"c{i:02}", reference=f"a{i}b") for i in range(per_class)]
-    tale = [
-        Sample(id=f"tale-{i}", workload="tale", prompt=f"t{i:02}", reference="once upon a time", check="none") for i in range(8)
-    ]
-    return find + copy + tale
-
-
-SAMPLES = samples()
 GATES = Thresholds()
 Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
 

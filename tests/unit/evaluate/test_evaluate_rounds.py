@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from evaluations import brief_workloads, evaluate, joined, measure_baseline, measure_candidate
+from evaluations import SAMPLES, brief_workloads, evaluate, joined, measure_baseline, measure_candidate, samples
 from fake_engine import CharTokenizer, FakeEngine, fake_engine
-from test_evaluate_measure import SAMPLES, samples
 
 from stages.core.records import Sample
 from stages.evaluate.inputs.rounds import assign_rounds

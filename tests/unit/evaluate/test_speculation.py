@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluations import brief_workloads, evaluate, measure_baseline
+from evaluations import SAMPLES, brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
 from gate_reports import GATES, prose, verdict
-from test_evaluate_measure import SAMPLES
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from stages.evaluate.decoding import speculation

@@ -3,14 +3,13 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from source_imports import MODULES, ROOT, imported_names, names_in
 
-ROOT = Path(__file__).resolve().parents[3]
 HEAVY = {
     "torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "onnxscript", "scipy", "pandas", "triton", "gguf",
     "tensorrt_rtx",
@@ -66,39 +65,9 @@ ROOMS = (
 MODULES_IN_A_ROOM = 12
 
 
-def sources(package: str) -> list[Path]:
-    found = sorted((ROOT / package).rglob("*.py"))
-    assert found, f"no sources in {package}"
-    return found
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_name(path): path for package in ("pipeline", "stages", "plugins", "benchmarks") for path in sources(package)}
-
-
-@cache
-def imported_names(path: Path) -> tuple[str, ...]:
-    """Return the dotted names that a source file imports at any depth, including inside functions and for type checkers."""
-    return tuple(_names(path, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
-
-
 def imported_at_the_top(path: Path) -> set[str]:
     """Return the names imported when the file itself is imported."""
-    return set(_names(path, ast.parse(path.read_text(encoding="utf-8")).body))
-
-
-def _names(path: Path, nodes: Iterable[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute here"
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES else str(node.module)
+    return set(names_in(path, ast.parse(path.read_text(encoding="utf-8")).body))
 
 
 def imported_modules(module: str) -> set[str]:

@@ -12,7 +12,7 @@ import pytest
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_import_rules import MODULES, imported_names
+from source_imports import MODULES, imported_names
 
 from pipeline.config.compose import plan
 from stages.core.redaction import secret_name

@@ -4,6 +4,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+from engine_records import SOUND_ENGINE, compared, conformance, engine_conformance, engine_tests, stress_result
 from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, lines, report, verdict
 
@@ -13,9 +14,9 @@ from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import encode
-from stages.verdict.conformance import ALLOWED, ComparedRequest, Conformance, Deviation, Distance, EngineConformance, allowed
+from stages.verdict.conformance import ALLOWED, ComparedRequest, Deviation, EngineConformance, allowed
 from stages.verdict.coverage import Exercised, Limits
-from stages.verdict.engine_tests import Allocation, EngineTests, FreeAnswers, ProcessMemory, StressResult
+from stages.verdict.engine_tests import ProcessMemory
 from stages.verdict.gates import decide
 
 SAMPLES = [
@@ -67,25 +68,6 @@ def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
         free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=[other, None, given[2]])
     first_step = decode.call_args_list[0].args[1]
     assert first_step == [given[0][0], given[1][0]], "the first differs, and of the second nothing is known"
-
-
-def stress_result(**changes: object) -> StressResult:
-    sizes: dict[str, Any] = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}
-    values: dict[str, object] = {
-        "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "rows": 9, "failures": [],
-        "together": 68, "prompts": 0, "turns": 0, "prefixes": 0,
-        "allocation": Allocation(**sizes, window_bytes=0, window_pages=1, window_unit_bytes=0),
-    }  # fmt: skip
-    return StressResult.model_validate({**values, **changes})
-
-
-def engine_tests(stress: StressResult | None = None, free: list[str] | None = None) -> EngineTests:
-    answers = FreeAnswers(samples=2, tokens=9, contradictions=free or [])
-    return EngineTests(free_answers=answers, stress=stress or stress_result())
-
-
-BAD = stress_result(failures=["fork: fork at 65 tokens: KL 1"])
-LARGER = stress_result(allocation=stress_result().allocation.model_copy(update={"pool_bytes": 256}))
 
 
 @pytest.mark.parametrize(
@@ -169,60 +151,40 @@ def test_the_limits_of_each_backends_bundle_are_read(record: dict[str, object], 
     assert Limits.of_bundle(record) == limits
 
 
-def request(kl: float | None = 1e-12, stored: float | None = 0.0, mean: float | None = 0.0, **changes: Any) -> ComparedRequest:
-    engine = Distance(kl_mean=kl, kl_max=kl, stored_error=stored, stored_mean=mean)
-    rounding = Distance(kl_mean=1e-12, kl_max=1e-12, stored_error=1e-4, stored_mean=1e-6)
-    values: dict[str, Any] = {"sample": "a", "prompt_tokens": 9, "decoded_tokens": 5, "engine": engine, "rounding": rounding}
-    return ComparedRequest.model_validate({**values, **changes})
-
-
-def engine(*requests: ComparedRequest, **changes: Any) -> EngineConformance:
-    return EngineConformance(policy="int8", requests=list(requests), **changes)
-
-
-def record(
-    candidate: EngineConformance, baseline: EngineConformance | None = None, dtype: str | None = "float32"
-) -> Conformance:
-    return Conformance(compute_dtype=dtype, baseline=engine(request()) if baseline is None else baseline, candidate=candidate)
-
-
-SOUND = engine(*[request() for _ in range(6)])
-
-
 def judged(*of: object, **how: Any) -> list[tuple[str, str]]:
     """Return the status and reason for the baseline and for the candidate."""
-    made = record(*of, **how)  # type: ignore[arg-type]
+    made = conformance(*of, **how)  # type: ignore[arg-type]
     return [(check.status, check.reason) for check in lines("conformance", report([], conformance=made))]
 
 
 DEVIATION = Deviation(
     sample="x", position=81, page_offset=17, batch_row=3, batch_size=16, operation="stored", layer=2, side="key", head=1
 )
-COARSE = request(kl=1e-12 * 9.5**2)
-BETWEEN = engine(request(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
+COARSE = compared(kl=1e-12 * 9.5**2)
+BETWEEN = engine_conformance(compared(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
 
 
 @pytest.mark.parametrize(
     ("candidate", "how", "status", "said"),
     [
-        (SOUND, {}, "PASS", "allowed error), too few to bound the share of requests that deviate"),
+        (SOUND_ENGINE, {}, "PASS", "allowed error), too few to bound the share of requests that deviate"),
         (BETWEEN, {}, "FAIL", "1 of 1 requests"),
         (
-            engine(*BETWEEN.requests, limit=allowed([COARSE])),
-            {"baseline": engine(COARSE)},
+            engine_conformance(*BETWEEN.requests, limit=allowed([COARSE])),
+            {"baseline": engine_conformance(COARSE)},
             "PASS",
             "as the reference engine does",
         ),
         (
-            engine(request(kl=1e-2)),
+            engine_conformance(compared(kl=1e-2)),
             {"dtype": None},
             "PASS",
             "int8 has arithmetic of its own, so this is only shown: KL 1.0e-02 from the reference engine",
         ),
-        (engine(request(kl=None)), {"dtype": None}, "PASS", "KL inf from the reference engine, at most inf"),
-        (engine(), {}, "INCONCLUSIVE", "workloads.conformance_samples"),
+        (engine_conformance(compared(kl=None)), {"dtype": None}, "PASS", "KL inf from the reference engine, at most inf"),
+        (engine_conformance(), {}, "INCONCLUSIVE", "workloads.conformance_samples"),
         (
-            engine(request(kl=1e-2), deviation=DEVIATION),
+            engine_conformance(compared(kl=1e-2), deviation=DEVIATION),
             {},
             "FAIL",
             "candidate: does not compute int8, first stored wrong at position 81 (page offset 17, row 3 of a "
@@ -240,19 +202,19 @@ def test_a_candidate_is_judged_by_roundings(candidate: EngineConformance, how: d
 @pytest.mark.parametrize(
     "fault",
     [
-        request(kl=1e-7),
-        request(kl=None),
-        request(stored=3e-3),
-        request(mean=1e-3),
-        request(stored=None),
-        request(problem="layer 0 keys take 128 bytes a token and head, int4 takes 32"),
+        compared(kl=1e-7),
+        compared(kl=None),
+        compared(stored=3e-3),
+        compared(mean=1e-3),
+        compared(stored=None),
+        compared(problem="layer 0 keys take 128 bytes a token and head, int4 takes 32"),
     ],
 )
 def test_one_request_of_many_fails_either_engine(fault: ComparedRequest) -> None:
-    faulty = engine(*SOUND.requests, fault)
+    faulty = engine_conformance(*SOUND_ENGINE.requests, fault)
     assert [status for status, _ in judged(faulty)] == ["PASS", "FAIL"]
-    assert judged(SOUND, baseline=faulty)[0][0] == "FAIL"
-    outcome = verdict(every_class(), conformance=record(faulty))
+    assert judged(SOUND_ENGINE, baseline=faulty)[0][0] == "FAIL"
+    outcome = verdict(every_class(), conformance=conformance(faulty))
     assert outcome.status == "FAIL"
     assert "1 of 7 requests" in outcome.reasons[0]
 
@@ -260,4 +222,4 @@ def test_one_request_of_many_fails_either_engine(fault: ComparedRequest) -> None
 def test_a_candidate_is_allowed_what_its_baseline_makes_usual_up_to_a_limit() -> None:
     assert ALLOWED < allowed([COARSE]) < 10 * ALLOWED
     assert allowed([]) == ALLOWED
-    assert allowed([request(kl=None)]) == ALLOWED**2
+    assert allowed([compared(kl=None)]) == ALLOWED**2

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_records import FAILED_STRESS, LARGER_POOL, SOUND_ENGINE, compared, conformance, engine_conformance, engine_tests
 from gate_reports import CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
-from test_coverage import BAD, LARGER, SOUND, engine, engine_tests, record, request
 
 from pipeline.config.compose import plan
 from stages.verdict.bets import OUTLIER
@@ -69,7 +69,7 @@ OPEN_MEANS = {"max_mean_kl", "min_top10_overlap"}
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (MustFailControl(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
-STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
+STORED_WRONG = conformance(engine_conformance(*SOUND_ENGINE.requests, compared(stored=3e-3)))
 
 CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     # name: rows, changes of thresholds (`gates`) and report, status, gates that stop a PASS, part of the first reason
@@ -151,9 +151,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "a code that one request of seven stores wrong": (
         every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),
     "a fork that shares a page it should have copied": (
-        every_class(), {"tests": engine_tests(BAD)}, "FAIL", {"stress_test"}, "does not compute its policy: fork"),
+        every_class(), {"tests": engine_tests(FAILED_STRESS)}, "FAIL", {"stress_test"}, "does not compute its policy: fork"),
     "sixteen bits a number where four are claimed": (
-        every_class(), {"tests": engine_tests(LARGER)}, "FAIL", {"allocation"}, ""),
+        every_class(), {"tests": engine_tests(LARGER_POOL)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (
         every_class(), {"tests": engine_tests(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
     "drafts that a cache ruins although its answers are right": (

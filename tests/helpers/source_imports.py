@@ -1,0 +1,38 @@
+"""The modules of this repository, and the names that their sources import."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sources(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found, f"no sources in {package}"
+    return found
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for package in ("pipeline", "stages", "plugins", "benchmarks") for path in sources(package)}
+
+
+@cache
+def imported_names(path: Path) -> tuple[str, ...]:
+    """Return the dotted names that a source file imports at any depth, including inside functions and for type checkers."""
+    return tuple(names_in(path, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+
+
+def names_in(path: Path, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else str(node.module)
