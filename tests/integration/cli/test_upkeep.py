@@ -27,7 +27,7 @@ from pipeline.config.compose import plan
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
+from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.store import locks
 from pipeline.store.store import MANIFEST, USERS, Store, alone, used
 from stages.core.artifact import Recipe
@@ -71,6 +71,8 @@ class Ground:
 
     work: Path
     store: MlflowStore
+    tracking: tuple[str, ...] = ()
+    """Override that names the tracking store of a copy."""
 
     @property
     def artifacts(self) -> Path:
@@ -80,8 +82,16 @@ class Ground:
         version = self.store.read().pointed_at.get(name)
         return None if version is None else version.name
 
+    def command(self, *overrides: str) -> None:
+        command(self.work, *self.tracking, *overrides)
+
     def plan(self, *overrides: str) -> PrunePlan:
-        return make_plan(config_of(f"workdir={self.work}", MODEL, "stage=prune", *overrides))
+        return make_plan(config_of(f"workdir={self.work}", MODEL, "stage=prune", *self.tracking, *overrides))
+
+    def identity_of(self, kv: str) -> Path:
+        """Return the identity.json of a policy's engine."""
+        (path,) = [path for path in self.artifacts.glob("identity/*/identity.json") if read_identity(path).policy == kv]
+        return path
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +107,15 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
         judge(work, store, LAST, "fp8k_int4v")
         make_artifact(Store(work / "artifacts"), Recipe("tune", (), {}, {}), write_one)
     return Ground(work, store)
+
+
+@pytest.fixture
+def copied(ground: Ground, tmp_path: Path) -> Ground:
+    """A copy that a test may change. Its tracking store lies outside: MLflow's store of a copied work directory is refused."""
+    work = Path(shutil.copytree(ground.work, tmp_path / "work"))
+    shutil.move(work / "mlflow.db", tmp_path)
+    location = locate(Tracking(uri=f"sqlite:///{tmp_path / 'mlflow.db'}", log_bundle=False), work, "some-llm", {})
+    return Ground(work, MlflowStore(location), (f"tracking.uri={location.uri}",))
 
 
 def contents(folder: Path) -> dict[str, tuple[int, str]]:
@@ -117,7 +136,7 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
     ground: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(ground.work)
-    command(ground.work, "stage=status")
+    ground.command("stage=status")
     shown = capsys.readouterr().out
     assert contents(ground.work) == before, "it writes nothing"
     lines = [" ".join(line.split()) for line in shown.splitlines()]
@@ -138,58 +157,47 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
 
 def test_a_dry_run_shows_what_would_go_and_removes_nothing(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(ground.work)
-    command(ground.work, "stage=prune", "prune.keep_sweeps=1")
+    ground.command("stage=prune", "prune.keep_sweeps=1")
     said = capsys.readouterr().out
     assert contents(ground.work) == before
     assert "prune.keep_sweeps=1 prune.apply=true" in said
     assert "version 1 of kvgate-some-llm (int8_tensor) can be promoted no more" in said
 
 
-def copy_of(ground: Ground, folder: Path) -> tuple[Path, Location]:
-    """Copy a work directory and move its tracking store out, because MLflow's store of a copied work directory is refused."""
-    work = Path(shutil.copytree(ground.work, folder / "work"))
-    shutil.move(work / "mlflow.db", folder)
-    return work, locate(Tracking(uri=f"sqlite:///{folder / 'mlflow.db'}", log_bundle=False), work, "some-llm", {})
-
-
 @pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity"])
 def test_an_engine_that_serves_stays_whatever_was_lost_of_its_identity(
-    lost: str, ground: Ground, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lost: str, copied: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work, location = copy_of(ground, tmp_path)
-    (identity,) = [path for path in work.glob("artifacts/identity/*/identity.json") if read_identity(path).policy == "fp8"]
+    identity = copied.identity_of("fp8")
     (engine, *_) = read_identity(identity).reads
     if lost == "the tag":
-        MlflowStore(location).client.delete_model_version_tag("kvgate-some-llm", "3", "identity_digest")
+        copied.store.client.delete_model_version_tag("kvgate-some-llm", "3", "identity_digest")
     elif lost == "the identity":
         shutil.rmtree(identity.parent)
     else:
         identity.write_bytes(identity.read_bytes() + b" ")
-    command(work, "stage=prune", "prune.keep_sweeps=1", "prune.apply=true", f"tracking.uri={location.uri}")
-    assert (work / "artifacts" / engine.place).is_dir()
+    copied.command("stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
+    assert (copied.artifacts / engine.place).is_dir()
     said = " ".join(capsys.readouterr().out.split())
     assert "stays: 1 for champion of kvgate-some-llm" in said
     assert "int8_tensor" in said, "what nobody needs goes"
 
 
-def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(
-    ground: Ground, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    work, location = copy_of(ground, tmp_path)
-    promote = partial(command, work, "stage=promote", f"tracking.uri={location.uri}")
+def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(copied: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    work = copied.work
     summary.begin(work, "20260105-000000-1-e", ["int8"])
     summary.finish(work, "20260105-000000-1-e", 2)
     summary.begin(work, "20260106-000000-1-f", ["fp8", "int8"])
-    promote()
-    assert MlflowStore(location).read().aliases["champion"] == "4", "the candidate of the last sweep that has one"
+    copied.command("stage=promote")
+    assert copied.store.read().aliases["champion"] == "4", "the candidate of the last sweep that has one"
     summary.begin(work, "20260107-000000-1-g", ["fp8", "int8"])
     summary.record(work, "20260107-000000-1-g", summary.load(work, LAST).candidates[0])
     with pytest.raises(GateRefusal, match=r"20260107-000000-1-g did not finish: .* another sweep: promote.sweep=NAME"):
-        promote()
-    asked = [f"workdir={work}", MODEL, f"tracking.uri={location.uri}"]
+        copied.command("stage=promote")
+    asked = [f"workdir={work}", MODEL, *copied.tracking]
     assert foretell(plan([*asked, "stage=promote", "dry=true"], multirun=False)) == 3
     assert "20260107-000000-1-g did not finish" in capsys.readouterr().err
-    command(work, "stage=status", f"tracking.uri={location.uri}")
+    copied.command("stage=status")
     assert "stage=promote" not in capsys.readouterr().out, "no suggestion of a command that would be refused"
 
 
@@ -240,7 +248,7 @@ def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_hold
 ) -> None:
     before = contents(ground.artifacts)
     with running(ground.artifacts) as pid, pytest.raises(MissingRequirement, match=f"process {pid} .*nothing was removed"):
-        command(ground.work, "stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
+        ground.command("stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
     assert contents(ground.artifacts) == before
     # Conversely, a command that starts while artifacts are removed waits and prints the reason.
     monkeypatch.setattr(locks, "LIMIT_S", 0.2)
@@ -248,53 +256,45 @@ def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_hold
         alone(ground.artifacts),
         pytest.raises(MissingRequirement, match=r"some of which are being removed: another process held"),
     ):
-        command(ground.work, "stage=recommend")
+        ground.command("stage=recommend")
 
 
-def test_an_engine_that_serves_stays_although_older_rules_judged_it(ground: Ground, tmp_path: Path) -> None:
-    work, location = copy_of(ground, tmp_path)
-    (identity,) = [path for path in work.glob("artifacts/identity/*/identity.json") if read_identity(path).policy == "fp8"]
+def test_an_engine_that_serves_stays_although_older_rules_judged_it(copied: Ground) -> None:
+    identity = copied.identity_of("fp8")
     (engine, *_) = read_identity(identity).reads
     edit(identity, lambda written: (written["gates"].update(alpha=0.05), written["verdict"].update(rules=14)))
-    MlflowStore(location).set_tags("3", {"identity_digest": file_digest(identity)})
-    command(work, "stage=prune", "prune.keep_sweeps=1", "prune.apply=true", f"tracking.uri={location.uri}")
-    assert (work / "artifacts" / engine.place).is_dir()
+    copied.store.set_tags("3", {"identity_digest": file_digest(identity)})
+    copied.command("stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
+    assert (copied.artifacts / engine.place).is_dir()
     assert identity.exists()
 
 
 def test_what_serves_is_not_guessed(ground: Ground, tmp_path: Path) -> None:
-    other = f"tracking.uri=sqlite:///{tmp_path / 'other.db'}"
-    for overrides in (["tracking=none"], [other]):
+    for overrides in ("tracking=none", f"tracking.uri=sqlite:///{tmp_path / 'other.db'}"):
         with pytest.raises(UserError, match="it is unknown which engines serve"):
-            ground.plan(*overrides)
-    damaged = ground.work / "summaries" / "20250101-000000-1-z.json"
-    damaged.write_text("{")
-    try:
-        with pytest.raises(UserError, match="is damaged"):
-            ground.plan()
-    finally:
-        damaged.unlink()
-    unreadable = ground.artifacts / "identity" / ("f" * 32)
+            ground.plan(overrides)
+
+
+def test_nothing_is_removed_if_a_summary_is_damaged(copied: Ground) -> None:
+    (copied.work / "summaries" / "20250101-000000-1-z.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        copied.plan()
+
+
+def test_nothing_is_removed_if_an_identity_is_unreadable(copied: Ground) -> None:
+    unreadable = copied.artifacts / "identity" / ("f" * 32)
     unreadable.mkdir()
-    try:
-        for name in (MANIFEST, "identity.json"):
-            (unreadable / name).write_text("{}")
-        with pytest.raises(UserError, match=r"identity.json: .* it may name needed artifacts"):
-            ground.plan()
-    finally:
-        shutil.rmtree(unreadable)
+    for name in (MANIFEST, "identity.json"):
+        (unreadable / name).write_text("{}")
+    with pytest.raises(UserError, match=r"identity.json: .* it may name needed artifacts"):
+        copied.plan()
 
 
-def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
-    name = "20260108-000000-1-h"
-    assert any(piece.kind == "tune" for piece in ground.plan().gone)
-    summary.note(ground.work, name, names=("fp8", "int8"), began=time.time() - 3600)
-    try:
-        assert ground.plan().gone == (), "everything was made within this hour"
-        assert any(piece.kind == "tune" for piece in ground.plan("prune.keep_sweeps=0").gone)
-    finally:
-        (ground.work / "summaries" / f"{name}.json").unlink()
-        shutil.copyfile(ground.work / "summaries" / f"{LAST}.json", ground.work / "summary.json")
+def test_what_an_unfinished_sweep_made_stays(copied: Ground) -> None:
+    assert any(piece.kind == "tune" for piece in copied.plan().gone)
+    summary.note(copied.work, "20260108-000000-1-h", names=("fp8", "int8"), began=time.time() - 3600)
+    assert copied.plan().gone == (), "everything was made within this hour"
+    assert any(piece.kind == "tune" for piece in copied.plan("prune.keep_sweeps=0").gone)
 
 
 def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Path) -> None:
@@ -307,39 +307,35 @@ def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Pa
     assert ["no regular file" in str(problem) for problem in problems] == [True] * 3
 
 
-def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run last in the module: it removes, promotes and rolls back."""
-    routes = ground.work.parent / "routes.yaml"
+def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    routes = copied.work.parent / "routes.yaml"
     routes.write_text("routes: {copy: int8}")
-    command(ground.work, "stage=route", f"routing.file={routes}")
-    plan, before = ground.plan("prune.keep_sweeps=1"), distinct_bytes(walk(ground.artifacts))
-    command(ground.work, "stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
-    assert before - distinct_bytes(walk(ground.artifacts)) == plan.freed_bytes
+    copied.command("stage=route", f"routing.file={routes}")
+    plan, before = copied.plan("prune.keep_sweeps=1"), distinct_bytes(walk(copied.artifacts))
+    copied.command("stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
+    assert before - distinct_bytes(walk(copied.artifacts)) == plan.freed_bytes
     assert not any(piece.path.exists() for piece in plan.gone)
-    assert broken(ground.artifacts) == []
-    assert len(list(ground.artifacts.glob("baseline/[!.]*"))) == 1, "that of the last sweep"
-    assert len(list(ground.artifacts.glob("identity/[!.]*"))) == 3
-    assert ground.plan("prune.keep_sweeps=1").gone == ()
+    assert broken(copied.artifacts) == []
+    assert len(list(copied.artifacts.glob("baseline/[!.]*"))) == 1, "that of the last sweep"
+    assert len(list(copied.artifacts.glob("identity/[!.]*"))) == 3
+    assert copied.plan("prune.keep_sweeps=1").gone == ()
 
-    (champion,) = [
-        one for one in ground.artifacts.glob("identity/[!.]*") if read_identity(one / "identity.json").policy == "fp8"
-    ]
-    command(ground.work, "stage=verify", f"bundle={champion}")
-    command(ground.work, "stage=route", f"routing.file={routes}")
-    command(ground.work, "stage=rollback")
-    assert ground.alias("champion") == "int8"
+    copied.command("stage=verify", f"bundle={copied.identity_of('fp8').parent}")
+    copied.command("stage=route", f"routing.file={routes}")
+    copied.command("stage=rollback")
+    assert copied.alias("champion") == "int8"
     with pytest.raises(UserError, match=r"the sweep has no candidate of this name, did you mean fp8k_int4v\?"):
-        command(ground.work, "stage=promote", "promote.name=fp8k_int4")
-    command(ground.work, "stage=promote", "promote.name=fp8k_int4v")
-    assert ground.alias("champion") == "fp8k_int4v"
+        copied.command("stage=promote", "promote.name=fp8k_int4")
+    copied.command("stage=promote", "promote.name=fp8k_int4v")
+    assert copied.alias("champion") == "fp8k_int4v"
     capsys.readouterr()
     with pytest.raises(GateRefusal, match="has no evidence"):
-        command(ground.work, "stage=promote", "promote.sweep=20260101-000000-1-a")
+        copied.command("stage=promote", "promote.sweep=20260101-000000-1-a")
     assert "stage=status" in capsys.readouterr().out.partition("Next")[2], "a refused command has a next step, too"
-    command(ground.work, "stage=status")
+    copied.command("stage=status")
     assert "route-copy of kvgate-some-llm" not in capsys.readouterr().out, "nothing that serves lacks its evidence"
-    command(ground.work, "stage=rollback")
+    copied.command("stage=rollback")
     capsys.readouterr()
-    command(ground.work, "stage=status")
+    copied.command("stage=status")
     assert "no previous champion" in capsys.readouterr().out
-    assert all(len(version.tags) <= 6 for version in ground.store.read().versions.values())
+    assert all(len(version.tags) <= 6 for version in copied.store.read().versions.values())
