@@ -14,14 +14,14 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from pipeline.chain.inputs import TRACKED, checks
+from pipeline.chain.inputs import checks
 from pipeline.chain.run import Run
 from pipeline.chain.serving import promoted_sweep, require_promotable
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Row
 from pipeline.cli.tables import verdict_lines
 from pipeline.config.compose import Plan
-from pipeline.config.config import JUDGING, MAKING, Config
+from pipeline.config.config import Config
 from pipeline.config.suiting import has_chat_template
 from pipeline.loading import open_backend, required_libraries
 from pipeline.registry.reaching import check_reachable
@@ -119,14 +119,14 @@ def foretell(planned: Plan) -> int:
     store, opened = DryStore(planned.jobs[0].artifacts), set[Path]()  # a sweep has one work directory
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {problems.look(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
-        if config.stage not in MAKING:
+        if not config.facts.makes:
             console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
             run = Run(config, label=label, store=store)
             walked = problems.look(job, partial(_walk, run, verdicts)) == 0
-            if config.stage in JUDGING and walked:
+            if config.facts.judges and walked:
                 if job == 1:
                     problems.look(job, partial(_say_questions, run))
                 if (reason := run.steps.too_few) is not None:
@@ -154,7 +154,7 @@ def foretell(planned: Plan) -> int:
 def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
     """Take all steps of a job's stage, and record the verdict if it is already known."""
     last = run.make()
-    if run.config.stage in JUDGING and last.exists:
+    if run.config.facts.judges and last.exists:
         report = load_report(last.path)
         verdicts[run.label] = decide(report, load_rows(last.path), run.config.gates)
         if all(artifact.exists for _, artifact in run.steps.finished):  # the identity binds every artifact
@@ -163,13 +163,13 @@ def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
 
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     """Yield checks of later requirements: a missing GPU, or a tracking store that does not open."""
-    if config.stage in JUDGING:
+    if config.facts.judges:
         yield open_backend(config.backend).check_runs
     if config.stage == "promote":
         yield lambda: require_promotable(config, promoted_sweep(config))
     if config.stage == "audit":
         yield lambda: open_backend(config.backend).audit(locate_checkpoint(config.model.path))
-    if config.tracking.enabled and config.stage in TRACKED:
+    if config.tracking.enabled and config.facts.tracked:
         yield partial(_check_tracking, config)
 
 

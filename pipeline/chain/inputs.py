@@ -7,7 +7,7 @@ from pathlib import Path
 
 from psutil import virtual_memory
 
-from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
+from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.loading import open_backend, required_libraries
 from pipeline.registry import summary
@@ -30,11 +30,6 @@ from stages.policies.policy import FP16_POLICY, PAGE_TOKENS
 from stages.workloads.config import LONG_QUESTIONS
 from stages.workloads.own import document_words
 
-UNRECORDED = ("verify", "audit", "status", "prune")
-"""Stages that summary.json does not record. They do not write to the work directory, except that prune removes artifacts."""
-
-TRACKED = (*MOVING, "evaluate", "status", "prune")
-
 GENERATED_TOKENS = 8192
 
 
@@ -54,7 +49,7 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
     yield config.signing.check
     if config.stage not in ("verify", "audit"):
         yield partial(_check_work, config)
-    if config.tracking.enabled and config.stage in TRACKED:
+    if config.tracking.enabled and config.facts.tracked:
         yield partial(locate, config.tracking, config.work, config.model.label)
     if config.stage == "verify":
         yield partial(_check_bundle, config)
@@ -62,9 +57,9 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
         yield partial(read_routing_file, config.routing)
     if config.stage == "monitor":
         yield partial(read_snapshot, config.monitor)
-    if config.stage in PLANNING:
+    if config.facts.plans:
         yield partial(_check_budget, config)
-    if config.stage in MAKING:
+    if config.facts.makes:
         yield partial(_check_model, config, opened)
     if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
         yield partial(_check_registered, config)
@@ -99,7 +94,7 @@ def _check_model(config: Config, opened: set[Path]) -> None:
     refuse_weights(checkpoint, config.weights.format)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
-    if config.stage in JUDGING:
+    if config.facts.judges:
         _check_load(config, checkpoint)
         _check_lengths(config, checkpoint)
     if checkpoint.path.is_dir():
@@ -150,7 +145,7 @@ def _refuse_longer(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
 
 
 def _check_work(config: Config) -> None:
-    if config.stage not in UNRECORDED:
+    if config.facts.recorded:
         check_workdir(config.work, config.workdir, writes=not config.dry)
         summary.load(config.work)
     else:

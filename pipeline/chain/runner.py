@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from pipeline.chain import serving
-from pipeline.chain.inputs import UNRECORDED
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.run import Run, open_store
 from pipeline.chain.showing import PAGE, show
@@ -19,7 +18,7 @@ from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.prune import prune
 from pipeline.cli.status import show_status
-from pipeline.config.config import JUDGING, MAKING, PLANNING, Config
+from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import judged_candidate
 from pipeline.loading import required_libraries
@@ -109,7 +108,7 @@ def holding(config: Config) -> AbstractContextManager[None]:
     if config.stage == "verify":  # the bundle may be outside of any work directory
         found = store_of(Path(str(config.bundle)).resolve() / "bundle.json")
         return used(found, make=False) if found is not None else nullcontext()
-    return used(root, make=config.stage in MAKING or root.is_dir())
+    return used(root, make=config.facts.makes or root.is_dir())
 
 
 def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sweeping: bool = False) -> None:
@@ -118,12 +117,12 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
     Raises UserError, GateRefusal or MissingRequirement for problems that a person or CI can act on. Other exceptions are
     defects.
     """
-    job, judging = job or console.RunningJob(config.stage, config.kv.name), config.stage in JUDGING
+    job, judging = job or console.RunningJob(config.stage, config.kv.name), config.facts.judges
     if judging and not sweeping:
         summary.begin(config.work, sweep, [job.policy], command=next_steps.whole())
     code = DEFECT
     try:
-        console.begin(job, config.model.path if config.stage in (*MAKING, *PLANNING) else None)
+        console.begin(job, config.model.path if config.facts.makes or config.facts.plans else None)
         with holding(config), required_libraries():
             STAGES[config.stage](Run(config, sweep, sweeping, job.policy))
         code = 0
@@ -142,5 +141,5 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
                 write_junit(config.work / JUNIT, last)
                 if not last.candidates:
                     (config.work / PAGE).unlink(missing_ok=True)
-        elif not sweeping and config.stage not in UNRECORDED:
+        elif not sweeping and config.facts.recorded:
             summary.finish(config.work, None, code)

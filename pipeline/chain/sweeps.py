@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pipeline.chain.inputs import UNRECORDED
 from pipeline.chain.runner import holding, run
 from pipeline.chain.showing import PAGE, compare_in_mlflow, show
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import Plan, launch, to_config
-from pipeline.config.config import JUDGING, Config
+from pipeline.config.config import Config
 from pipeline.config.launchers import BASIC, LOGS, end_workers, explained, finish, start
 from pipeline.registry import summary
 from stages.core.errors import (
@@ -90,7 +89,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
     has_logs = launcher.startswith("submitit")  # their jobs write into files
     with console.progress(f"starting {launcher}"):
         more = start(launcher, planned.launcher_config)
-    if first.stage in JUDGING:  # recorded before any job starts, because jobs may run in other processes
+    if first.facts.judges:  # recorded before any job starts, because jobs may run in other processes
         summary.begin(first.work, sweep, planned.names, command=next_steps.whole(sweep=True))
     if has_logs:
         console.LOGGER.info("jobs write their output below %s", first.work / LOGS)
@@ -124,13 +123,13 @@ def _conclude(planned: Plan, sweep: str, codes: Sequence[int], step: NextStep | 
     passed. `codes` are of the jobs, or of the error that ended the sweep early. `step` is the next step after a refusal.
     """
     config, typed = planned.jobs[0], next_steps.typed()
-    if config.stage not in JUDGING:
+    if not config.facts.judges:
         if step is None and config.stage in ("quantize", "build"):
             step = next_steps.after_making(config.stage, typed, sweep=True)
         if step is not None:
             next_steps.show(step)
         worst = max(codes, key=SEVERITY.index)
-        if config.stage not in UNRECORDED:
+        if config.facts.recorded:
             summary.finish(config.work, None, worst)
         return worst
     last = summary.load(config.work, sweep)

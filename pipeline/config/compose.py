@@ -27,7 +27,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config import CONF
-from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
+from pipeline.config.config import STAGES, Config, StageFacts
 from pipeline.config.explain import explain_hydra, explain_validation
 from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep
 from pipeline.config.override_syntax import as_typed, key_of
@@ -58,14 +58,6 @@ TRACKING_URI = "tracking.uri"
 MOST_DIGITS = 1000
 MOST_KEY, MOST_VALUE = 200, 1 << 15
 """Maximum characters of a key and of its value."""
-ALONE = {
-    **dict.fromkeys(PLANNING, "looks at every policy in one run; leave -m and experiment= out"),
-    **dict.fromkeys(
-        ({*MOVING} - {*JUDGING}) | {"status", "prune"},
-        "works on the whole work directory, so it cannot run as a sweep; leave -m out",
-    ),
-}
-"""Stages that cannot be jobs of a sweep -> the reason."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -179,9 +171,9 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
             keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
             each = tuple([*hydras, *job] for job in _jobs(given))
             jobs, each = _configs(each)
-            alone = next((job.stage for job in jobs if job.stage in ALONE), None)
+            alone = next((job for job in jobs if job.facts.alone), None)
             if alone is not None:
-                raise UserError(f"stage={alone}: {ALONE[alone]}")
+                raise UserError(f"stage={alone.stage}: {alone.facts.alone}")
             return Plan(jobs, each, True, keys, launcher, launcher_config, tuple(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain_hydra(error, overrides)) from error
@@ -208,7 +200,11 @@ def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     """Compose a job's configuration, including its node `hydra`, and replace `auto` by the options that suit the model."""
     composed = _composed(overrides)
     left = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
-    if left and composed.get("stage") in MAKING and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
+    if (
+        left
+        and STAGES.get(composed.get("stage"), StageFacts()).makes
+        and not is_tiny(str(OmegaConf.select(composed, "model.path")))
+    ):
         suiting = [f"{group}={SUITING[group][1]}" for group in left]
         overrides = [*(override for override in overrides if override not in [f"{group}={AUTO}" for group in left]), *suiting]
         composed = _composed(overrides)

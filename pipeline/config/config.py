@@ -1,5 +1,6 @@
 """The typed configuration. It strictly validates the composition of conf/ before any heavy import."""
 
+from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, or_
 from pathlib import Path
@@ -22,50 +23,57 @@ from stages.policies.policy import KVPolicy
 from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import Workload, WorkloadsConfig
 
-Stage = Literal[
-    "quantize",
-    "build",
-    "evaluate",
-    "promote",
-    "rollback",
-    "verify",
-    "audit",
-    "capacity",
-    "recommend",
-    "all",
-    "tune",
-    "route",
-    "monitor",
-    "status",
-    "prune",
-]
 
+@dataclass(frozen=True)
+class StageFacts:
+    """What a stage reads, makes and records. `pipeline.chain.runner` has its function."""
+
+    makes: bool = False
+    """Whether it makes artifacts of a checkpoint."""
+    judges: bool = False
+    """Whether it ends in a verdict."""
+    plans: bool = False
+    """Whether it plans memory for every policy at once."""
+    tracked: bool = False
+    recorded: bool = True
+    """Whether summary.json records its exit code."""
+    reads: tuple[str, ...] = ()
+    """Keys that other stages refuse."""
+    needs: str | None = None
+    """Description of the value of `reads[0]`, if the stage needs it."""
+
+    @property
+    def alone(self) -> str | None:
+        """Why the stage cannot be a job of a sweep; None if it can."""
+        if self.tracked and not self.judges:
+            return "works on the whole work directory, so it cannot run as a sweep; leave -m out"
+        return "looks at every policy in one run; leave -m and experiment= out" if self.plans else None
+
+
+STAGES = {
+    "quantize": StageFacts(makes=True),
+    "build": StageFacts(makes=True),
+    "evaluate": StageFacts(makes=True, judges=True, tracked=True, reads=("signing.key",)),
+    "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
+    "rollback": StageFacts(tracked=True),
+    "verify": StageFacts(recorded=False, reads=("bundle",), needs="the directory of an engine, or of its evidence"),
+    "audit": StageFacts(recorded=False),
+    "capacity": StageFacts(plans=True),
+    "recommend": StageFacts(plans=True),
+    "all": StageFacts(makes=True, judges=True, tracked=True, reads=("signing.key",)),
+    "tune": StageFacts(makes=True),
+    "route": StageFacts(tracked=True, reads=("routing.file", "routing.rollback")),
+    "monitor": StageFacts(tracked=True, reads=("monitor.snapshot",), needs="the JSON file of a snapshot"),
+    "status": StageFacts(tracked=True, recorded=False),
+    "prune": StageFacts(tracked=True, recorded=False, reads=("prune.apply",)),
+}
 
 if TYPE_CHECKING:
     AnyBackend = BackendConfig
+    Stage = str
 else:
     AnyBackend = Annotated[reduce(or_, backend_configs().values()), Field(discriminator="name")]
-
-JUDGING = ("evaluate", "all")
-MAKING = ("quantize", "build", "tune", *JUDGING)
-PLANNING = ("capacity", "recommend")
-MOVING = ("promote", "rollback", "all", "route", "monitor")
-READERS: dict[str, tuple[Stage, ...]] = {
-    "bundle": ("verify",),
-    "signing.key": ("evaluate", "all"),
-    "promote.name": ("promote",),
-    "promote.sweep": ("promote",),
-    "prune.apply": ("prune",),
-    "routing.file": ("route",),
-    "routing.rollback": ("route",),
-    "monitor.snapshot": ("monitor",),
-}
-"""Key -> the stages that read it. Other stages refuse the key."""
-NEEDED: dict[Stage, tuple[str, str]] = {
-    "verify": ("bundle", "the directory of an engine, or of its evidence"),
-    "monitor": ("monitor.snapshot", "the JSON file of a snapshot"),
-}
-"""Stage -> its required key and a description of the value."""
+    Stage = Literal[tuple(STAGES)]
 
 
 class ModelConfig(StrictModel):
@@ -173,17 +181,20 @@ class Config(StrictModel):
 
     @model_validator(mode="after")
     def _is_what_the_stage_reads(self) -> Self:
-        for key, readers in READERS.items():
+        for key in (key for stage in STAGES.values() for key in stage.reads if key not in self.facts.reads):
             value = attrgetter(key)(self)
-            if value not in (None, False) and self.stage not in readers:
-                only = " and ".join(f"stage={stage}" for stage in readers)
-                raise ValueError(f"{key}={written(value)}: only {only} read{'s' * (len(readers) == 1)} it; leave it out")
-        key, needed = NEEDED.get(self.stage, ("stage", ""))
-        if attrgetter(key)(self) is None:
-            raise ValueError(f"{key}: missing; stage={self.stage} needs {needed}")
+            if value not in (None, False):
+                only = " and ".join(f"stage={name}" for name, stage in STAGES.items() if key in stage.reads)
+                raise ValueError(f"{key}={written(value)}: only {only} read{'' if ' and ' in only else 's'} it; leave it out")
+        if self.facts.needs is not None and attrgetter(self.facts.reads[0])(self) is None:
+            raise ValueError(f"{self.facts.reads[0]}: missing; stage={self.stage} needs {self.facts.needs}")
         if self.stage == "route" and (self.routing.file is None) == (self.routing.rollback is None):
             raise ValueError("routing: stage=route needs routing.file=FILE or routing.rollback=CLASS, one of the two")
         return self
+
+    @property
+    def facts(self) -> StageFacts:
+        return STAGES[self.stage]
 
     @property
     def work(self) -> Path:

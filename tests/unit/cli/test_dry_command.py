@@ -4,7 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from fake_stages import FakeBackend, checked, use_fake_stages
@@ -13,7 +13,7 @@ from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
-from pipeline.config.config import Stage
+from pipeline.config.config import STAGES
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
 from stages.core.errors import MissingRequirement, UserError
@@ -79,7 +79,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
 
 
-@pytest.mark.parametrize("stage", get_args(Stage))
+@pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_writes_anything(stage: str, used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     identity = next((used / "artifacts" / "identity").glob("[!.]*"))
     files = {"identity": identity, "routes": used.parent / "routes.yaml", "snapshot": used.parent / "snapshot.json"}

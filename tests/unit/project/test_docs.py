@@ -18,7 +18,7 @@ from signing_keys import key_pair
 
 from pipeline.chain.dry import foretell
 from pipeline.config.compose import Plan, plan
-from pipeline.config.config import Stage
+from pipeline.config.config import STAGES
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import whole_pages
@@ -103,7 +103,7 @@ def test_every_exit_code_is_documented_and_no_other() -> None:
 
 
 def test_every_stage_backend_and_weights_format_is_documented_and_no_other() -> None:
-    assert first_cells("docs/start.md", "`stage=`") == set(get_args(Stage))
+    assert first_cells("docs/start.md", "`stage=`") == set(STAGES)
     assert first_cells("docs/backends.md", "`backend=`") == {path.stem for path in (ROOT / "conf" / "backend").glob("*.yaml")}
     assert first_cells("docs/backends.md", "`weights=`") == set(get_args(WeightsFormat))
 
