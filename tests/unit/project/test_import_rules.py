@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from source_imports import MODULES, ROOT, imported_names, names_in
 
+from stages.core.digest import reachable_modules
+
 HEAVY = {
     "torch", "transformers", "modelopt", "mlflow", "onnx", "onnxruntime", "onnxscript", "scipy", "pandas", "triton", "gguf",
     "tensorrt_rtx",
@@ -152,6 +154,10 @@ def test_the_two_arithmetics_of_a_format_do_not_know_each_other() -> None:
         used = {arithmetic(module) for module in imported_modules(name)} - {None}
         assert arithmetic(name) is None or used <= {arithmetic(name)}, name
         assert not used or not name.startswith(("pipeline", "plugins")), name
+
+
+def test_the_reference_shares_no_arithmetic_with_the_onnx_engine() -> None:
+    assert not [name for name in reachable_modules("stages.engines.reference.engine") if name.startswith("stages.engines.onnx")]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""The steps of a chain: artifacts are verified once, inputs must not change meanwhile, and keys have all their parts."""
+
+import shutil
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from stores import make_artifact
+
+from pipeline.chain import sweeps
+from pipeline.chain.engine_steps import EngineSteps
+from pipeline.chain.inputs import check_inputs
+from pipeline.chain.run import Run
+from pipeline.chain.verdict_steps import VerdictSteps
+from pipeline.config.compose import plan
+from pipeline.config.config import Config
+from pipeline.evidence.reading import USER_INPUTS
+from pipeline.registry import summary
+from pipeline.store import store as store_module
+from pipeline.store.store import Store
+from stages.core.artifact import Recipe
+from stages.core.digest import tree_files
+from stages.core.errors import UserError
+from stages.core.records import Sample
+from stages.evaluate.inputs.tokens import EncodedSample
+
+
+def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = Mock(wraps=tree_files)
+    recipe = Recipe("demo", ("stages.policies.policy",), {}, {})
+    store = Store(tmp_path)
+    make_artifact(store, recipe, lambda _: None)
+    monkeypatch.setattr(store_module, "tree_files", hashed)
+    config: Any = None  # `making` does not use the configuration
+    chain = EngineSteps(config, store)
+    with chain.making(recipe) as first:
+        pass
+    with chain.making(recipe) as again:
+        assert again.artifact is first.made
+    assert hashed.call_count == 1
+    assert len(chain.finished) == 1
+
+
+def swap(link: Path) -> None:
+    link.with_name("other").write_text("2")
+    link.unlink()
+    link.symlink_to("other")
+
+
+@pytest.mark.parametrize("change", [swap, Path.unlink, lambda path: path.resolve().write_text("two")])
+def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[Path], object], tmp_path: Path) -> None:
+    config: Any = None  # `making` does not use the configuration
+    chain, given = EngineSteps(config, Store(tmp_path / "store")), tmp_path / "given"
+    (tmp_path / "one").write_text("1")
+    given.symlink_to("one")
+    recipe = Recipe("demo", ("stages.policies.policy",), {}, {"jsonl": chain.digest_of(given)})
+    message = "given: was changed while this command read it; run the command again"
+    with pytest.raises(UserError, match=message), chain.making(recipe):
+        change(given)
+    assert not chain.store.path(recipe).exists()
+
+
+def configured(workdir: Path, *overrides: str) -> Config:
+    return plan([f"workdir={workdir}", "tracking=none", *overrides], multirun=False).jobs[0]
+
+
+def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: None if logical else 6)
+    parts = {}
+    for given in ([], ["backend.threads=6"], ["backend.threads=2"]):
+        config = configured(tmp_path, *given)
+        recipe = Run(config).steps.recipe("baseline", "measure", {})
+        parts[config.backend.model_dump()["threads"], bool(given)] = recipe.key
+    assert set(parts) == {(6, False), (6, True), (2, True)}
+    assert parts[6, False] == parts[6, True] != parts[2, True]
+
+
+def test_the_files_of_a_draft_are_part_of_the_key_of_what_it_drafts_for(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(import_module("stages.tiny").__path__[0] + "/checkpoint", draft)
+    config = configured(tmp_path, f"workloads.speculation={{draft:{draft}}}")
+    check_inputs(config)
+    before = Run(config).steps.recipe("round", "measure", {})
+    (draft / "generation_config.json").write_text("{}")
+    after = Run(config).steps.recipe("round", "measure", {})
+    assert before.key != after.key
+    assert before.inputs["draft"] != after.inputs["draft"]
+    assert "draft" in USER_INPUTS
+
+
+@pytest.mark.parametrize(("allowed", "noted"), [(704, True), (640, False)])
+def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
+    allowed: int, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}")
+    room = config.workloads.extra_new_tokens
+    item = EncodedSample(Sample(id="a", workload="b", prompt="", reference=""), (0,) * 570, (0,) * (591 - 570 - room))
+    Run(config).steps.note_length([item])
+    said = " ".join(capsys.readouterr().out.split())
+    advice = "the samples have at most 591 tokens; give backend.max_tokens=640, or workloads.lengths=[704] (15 documents"
+    assert (advice in said) is noted
+
+
+def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
+    steps = Run(job).steps
+    vars(steps).update(encoded_samples=Mock(), bundle=Mock())
+    monkeypatch.setattr(VerdictSteps, "reference", lambda *_: pytest.fail("the reference engine is not asked for anything"))
+    assert "reference" not in steps.inputs(job.kv, None)
+
+
+def test_a_sweep_of_a_stage_that_judges_nothing_leaves_the_candidates_of_the_last_one(tmp_path: Path) -> None:
+    summary.begin(tmp_path, "judged", ["fp8"])
+    planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
+    assert sweeps._conclude(planned, "built", [0, 4]) == 4
+    last = summary.load(tmp_path)
+    assert (last.sweep, last.exit_code) == ("judged", 4)
+    assert [path.name for path in (tmp_path / "summaries").iterdir()] == ["judged.json"]

@@ -1,0 +1,131 @@
+"""TensorRT plans on a machine with a GPU: the parts of their keys, and their requirements, checked before any work."""
+
+from contextlib import nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stores import make_artifact
+
+from pipeline.chain.engine_steps import EngineSteps
+from pipeline.chain.inputs import check_inputs
+from pipeline.chain.run import Run
+from pipeline.config.compose import plan
+from pipeline.config.config import Config
+from pipeline.store.store import Store
+from stages.core.artifact import Artifact, Recipe
+from stages.core.digest import reachable_modules
+from stages.core.errors import MissingRequirement
+from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
+from stages.policies.policy import KVPolicy
+from stages.policies.scales import SCALES_FILE
+
+
+def configured(workdir: Path, *overrides: str) -> Config:
+    return plan([f"workdir={workdir}", "tracking=none", *overrides], multirun=False).jobs[0]
+
+
+class _Library:
+    version = "10.14.1.48"
+
+
+class _Made(EngineSteps):
+    """A chain with existing inputs of plans."""
+
+    def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
+        return make_artifact(
+            self.store, Recipe("quantize", ("stages.policies.policy",), {}, {}), lambda out: (out / SCALES_FILE).touch()
+        )
+
+    def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:
+        if config is None:
+            return super().bundle(policy)
+        return make_artifact(self.store, Recipe("build", ("stages.policies.policy",), {}, {}), lambda _: None)
+
+
+GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with TensorRT and a GPU. TensorRT's distribution is named tensorrt_cu13, not tensorrt."""
+    monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: _Library)
+    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [GPU])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: GPU["name"])
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("backend", "versions"),
+    [
+        ("tensorrt", {"tensorrt": "10.14.1.48", "triton": metadata.version("triton")}),
+        ("tensorrt_rtx", {"tensorrt_rtx": "10.14.1.48"}),
+    ],
+)
+def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
+    backend: str, versions: dict[str, str], tmp_path: Path, machine: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    def build(reference: Path, out: Path, **options: object) -> None:  # noqa: ARG001
+        given.update(options)
+
+    machine.setattr("stages.engines.tensorrt.build.build_bundle", build)
+    config = configured(tmp_path, f"backend={backend}")
+    chain = _Made(config, Store(tmp_path))
+    made = chain.bundle(config.kv)
+    parts: Any = made.parts
+    assert parts["config"]["versions"] == versions
+    assert parts["config"].get("gpu") == (GPU if backend == "tensorrt" else None)
+    assert set(parts["libraries"]) == {"onnx", "numpy"}
+    assert given.keys() - {"adapt"} == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
+    machine.setattr(_Library, "version", "10.15")
+    assert _Made(config, Store(tmp_path)).bundle(config.kv).key != made.key
+
+
+def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
+    machine.setattr("stages.engines.tensorrt.backend.triton_version", lambda: None)
+    parts: Any = Run(configured(tmp_path, "backend=tensorrt")).steps.recipe("evaluate", "joining", {}).parts
+    assert parts["config"]["versions"] == {"tensorrt": "10.14.1.48"}
+    assert {"torch", "numpy"} <= set(parts["libraries"])
+    assert "triton" not in parts["libraries"]
+    assert not [name for name in reachable_modules("stages.engines.tensorrt.engine") if name.startswith("plugins")]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "stage", "kv", "message"),
+    [
+        ("gpu", "build", "fp8k_int4v", r"has none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one"),
+        ("torch", "all", "fp8k_int4v", "install a CUDA build of torch"),
+        ("triton", "build", "fp8k_int4v", r"needs Triton .*kvgate\[kernels\]"),
+        ("triton", "evaluate", "int8_asym", "needs Triton"),  # the kernels support the baseline's keys
+        ("triton", "build", "int8_asym", None),
+        ("gpu", "quantize", "fp8k_int4v", None),
+        ("nothing", "all", "fp8k_int4v", None),
+    ],
+)
+def test_what_plans_need_is_asked_for_before_any_work(
+    lacking: str, stage: str, kv: str, message: str | None, tmp_path: Path, machine: pytest.MonkeyPatch
+) -> None:
+    found = {"gpu": ("stages.engines.tensorrt.backend.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
+             "triton": ("stages.engines.tensorrt.backend.triton_version", lambda: None)}  # fmt: skip
+    if lacking in found:
+        machine.setattr(*found[lacking])
+    config = configured(tmp_path, "backend=tensorrt", f"stage={stage}", f"kv={kv}")
+    with pytest.raises(MissingRequirement, match=message) if message is not None else nullcontext():
+        check_inputs(config)
+
+
+def test_the_default_profile_of_plans_fits_the_built_in_workloads(tmp_path: Path) -> None:
+    config: Any = configured(tmp_path, "backend=tensorrt_rtx")
+    assert config.backend.max_batch >= max(config.workloads.batch_size, config.workloads.load.batch)
+
+
+def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
+    assert {"plugins.kv_attention.kernels.decode", "stages.engines.tensorrt.build"} <= set(
+        reachable_modules(TensorRTBackend.build_module)
+    )
+    assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
