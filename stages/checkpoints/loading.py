@@ -108,7 +108,7 @@ def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Itera
         read: transformers' configuration, an instance of the family's class.
         tensors: Names of the model's tensors.
     """
-    declared = {field.name for field in fields(read)} | read.attribute_map.keys()
+    declared = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
     has_bias, has_qk_norm = (any(part in name for name in tensors) for part in (".bias", ".q_norm."))
     for key, value in config.items():
         words = key.lower().split("_")
