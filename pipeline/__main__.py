@@ -140,7 +140,8 @@ def main() -> int:
         console.ended_by(error)
         return exit_code(error)
     except KeyboardInterrupt:
-        console.interrupted("finished work is kept; run it again to continue")
+        console.end()
+        console.error("interrupted; finished work is kept; run it again to continue", exit_code=INTERRUPTED)
         return INTERRUPTED
     finally:
         console.close()

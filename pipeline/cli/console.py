@@ -21,7 +21,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from stages.core.errors import DEBUG_VARIABLE, INTERRUPTED, REFUSALS, describe, exit_code
+from stages.core.errors import DEBUG_VARIABLE, REFUSALS, describe, exit_code
 from stages.core.redaction import printable, redact_text
 
 if TYPE_CHECKING:
@@ -223,12 +223,6 @@ def ended_by(problem: Exception) -> None:
         error(text, exit_code=exit_code(problem))
     if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(problem, REFUSALS):
         LOGGER.error("where it came from", exc_info=problem)
-
-
-def interrupted(text: str) -> None:
-    """Print an interruption. `text` describes the state that it leaves."""
-    end()
-    error(f"interrupted; {text}", exit_code=INTERRUPTED)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ class Tuner:
 
     def propose(self, target: float) -> KVPolicy | None:
         """Return the smallest proposed policy with a KL of at most `target` on the check texts, or None."""
-        budget, best, seen = target, None, set()
+        budget, within, seen = target, list[KVPolicy](), set()
         for _ in range(ATTEMPTS):
             chosen = fewest_bytes(self._options(), budget)
             if chosen is None or chosen in seen:
@@ -122,26 +122,18 @@ class Tuner:
                 {place: _format(self.uniform[n], place) for place, n in zip(self.places, chosen, strict=True)}
             )
             joint, total = self.kl(policy), sum(self.alone[cell] for cell in zip(self.places, chosen, strict=True))
-            if joint <= target and (best is None or self._bytes(policy) < self._bytes(best)):
-                best = policy
+            if joint <= target:
+                within.append(policy)
             if not (np.isfinite(joint) and joint > 0 and total > 0):
                 budget /= 2
                 continue
             # The sum of KL for which the joint KL would equal the target at the measured ratio.
             budget = total * target / joint
-        return best
+        return min(within, key=lambda policy: policy.bytes_per_token(self.shape), default=None)
 
     def targets(self) -> list[float]:
         """Return the KL budgets in ascending order: the configured budget, and the KL of every uniform policy."""
         return sorted({self.config.max_kl, *(kl for kl in map(self.kl, self.uniform) if np.isfinite(kl) and kl > 0)})
-
-    def sensitivities(self) -> list[Sensitivity]:
-        """Return the KL of all places, measured alone, by uniform policy."""
-        names = [policy.name for policy in self.uniform]
-        return [
-            Sensitivity(layer=place[0], side=place[1], kl={name: finite(self.alone[place, n]) for n, name in enumerate(names)})
-            for place in self.places
-        ]
 
     def _options(self) -> list[list[Option]]:
         heads, dim = self.shape.kv_heads, self.shape.head_dim
@@ -156,10 +148,7 @@ class Tuner:
     def _policy(self, formats: Mapping[Place, Format]) -> KVPolicy:
         exact = dict.fromkeys(self.places, FP16_POLICY.key)
         unnamed = mixed_policy("tuned", exact | dict(formats), self.shape.layers)
-        return unnamed.model_copy(update={"name": f"tuned_{self._bytes(unnamed)}"})
-
-    def _bytes(self, policy: KVPolicy) -> int:
-        return policy.bytes_per_token(self.shape)
+        return unnamed.model_copy(update={"name": f"tuned_{unnamed.bytes_per_token(self.shape)}"})
 
     def kl(self, policy: KVPolicy) -> float:
         """Return the mean KL of a whole policy on the check texts."""
@@ -205,11 +194,15 @@ def tune(
         MeasuredPolicy(policy=policy, origin=origin, bytes_per_token=policy.bytes_per_token(shape), kl=finite(tuner.kl(policy)))
         for policy, origin in listed
     ]
+    names = [policy.name for policy, _ in uniform]
     chosen = choose(measured, config.max_kl, FP16_POLICY.bytes_per_token(shape))
     report = TuneReport(
         max_kl=config.max_kl,
         tokens={part.name: part.scored for part in (search, check)},
-        sensitivities=tuner.sensitivities(),
+        sensitivities=[
+            Sensitivity(layer=place[0], side=place[1], kl={name: finite(tuner.alone[place, n]) for n, name in enumerate(names)})
+            for place in tuner.places
+        ],
         measured=measured,
         chosen=chosen.policy.name if chosen is not None else None,
     )
