@@ -40,7 +40,7 @@ def test_the_sweep_is_shown_on_a_page_that_its_runs_in_mlflow_have_too(swept: Sw
     assert "report: work/report.html" in result.stdout
     assert page.stat().st_size < 3_000_000
     for candidate in summary(work)["candidates"]:
-        assert candidate["engine"]["digest"] in text
+        assert f"stage=verify bundle={Path(candidate['identity']['path']).parent}" in text
         assert all(check["where"] in text for check in candidate["checks"])
         attached = work / "mlartifacts" / candidate["run_id"] / "artifacts" / page.name
         assert attached.read_bytes() == page.read_bytes()
