@@ -7,7 +7,7 @@ from pydantic import Field
 from stages.core.strict import StrictModel
 from stages.verdict.record import Number, Record, finite
 
-RULES = 16
+RULES = 17
 """Version of the gates' rules; docs/verdict.md lists the rules of every version."""
 
 MOST_SAMPLES = 1_000_000

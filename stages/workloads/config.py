@@ -76,7 +76,7 @@ class StressTestConfig(StrictModel):
     max_tokens: Annotated[int, Field(ge=LEAST_STRESS_TOKENS, le=1 << 20)] = 2048
     """Maximum tokens per sequence."""
     decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 400
-    """Decode steps after short prompts, with forced tokens and with the engine's own."""
+    """Decode steps after a prompt of one token, and of the engine's own answer to a longer prompt."""
     offset_steps: Annotated[int, Field(ge=1, le=4096)] = 64
     """Decode steps of the longest sequence; 64 steps visit every offset of a page."""
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32

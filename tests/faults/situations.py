@@ -60,6 +60,23 @@ def groups(step: Step) -> tuple[Array, Array]:
     return np.array([firsts.index(page) for page in firsts]), np.array([firsts[:row].count(p) for row, p in enumerate(firsts)])
 
 
+def one_new_page(most: int) -> Callable[..., Any]:
+    """Give rows of a group that need a page in the same step the first row's new page, except the first `most` rows."""
+
+    def faulty(reserve: Any, engine: Any, handles: Sequence[int], tokens: int) -> None:
+        pool = engine.pool
+        rows = [(pool.sequences[handle].pages, len(pool.sequences[handle].pages)) for handle in handles]
+        reserve(handles, tokens)
+        fresh = [pages for pages, count in rows if 0 < count < len(pages)]
+        prefixes = [pages[0] for pages in fresh]
+        for number, pages in enumerate(fresh):
+            if prefixes[:number].count(pages[0]) >= most:
+                pool.pages.free(pages[-1])
+                pages[-1] = pool.pages.share(fresh[prefixes.index(pages[0])][-1])
+
+    return faulty
+
+
 def one_length(most: int) -> Callable[[Array, Step], Any]:
     """Let rows of a group read no further than its first row, except the first `most` rows."""
 
@@ -221,6 +238,8 @@ FAULTS = [
        given("lengths", one_length(2))),
     of("scales_of_a_page_with_17_users", "int8", "the value scales of a page with 17 users are read halved in one head",
        reads("value_scale", halved_with_users(17), layers=[1], heads=[1]), engine="graph"),
+    of("forks_get_one_new_page", "fp8", "of forks that need a new page in the same step, the seventh and later get the first's",
+       method("pool.reserve", one_new_page(6))),
     of("prompt_of_tiles_of_320", "fp8", "a prompt of whole tiles of 320 tokens loses its last token's values in a layer",
        write("value", zero, last_of_tile(320), [0])),
     of("prompt_equal_to_a_kept_prefix", "int8_prefixes", "a prompt that is itself a kept prefix appends its last token again",

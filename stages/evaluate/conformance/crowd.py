@@ -17,6 +17,7 @@ from stages.engines.interface import SupportsFork, SupportsRequests
 from stages.evaluate.conformance.deviations import PASS_TOKENS
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
+from stages.evaluate.decoding.full_pool import fill_pool
 from stages.evaluate.decoding.system import STATM, resident_bytes
 from stages.policies.policy import PAGE_TOKENS, page_count
 
@@ -39,6 +40,9 @@ WEAR_STEPS = 12
 """Decode steps of a request in the wear test."""
 LEAK_BYTES = 512 << 10
 """Growth of the process in bytes that counts as a leak if all of the last three quarters of the requests reach it."""
+
+POOL_REQUESTS, POOL_STEPS = 8, 12
+"""Number of requests in the full pool, and number of tokens per request that are decoded across a page boundary."""
 
 Marks = npt.NDArray[np.float32]
 
@@ -98,6 +102,25 @@ def wear(test: StressTest) -> None:
     if grown >= LEAK_BYTES:
         each = 4 * grown / (count * len(pair)) / 1024
         test.failures.append(f"wear: the process grows by {each:.1f} KiB with each of {count} equal requests")
+
+
+def full_pool(test: StressTest) -> None:
+    """Send requests to a pool with a third of their pages. Half share a prefix. They wait, are preempted and resume.
+
+    The scenario skips engines whose full pool is tested with samples by default.
+    """
+    if test.engine.full_pool_requests or test.max_tokens < 5 * PAGE_TOKENS:
+        return
+    page, named = test.draw(PAGE_TOKENS), []
+    for number in range(POOL_REQUESTS):
+        length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - POOL_STEPS + 6, PAGE_TOKENS - 1)
+        begin = page if number % 2 else test.draw(PAGE_TOKENS)
+        tokens = [*begin, *test.draw(length - PAGE_TOKENS + POOL_STEPS)]
+        named.append((f"request {number} of {length} and {POOL_STEPS} tokens", (tokens, length)))
+    found = fill_pool(test.engine, named)
+    test.counts["requests"] += found.requests
+    test.counts["preempted"] += found.preempted
+    test.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]
 
 
 def _start_sleepers(test: StressTest) -> list[int]:

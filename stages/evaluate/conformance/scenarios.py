@@ -16,14 +16,16 @@ from stages.engines.interface import (
     SupportsFullPool,
     SupportsRequests,
 )
-from stages.evaluate.conformance.crowd import crowd, wear
+from stages.evaluate.conformance.crowd import crowd, full_pool, wear
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
-from stages.evaluate.decoding.full_pool import fill_pool
 from stages.policies.policy import PAGE_TOKENS
 
 STEPS = 4
 """Default number of decode steps of a sequence."""
+
+CLAIMED_STEPS = 12
+"""Maximum number of tokens in the free answer to a prompt of the claimed length."""
 
 LEAVING = 32
 """Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
@@ -47,8 +49,8 @@ KEPT_CHUNKS = 5
 WAITING = 140
 """Number of prompts in one call of `generate`."""
 
-POOL_REQUESTS, POOL_STEPS = 8, 12
-"""Number of requests in the full pool, and number of tokens per request that are decoded across a page boundary."""
+OTHER_STOPS = 8
+"""Number of stop tokens that an answer does not contain, in addition to the one that ends it."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,15 @@ def batch(test: StressTest) -> None:
     """Decode a ragged batch of the largest size, with free answers first and forced decode second.
 
     Two rows have the claimed length. Rows end successively, so that the batch has many sizes; the rows with the most decode
-    steps end last. The last row decodes its own free answer, and its prompt has two pages or more, because answers to short
-    random prompts repeat one token. The longest row gets none, so that it is prefilled only once.
+    steps end last. The last two rows decode their own free answers. Their prompts have two pages or more, because answers to
+    short random prompts repeat one token. The longest row gets none, so that it is prefilled only once.
     """
     sequences = ragged(test)
     more = [test.sequence("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(test.largest // 2 + 1)]
     asked = [*sequences[1:], *more]
     limits = [min(2, len(sequence.ahead)) for sequence in sequences[1:]] + [len(sequence.ahead) for sequence in more]
-    limits[len(sequences) - 2] = len(sequences[-1].ahead)
+    for place in range(max(1, len(sequences) - 2), len(sequences)):
+        limits[place - 1] = len(sequences[place].ahead)
     for sequence, answer in zip(asked, test.ask(asked, limits), strict=True):
         sequence.ahead[: len(answer)] = answer
     test.serve(sequences)
@@ -86,10 +89,13 @@ def ragged(test: StressTest) -> list[ForcedSequence]:
     steps = 1 + min(config.offset_steps, most // 2)  # the first step runs alone
     far = min(config.decode_steps, most - 32)
     claimed = min(test.claimed, most - STEPS)
+    # Together with the row of 1 token, the answer decodes at most of the lengths up to the claimed length.
+    latest = max(2 * PAGE_TOKENS, claimed - far)
+    begins = test.length(min(max(2 * PAGE_TOKENS, far), latest), latest)
     chosen = [
         test.sequence(f"{most:,} tokens", most - steps, steps),
-        test.sequence("a long answer", min(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS), most - far), far),
-        test.sequence("a row of the claimed length", claimed, STEPS),
+        test.sequence("a long answer", min(begins, most - far), far),
+        test.sequence("a row of the claimed length", claimed, min(CLAIMED_STEPS, most - claimed)),
         test.sequence("1 token and far", 1, far),
     ][:size]
     lengths = offsets_and_borders(test, size - len(chosen), most - LEAVING - 2)
@@ -212,9 +218,12 @@ def prefix(test: StressTest) -> None:
             changed = [*beginning[:place], (beginning[place] + 1) % test.engine.vocab_size, *beginning[place + 1 : 2 * chunk]]
             others.append((f"a kept beginning with another token {place}", [*changed, *test.draw(5)]))
     for number, (role, prompt) in enumerate([*alike, *others]):
-        sequence = test.sequence(role, prompt, STEPS)
+        sequence, reuses = test.sequence(role, prompt, STEPS), 0 < number < len(alike)
         test.prefill(sequence)
-        test.counts["prefixes"] += 0 < number < len(alike)
+        test.counts["prefixes"] += reuses
+        if reuses and isinstance(test.engine, SupportsExtend):
+            test.decode(sequence)
+            test.extend(sequence, test.length(1, STEPS))
         test.finish([sequence])
     live = test.sequence("a prompt whose kept beginning is dropped", [*beginning[:chunk], *test.draw(5)], STEPS)
     test.prefill(live)
@@ -256,10 +265,14 @@ def talk(test: StressTest) -> None:
 
 
 def shared(test: StressTest) -> None:
-    """Fork many rows from a prefix that ends within a page, and forks of forks. Release most rows, and reuse their pages."""
-    count, length = test.largest - 1, min(test.length(130, 250), test.max_tokens - 4 * STEPS)
+    """Fork many rows from a prefix, and forks of forks. Release most rows, and reuse their pages.
+
+    The prefix ends 1 to 3 tokens before the end of a page, so that many rows need a new page in the same step.
+    """
+    count, pages = test.largest - 1, min(test.length(2, 4), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
     if count < 3:
         return
+    length = pages * PAGE_TOKENS - test.length(1, 3)
     origin = test.sequence(f"a prefix of {length} tokens", length)
     test.prefill(origin)
     rows: list[ForcedSequence] = []
@@ -343,11 +356,11 @@ def offsets(test: StressTest) -> None:
 
 
 def answers(test: StressTest) -> None:
-    """Generate answers to a long queue, equal prompts with different limits, equal beginnings, and answers with stop tokens."""
+    """Generate answers to a long queue with different limits, equal beginnings, equal prompts, and answers with stop tokens."""
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     waiting = [test.sequence("one of many that wait", test.length(2, 5)) for _ in range(WAITING)]
-    test.ask(waiting, [1 + number % 2 for number in range(WAITING)], at_once=max(1, test.largest // 2))
+    test.ask(waiting, test.rng.integers(1, 3, WAITING).tolist(), at_once=max(1, test.largest // 2))
     beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
     parts = (len(beginning), len(beginning), test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1))  # the last within the first page
     prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in parts]
@@ -355,29 +368,10 @@ def answers(test: StressTest) -> None:
     asked = zip(alike, test.ask(alike, [10] * len(alike)), strict=True)
     again, answer = max(asked, key=lambda pair: len(set(pair[1])))  # a random prompt's answer may repeat one token
     test.ask([again], [4])
-    other = next(token for token in range(test.engine.vocab_size) if token not in answer)
+    others = [token for token in test.rng.permutation(test.engine.vocab_size).tolist() if token not in answer][:OTHER_STOPS]
     ends = list(dict.fromkeys(answer))
     for stop in dict.fromkeys([*ends[:2], *ends[test.length(2, 9) :][:1], *ends[-1:]]):
-        test.ask([again], [10], [other, stop])
-
-
-def full_pool(test: StressTest) -> None:
-    """Send requests to a pool with a third of their pages. Half share a prefix. They wait, are preempted and resume.
-
-    The scenario skips engines whose full pool is tested with samples by default.
-    """
-    if test.engine.full_pool_requests or test.max_tokens < 5 * PAGE_TOKENS:
-        return
-    page, named = test.draw(PAGE_TOKENS), []
-    for number in range(POOL_REQUESTS):
-        length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - POOL_STEPS + 6, PAGE_TOKENS - 1)
-        begin = page if number % 2 else test.draw(PAGE_TOKENS)
-        tokens = [*begin, *test.draw(length - PAGE_TOKENS + POOL_STEPS)]
-        named.append((f"request {number} of {length} and {POOL_STEPS} tokens", (tokens, length)))
-    found = fill_pool(test.engine, named)
-    test.counts["requests"] += found.requests
-    test.counts["preempted"] += found.preempted
-    test.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]
+        test.ask([again], [10], [*others, stop])
 
 
 SCENARIOS = (

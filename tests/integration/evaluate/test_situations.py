@@ -23,6 +23,7 @@ SCENARIOS = {
     "fork_of_depth_4_shares_partial_page": "shared",
     "rows_on_a_prefix_read_as_far_as_the_first": "shared",
     "scales_of_a_page_with_17_users": "shared",
+    "forks_get_one_new_page": "shared",
     "prompt_of_tiles_of_320": "lengths",
     "prompt_of_tiles_of_208": "lengths",
     "step_known_by_its_outer_rows": "schedule",

@@ -24,8 +24,10 @@ from stages.core.records import no_progress
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
+from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.engine import ROUNDING, ReferenceEngine
-from stages.evaluate.conformance.scenarios import SCENARIOS
+from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
+from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.system import process_memory
 from stages.policies.policy import PAGE_TOKENS, KVShape
@@ -203,6 +205,24 @@ def stop_tokens_ignored(engine: Any) -> None:
     engine.generate = lambda prompts, limits, _, **options: generate(prompts, limits, (), **options)
 
 
+def three_stop_tokens(engine: Any) -> None:
+    """Keep the three lowest stop tokens."""
+    generate = engine.generate
+    engine.generate = lambda prompts, limits, stops, **more: generate(prompts, limits, sorted(stops)[:3], **more)
+
+
+def limits_of_the_place(engine: Any) -> None:
+    """With more than 30 waiting prompts, limit an answer like the first answer in the same place of the batch."""
+    generate = engine.generate
+
+    def limited(prompts: Any, limits: Any, stops: Any, *, max_sequences: int) -> Any:
+        if len(prompts) - max_sequences > 30:
+            limits = [limits[place % max_sequences] for place in range(len(prompts))]
+        return generate(prompts, limits, stops, max_sequences=max_sequences)
+
+    engine.generate = limited
+
+
 def rows_by_handle(engine: Any) -> None:
     """Return the rows of a step in the order of their handles."""
     decode = engine._decode
@@ -291,6 +311,8 @@ IN_LATER_SCENARIOS = [
     (a_step_is_off, "wear", "wear: "),
     (full_pool_wipes_a_page, "full_pool", "full pool: request"),
     (stop_tokens_ignored, "answers", "generate: the stop token, and more, to a prompt of"),
+    (three_stop_tokens, "answers", "generate: the stop token, and more, to a prompt of"),
+    (limits_of_the_place, "answers", "generate: "),
     (rows_by_handle, "schedule", "schedule: row"),
     (long_turns_cut, "talk", "talk: a long conversation"),
     (many_forks_share, "shared", "shared: row"),
@@ -343,6 +365,16 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(int8: Path, reference
     engine.prefixes.begin = lambda prompt, *given: begin([prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *given)
     failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
     assert any(failure.startswith("prefix: prompt 1 with one beginning") for failure in failures), failures
+    engine.prefixes.begin, extend = begin, engine.extend
+    engine.extend = lambda handle, tokens: extend(handle, tokens[::-1])  # turns after a reused prefix are wrong
+    failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
+    assert any(failure.startswith("prefix: prompt ") for failure in failures), failures
+
+
+def test_decode_steps_reach_most_lengths_up_to_the_longest_sample(int8: Path, reference: ReferenceEngine) -> None:
+    test = StressTest(Comparer(load_engine(int8, threads=1), reference), FAR, FAR.max_tokens, 20, 900)
+    lengths = {len(row.prompt) + step for row in ragged(test) for step in range(len(row.ahead))}
+    assert len(lengths & set(range(1, 900))) > 750
 
 
 def sure_memory(engine: OnnxEngine) -> ProcessMemory:
