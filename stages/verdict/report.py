@@ -52,9 +52,12 @@ class SampleRow(Record):
     depth: float | None
     scored_tokens: Count
     judged: bool
-    """Whether the sample has an answer that is right or wrong. If not, the five fields below are null."""
+    """Whether the sample has an answer that is right or wrong. If not, the seven fields below are null."""
     baseline_correct: bool | None
     candidate_correct: bool | None
+    baseline_valid: bool | None = None
+    """Whether the answer is strict JSON, or a valid call of a declared tool; null for workloads without a required form."""
+    candidate_valid: bool | None = None
     reference: str | None
     baseline_generation: str | None
     candidate_generation: str | None
@@ -110,6 +113,10 @@ class Accuracy(Record):
     lost: int
     """Answers that are right under the baseline and wrong under the candidate."""
     gained: int
+    baseline_valid: float | None = None
+    """Share of well-formed answers (JSON, calls of tools) under the baseline; null if no workload requires a form."""
+    candidate_valid: float | None = None
+    """Share of well-formed answers under the candidate."""
     baseline_probability: Number = None
     """Mean probability of the right answer under the baseline; null if it is null for any sample."""
     candidate_probability: Number = None
@@ -123,12 +130,18 @@ class Accuracy(Record):
             known = [value for value in values if value is not None]
             return sum(known) / len(values) if len(known) == len(values) else None
 
+        def share(values: list[bool | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return sum(known) / len(known) if known else None
+
         return cls(
             judged=len(judged),
             baseline=sum(bool(row.baseline_correct) for row in judged) / len(judged),
             candidate=sum(bool(row.candidate_correct) for row in judged) / len(judged),
             lost=sum(bool(row.baseline_correct) and not row.candidate_correct for row in judged),
             gained=sum(bool(row.candidate_correct) and not row.baseline_correct for row in judged),
+            baseline_valid=share([row.baseline_valid for row in judged]),
+            candidate_valid=share([row.candidate_valid for row in judged]),
             baseline_probability=mean([row.baseline_probability for row in judged]),
             candidate_probability=mean([row.candidate_probability for row in judged]),
         )

@@ -13,7 +13,7 @@ from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head
 from stages.evaluate.distances.scores import Heads, SampleHeads, head_of
-from stages.evaluate.inputs.checks import judge
+from stages.evaluate.inputs.checks import judge, well_formed
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.verdict.record import finite
 from stages.verdict.report import Acceptance, SampleRow
@@ -204,6 +204,8 @@ def make_rows(
             judged=after is not None,
             baseline_correct=before.correct if before else None,
             candidate_correct=after.correct if after else None,
+            baseline_valid=well_formed(item.sample, before.text) if before else None,
+            candidate_valid=well_formed(item.sample, after.text) if after else None,
             reference=item.sample.reference if after else None,
             baseline_generation=before.text if before else None,
             candidate_generation=after.text if after else None,

@@ -77,6 +77,20 @@ def calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...
     return any(call["name"] == name and set(call["arguments"]) == set(arguments) for name, arguments in tools)
 
 
+def well_formed(sample: Sample, text: str) -> bool | None:
+    """Return whether a generated text is strict JSON, and calls a declared tool if the check is "tool_call".
+
+    None if the sample's check requires no form.
+    """
+    if sample.check not in ("json", "tool_call"):
+        return None
+    try:
+        value = strict_json(text)
+    except (ValueError, RecursionError):
+        return False
+    return sample.check == "json" or calls_declared_tool(value, sample.tools)
+
+
 def judge(sample: Sample, text: str) -> bool:
     """Return whether a generated text is right.
 
@@ -86,8 +100,8 @@ def judge(sample: Sample, text: str) -> bool:
 
     Returns:
         "exact": whether `text` equals the reference. "mention": whether `text` mentions all `sample.mentions` (the reference if
-        the list is empty) and no `sample.distractors`. "json" and "tool_call": whether `text` is strict JSON (and calls a
-        declared tool), and its value equals the reference's value. "number": whether the final numbers of `text` and the
+        the list is empty) and no `sample.distractors`. "json" and "tool_call": whether `text` is well-formed, and
+        its value equals the reference's value. "number": whether the final numbers of `text` and the
         reference are equal.
     """
     assert sample.check != "none", "prose has no right answer"
@@ -97,9 +111,4 @@ def judge(sample: Sample, text: str) -> bool:
         return final_number(text) == final_number(sample.reference)
     if sample.check == "mention":
         return _mentions_the_answer_only(sample, text)
-    try:
-        value = strict_json(text)
-    except (ValueError, RecursionError):
-        return False
-    valid = sample.check == "json" or calls_declared_tool(value, sample.tools)
-    return valid and _canonical(value) == _canonical(strict_json(sample.reference))
+    return bool(well_formed(sample, text)) and _canonical(strict_json(text)) == _canonical(strict_json(sample.reference))

@@ -78,7 +78,7 @@ def test_flips_are_counted_in_both_directions(baseline: Path, tmp_path: Path) ->
     lost = {row.id for row in rows if row.baseline_correct and not row.candidate_correct}
     assert lost == {"find-1", "find-2", "find-4"}
     row = next(r for r in rows if r.id == "find-1")
-    assert row.baseline_generation == '{"k":1}'
+    assert (row.baseline_generation, row.candidate_valid) == ('{"k":1}', False)
     assert row.candidate_generation != row.baseline_generation
 
 

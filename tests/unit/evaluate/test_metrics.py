@@ -16,7 +16,7 @@ from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.distances.distance import Distributions, StepStatistics, compare_head
 from stages.evaluate.distances.metrics import context_bin, fidelity
 from stages.evaluate.distances.scores import head_of
-from stages.evaluate.inputs.checks import calls_declared_tool, judge, strict_json, words_of
+from stages.evaluate.inputs.checks import judge, strict_json, well_formed, words_of
 from stages.verdict.report import SampleRow, load_report, load_rows
 
 
@@ -95,6 +95,7 @@ def test_context_bins_are_half_open_and_the_last_is_open(tokens: int, expected: 
     ],
 )
 def test_json_has_one_type_of_numbers(reference: str, text: str, *, correct: bool) -> None:
+    assert well_formed(sample("json", reference), text)
     assert judge(sample("json", reference), text) is correct
 
 
@@ -106,6 +107,7 @@ NOT_STRICT = ['{"a":1,"a":1}', '{"a":NaN}', "Infinity"]
 def test_what_is_not_one_strict_json_value_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         strict_json(text)
+    assert well_formed(sample("json", '{"a":1}'), text) is False
     assert not judge(sample("json", '{"a":1}'), text)
 
 
@@ -137,11 +139,12 @@ CALL = '{"name":"pay","arguments":{"bill":"A1","total":"3"}}'
 def test_a_tool_call_is_valid_only_with_a_declared_tool_and_exactly_its_arguments(
     text: str, valid: bool, correct: bool
 ) -> None:
-    assert calls_declared_tool(strict_json(text), TOOLS) is valid
+    assert well_formed(sample("tool_call", CALL), text) is valid
     assert judge(sample("tool_call", CALL), text) is correct
 
 
 def test_exact_text_allows_no_difference() -> None:
+    assert well_formed(sample("exact", "a b"), "a b") is None
     assert judge(sample("exact", "a b"), "a b")
     assert not judge(sample("exact", "a b"), "a b ")
 
