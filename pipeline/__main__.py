@@ -51,8 +51,8 @@ def _check_options(arguments: Namespace) -> None:
 
 def _asked_mode(argv: Sequence[str]) -> str:
     """Return the value of `log=` in the arguments, so that errors before the composition are printed in this mode."""
-    asked = [argument.removeprefix("log=") for argument in argv if argument.startswith("log=")]
-    return asked[-1] if asked and asked[-1] in console.MODES else "human"
+    modes = [argument.removeprefix("log=") for argument in argv if argument.startswith("log=")]
+    return modes[-1] if modes and modes[-1] in console.MODES else "human"
 
 
 def _by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:

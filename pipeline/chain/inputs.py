@@ -154,9 +154,9 @@ def _check_work(config: Config) -> None:
 
 
 def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
-    own = config.backend.context_limit
-    if own is not None and own < checkpoint.max_positions:
-        return own, f"backend={config.backend.name} is configured for {own:,}"
+    limit = config.backend.context_limit
+    if limit is not None and limit < checkpoint.max_positions:
+        return limit, f"backend={config.backend.name} is configured for {limit:,}"
     return checkpoint.max_positions, f"the model was made for {checkpoint.max_positions:,}"
 
 

@@ -106,8 +106,8 @@ def holding(config: Config) -> AbstractContextManager[None]:
         return nullcontext()
     root = config.artifacts
     if config.stage == "verify":  # the bundle may be outside of any work directory
-        found = store_of(Path(str(config.bundle)).resolve() / "bundle.json")
-        return used(found, make=False) if found is not None else nullcontext()
+        store = store_of(Path(str(config.bundle)).resolve() / "bundle.json")
+        return used(store, make=False) if store is not None else nullcontext()
     return used(root, make=config.facts.makes or root.is_dir())
 
 

@@ -238,8 +238,8 @@ class VerdictSteps(EngineSteps):
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Return whether the gates need no further round."""
         with console.progress("deciding whether to ask more"):
-            found = self._joined(made)
-            return is_final(decide(found.report, found.rows, self.config.gates), found.report)
+            joined = self._joined(made)
+            return is_final(decide(joined.report, joined.rows, self.config.gates), joined.report)
 
     @cached_property
     def _rounds(self) -> int:

@@ -9,7 +9,7 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,9 @@ def whole(*, sweep: bool = False) -> str | None:
 
 def begun() -> str:
     """Return the beginning of a command line: `python`, or the path of this Python if a shell would not find it."""
-    own, found = Path(sys.executable), shutil.which("python")
-    same = found is not None and Path(found).absolute().parent == own.parent
-    return f"{'python' if same else shlex.quote(str(own))} -m pipeline"
+    running, on_path = Path(sys.executable), shutil.which("python")
+    same = on_path is not None and Path(on_path).absolute().parent == running.parent
+    return f"{'python' if same else shlex.quote(str(running))} -m pipeline"
 
 
 def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
@@ -71,7 +71,7 @@ def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool =
     An argument for a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`.
     """
     changed = {key_of(argument) for argument in arguments}
-    kept = [one for one in base if not {key_of(one), key_of(one).partition(".")[0]} & changed]
+    kept = [argument for argument in base if not {key_of(argument), key_of(argument).partition(".")[0]} & changed]
     return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
 
 
@@ -162,10 +162,10 @@ def after_judging(
 
     `base` are the user's arguments. `asking_s` are the seconds that the questions of a quick look took; 0 if unknown.
     """
-    sweep, verdicts = bool(swept), {one.verdict for one in candidates}
+    sweep, verdicts = bool(swept), {candidate.verdict for candidate in candidates}
     if unfinished:
         return NextStep(why="finish the sweep; finished work is reused", command=judging(base, sweep=sweep))
-    if all(one.is_blind for one in candidates):
+    if all(candidate.is_blind for candidate in candidates):
         return NextStep(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and "
             "this evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"
@@ -180,7 +180,7 @@ def after_judging(
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
         return NextStep(why=why, command=judging(without, "stage=evaluate", sweep=sweep))
-    undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
+    undecided = [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]
     return _ask_more(config, undecided, base, swept) if undecided else _finer(config, candidates, base, swept)
 
 
@@ -208,12 +208,11 @@ def after_weak(config: Config, error: CannotBeJudged, base: Sequence[str], *, sw
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step with enough questions to decide these candidates, or with the reason why no number would decide."""
-    needed: dict[str, int] = {}
-    for workload, count in (item for one in undecided for item in one.samples_needed.items()):
-        needed[workload] = max(count, needed.get(workload, 0))
-    still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
+    # Sorted: the largest number of a workload is its last.
+    needed = dict(sorted(item for candidate in undecided for item in candidate.samples_needed.items()))
+    still_open = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
     titles = dict.fromkeys(Gate(check.gate).heading for check in still_open)
-    said = f"{', '.join(one.name for one in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
+    said = f"{', '.join(candidate.name for candidate in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
 
     def not_by_questions(reason: str) -> NextStep:
         return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
@@ -230,6 +229,21 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
         return finer(f"and gates.attempt={config.gates.attempt} was the last attempt")
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
     more = math.log(following.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
+    changes, own, most = _more_questions(config, needed, more)
+    if not (changes or own):
+        return not_by_questions(still_open[0].reason if still_open else "no check was recorded")
+    if most > MOST_QUESTIONS:
+        return finer("too near the limit for any number of questions")
+    only_policies = all(key == "kv" for key in swept)
+    if swept and only_policies:
+        changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
+    add = f"; add questions to {config.workloads.jsonl} (about {', '.join(own)})" if own else ""
+    command = judging(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
+    return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
+
+
+def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> tuple[list[str], list[str], int]:
+    """Return overrides for `more` times the questions, or `needed` if larger; the user's own questions; the largest number."""
     counts = {
         name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
         for name, count in config.workloads.samples.items()
@@ -240,29 +254,16 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     if config.workloads.lengths:
         now = math.ceil(more * config.workloads.length_documents) * LONG_QUESTIONS
         changes += more_documents({**needed, LONG: now})
-    own = [
-        f"{count:,} of {name}"
-        for name, count in needed.items()
-        if name not in (*counts, "all", "gsm8k") and not name.startswith(LONG)
-    ]
-    if not (changes or own):
-        return not_by_questions(still_open[0].reason if still_open else "no check was recorded")
-    if max((*counts.values(), *needed.values()), default=0) > MOST_QUESTIONS:
-        return finer("too near the limit for any number of questions")
-    only_policies = all(key == "kv" for key in swept)
-    if swept and only_policies:
-        changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
-    add = f"; add questions to {config.workloads.jsonl} (about {', '.join(own)})" if own else ""
-    command = judging(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
-    return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
+    apart = [name for name in needed if name not in (*counts, "all", "gsm8k") and not name.startswith(LONG)]
+    return changes, [f"{needed[name]:,} of {name}" for name in apart], max((*counts.values(), *needed.values()), default=0)
 
 
 def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str] = ()) -> NextStep:
     """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
-    known, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {one.policy for one in failed}
+    known, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
     least = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & known))))
     ladder = load_policies("kv", config.backend.finer)
-    finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in names), None)
+    finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > least and policy.name not in names), None)
     if finer is not None:
         still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
         first = ["gates.attempt=1"] if config.gates.attempt > 1 else []  # of another candidate
@@ -294,8 +295,8 @@ def after_promotion(config: Config, engine: Path) -> NextStep:
 
 def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> NextStep:
     """Return the next step after a refused promotion."""
-    failed = [one for one in candidates if one.verdict == "FAIL"]
-    if failed and not any(one.verdict == "PASS" for one in candidates):
+    failed = [candidate for candidate in candidates if candidate.verdict == "FAIL"]
+    if failed and not any(candidate.verdict == "PASS" for candidate in candidates):
         return _finer(config, failed, [*carried(config, "gates"), "stage=evaluate"])
     return see_status(config)
 
@@ -333,7 +334,7 @@ def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen
     if chosen is None:
         why = "make the evidence with a command from above, and ask again"
         return NextStep(why=why, command=judging(typed(), "stage=recommend"))
-    if any(one.name == chosen and one.version for one in candidates):
+    if any(candidate.name == chosen and candidate.version for candidate in candidates):
         return NextStep(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
     return see_status(config)
 

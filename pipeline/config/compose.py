@@ -109,8 +109,8 @@ class Plan:
         """Display names of the jobs' candidates: the policy, its changed keys, and the keys that differ within the sweep."""
         prefixes = ("kv.", *(f"{key}=" for key in self.swept if key != "kv"))
         lines = ([part.lstrip("+").replace("'", "") for part in line] for line in self.overrides)
-        own = ([part for part in line if part.startswith(prefixes)] for line in lines)
-        return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, own, strict=True))
+        changes = ([part for part in line if part.startswith(prefixes)] for line in lines)
+        return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, changes, strict=True))
 
 
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
@@ -128,19 +128,24 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
     return planned
 
 
+def _refuse_override(override: str) -> None:
+    """Refuse text that Hydra would parse for minutes, and secrets, which are not to be printed."""
+    key, _, value = override.partition("=")
+    if "\0" in override:
+        raise UserError(f"{short(key)}: holds a null character; leave it out")
+    if len(key) > MOST_KEY or len(value) > MOST_VALUE:
+        raise UserError(
+            f"{short(key)}: has {len(override):,} characters, a key may have {MOST_KEY}, a value {MOST_VALUE:,}; give less"
+        )
+    if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
+        raise UserError(f"{short(key)}: holds a number of more than {MOST_DIGITS:,} digits; give a shorter one")
+    if key.lstrip("+") != TRACKING_URI:
+        _refuse_secrets(value, redact_text(key.lstrip("+~")))
+
+
 def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
     for override in overrides:
-        key, _, value = override.partition("=")
-        if "\0" in override:
-            raise UserError(f"{short(key)}: holds a null character; leave it out")
-        if len(key) > MOST_KEY or len(value) > MOST_VALUE:
-            raise UserError(
-                f"{short(key)}: has {len(override):,} characters, a key may have {MOST_KEY}, a value {MOST_VALUE:,}; give less"
-            )
-        if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
-            raise UserError(f"{short(key)}: holds a number of more than {MOST_DIGITS:,} digits; give a shorter one")
-        if key.lstrip("+") != TRACKING_URI:
-            _refuse_secrets(value, redact_text(key.lstrip("+~")))
+        _refuse_override(override)
     try:
         with _hydra():
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # with the loader, it can expand kv=glob(*)
@@ -249,8 +254,8 @@ def configurations(planned: Plan) -> Iterator[str]:
     """
     with _hydra():
         for number, overrides in enumerate(planned.overrides, start=1):
-            own = " ".join(map(as_typed, overrides))
-            head = f"---\n# job {number} of {len(planned.overrides)}: {own}\n" if planned.sweeping else ""
+            arguments = " ".join(map(as_typed, overrides))
+            head = f"---\n# job {number} of {len(planned.overrides)}: {arguments}\n" if planned.sweeping else ""
             yield head + OmegaConf.to_yaml(compose("config", overrides=overrides))
 
 

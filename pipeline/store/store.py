@@ -147,11 +147,11 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(PermissionError):  # another user made it
         folder.chmod(0o777)  # in a shared work directory the umask would keep other users out
-    own = folder / f"{gethostname()}-{os.getpid()}-{token_hex(4)}"
+    mark = folder / f"{gethostname()}-{os.getpid()}-{token_hex(4)}"
     with ExitStack() as stack:
         with locked(lock, f"the artifacts in {root}, some of which are being removed"):
-            stack.enter_context(locked_at_once(own))
-            stack.callback(own.unlink, missing_ok=True)
+            stack.enter_context(locked_at_once(mark))
+            stack.callback(mark.unlink, missing_ok=True)
         yield
 
 
@@ -164,12 +164,12 @@ def alone(root: Path) -> Iterator[list[str]]:
 
 def _users(root: Path) -> list[str]:
     users = []
-    for own in sorted((root / USERS).glob("*")):
-        with locked_at_once(own) as died:
+    for mark in sorted((root / USERS).glob("*")):
+        with locked_at_once(mark) as died:
             if died:
-                own.unlink(missing_ok=True)
+                mark.unlink(missing_ok=True)
             else:
-                host, number, _ = own.name.rsplit("-", 2)
+                host, number, _ = mark.name.rsplit("-", 2)
                 users.append(f"process {number} on {host}")
     return users
 

@@ -131,7 +131,7 @@ class Engine(ABC):
             Continuation(list(prompt), len(prompt), len(prompt) + limit) for prompt, limit in zip(prompts, limits, strict=True)
         ]
         self._answer(continuations, stop_tokens, len(prompts) if max_sequences is None else max_sequences, ended)
-        return [one.tokens[one.prompt_tokens :] for one in continuations]
+        return [request.tokens[request.prompt_tokens :] for request in continuations]
 
     def _answer(
         self,
@@ -140,7 +140,7 @@ class Engine(ABC):
         max_sequences: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """Generate every continuation to its end, at most `max_sequences` at once."""
+        """Generate every request to its end, at most `max_sequences` at once."""
         import numpy as np  # imported here, so that the command line starts without NumPy
 
         waiting, live = deque(continuations), list[Continuation]()
@@ -151,15 +151,17 @@ class Engine(ABC):
                 advanced, logits = self._advance(live)
                 broken = np.flatnonzero(~np.isfinite(logits).all(-1))
                 if broken.size:
-                    one = advanced[int(broken[0])]
-                    raise UserError(f"logits of sequence {one.sequence} after {len(one.tokens)} tokens are {NOT_FINITE}")
+                    request = advanced[int(broken[0])]
+                    raise UserError(
+                        f"logits of sequence {request.sequence} after {len(request.tokens)} tokens are {NOT_FINITE}"
+                    )
                 ended = []
-                for one, token in zip(advanced, logits.argmax(-1).tolist(), strict=True):
+                for request, token in zip(advanced, logits.argmax(-1).tolist(), strict=True):
                     if token not in stop_tokens:
-                        one.tokens.append(token)
-                    if token in stop_tokens or len(one.tokens) == one.most_tokens:
-                        ended.append(one)
-                live = [one for one in live if one not in ended]
+                        request.tokens.append(token)
+                    if token in stop_tokens or len(request.tokens) == request.most_tokens:
+                        ended.append(request)
+                live = [request for request in live if request not in ended]
                 self._release_all(ended)
                 if ended:
                     on_end(len(continuations) - len(waiting) - len(live))
@@ -172,19 +174,19 @@ class Engine(ABC):
         An engine that prefills and decodes in one pass overrides this method. Return the continuations whose tokens are all
         stored now, and the logits (continuations, vocab_size) of their last tokens.
         """
-        joining = [one for one in live if one.sequence < 0]
+        joining = [request for request in live if request.sequence < 0]
         if joining:
-            handles, logits = self.prefill([one.tokens for one in joining])
-            for one, handle in zip(joining, handles, strict=True):
-                one.sequence, one.stored = handle, len(one.tokens)
+            handles, logits = self.prefill([request.tokens for request in joining])
+            for request, handle in zip(joining, handles, strict=True):
+                request.sequence, request.stored = handle, len(request.tokens)
             return joining, logits
-        logits = self.decode([one.sequence for one in live], [one.tokens[-1] for one in live])
-        for one in live:
-            one.stored += 1
+        logits = self.decode([request.sequence for request in live], [request.tokens[-1] for request in live])
+        for request in live:
+            request.stored += 1
         return live, logits
 
     def _release_all(self, continuations: Sequence[Continuation]) -> None:
-        self.release([one.sequence for one in continuations if one.sequence >= 0])
+        self.release([request.sequence for request in continuations if request.sequence >= 0])
 
     def release(self, sequences: Sequence[int]) -> None:
         """Free the memory of the sequences and invalidate their handles."""

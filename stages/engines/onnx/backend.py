@@ -29,8 +29,8 @@ class OnnxBackend(Backend):
 
     @property
     def compute_dtype(self) -> str:
-        own = self.config.compute_dtype
-        return FLOAT32_GRAPH if own == "float32" and self._attention() == "graph" else own
+        dtype = self.config.compute_dtype
+        return FLOAT32_GRAPH if dtype == "float32" and self._attention() == "graph" else dtype
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         """Return the exported decoder with placeholders for attention, so that all policies over the same weights share it."""

@@ -144,15 +144,15 @@ def _sessions(
     """Return the sessions of the prefill and decode graphs, and a description of their attention."""
     info = bundle.model
     paths: dict[Mode, Path] = {"prefill": directory / "prefill.onnx", "decode": directory / "decode.onnx"}
-    held = info.layers - len(refusals(info, policy)) if native else 0
-    if not held:
+    native_layers = info.layers - len(refusals(info, policy)) if native else 0
+    if not native_layers:
         return {mode: GraphSession(path, threads) for mode, path in paths.items()}, "graph"
     library = compiled_kernel(info.head_dim, info.q_heads // info.kv_heads)
     graphs = {mode: onnx.load(path, load_external_data=False) for mode, path in paths.items()}
     for mode, model in graphs.items():
         use_kernel(model, info, policy, mode)
         widen_rows(model.graph)
-    attention = f"native in {held} of {info.layers} layers"
+    attention = f"native in {native_layers} of {info.layers} layers"
     prefill = GraphSession(paths["prefill"], threads, model=graphs["prefill"], library=library)
     if _alike(*graphs.values()):  # one session can run both graphs, with one copy of the weights
         return {"prefill": prefill, "decode": prefill}, attention
@@ -160,11 +160,11 @@ def _sessions(
     return {"prefill": prefill, "decode": decode}, attention
 
 
-def _alike(one: onnx.ModelProto, other: onnx.ModelProto) -> bool:
+def _alike(graph: onnx.ModelProto, other: onnx.ModelProto) -> bool:
     """Return whether two models differ at most in their declared shapes."""
-    graphs = one.graph, other.graph
+    graphs = graph.graph, other.graph
     nodes, weights = ([list(getattr(graph, part)) for graph in graphs] for part in ("node", "initializer"))
-    return nodes[0] == nodes[1] and weights[0] == weights[1] and list(one.functions) == list(other.functions)
+    return nodes[0] == nodes[1] and weights[0] == weights[1] and list(graph.functions) == list(other.functions)
 
 
 class OnnxEngine(PagedEngine):

@@ -72,14 +72,14 @@ def _attention_node(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Implement transformers' attention interface as one symbolic node of shape (B, S, Hq, D)."""
-    asked = asked_of(module, key.shape[1], options)
+    features = asked_of(module, key.shape[1], options)
     batch, heads, length, head_dim = query.shape
     layer: Any = module.layer_idx
-    attributes: Any = {"layer": int(layer), "scaling": float(scaling), "window": int(asked.window or 0)}
-    attributes["softcap"] = float(asked.softcap or 0)
+    attributes: Any = {"layer": int(layer), "scaling": float(scaling), "window": int(features.window or 0)}
+    attributes["softcap"] = float(features.softcap or 0)
     node = torch.onnx.ops.symbolic(
         f"{DOMAIN}::{SKELETON_NODE}",
-        (query, key, value) if asked.sinks is None else (query, key, value, asked.sinks.flatten()),
+        (query, key, value) if features.sinks is None else (query, key, value, features.sinks.flatten()),
         attributes,
         dtype=query.dtype,
         shape=(batch, length, heads, head_dim),

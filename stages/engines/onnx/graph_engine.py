@@ -94,13 +94,13 @@ class PagedEngine(ChunkedEngine, PooledEngine):
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
         """Return a sequence's stored codes by layer, with the static scales that attention uses."""
-        held = self.pool.stored(sequence)
+        pools = self.pool.stored(sequence)
         lost = self.policy.evicted_pages(self.pool.length(sequence), self.shape)
         evicted = (lost.start * PAGE_TOKENS, lost.stop * PAGE_TOKENS)
 
         def copy(side: Side, layer: int) -> StoredCopy:
-            first, codes = held[f"{side}_pool.{layer}"]
-            scale, zero = (held.get(f"{side}_{name}_pool.{layer}") for name in ("scale", "zero"))
+            first, codes = pools[f"{side}_pool.{layer}"]
+            scale, zero = (pools.get(f"{side}_{name}_pool.{layer}") for name in ("scale", "zero"))
             static_scale, static_zero = (self._constants.get(f"{side}_{name}.{layer}") for name in ("scale", "zero"))
             return StoredCopy(
                 first,

@@ -104,16 +104,16 @@ class PagedPool(SequencePages):
         """
         source = self.sequences[handle]
         full = source.length // PAGE_TOKENS
-        held = full - source.evicted_pages
+        shared = full - source.evicted_pages
         partial = source.length % PAGE_TOKENS != 0
         self._make_room(self.pages, int(partial))
         child = self.start()
         fork = self.sequences[child]
         fork.length, fork.first_window_page = source.length, source.first_window_page
         fork.evicted_pages = source.evicted_pages
-        fork.pages = [self.pages.share(page) for page in source.pages[:held]]
+        fork.pages = [self.pages.share(page) for page in source.pages[:shared]]
         if partial:
-            fork.pages.append(self._copy(self.pages, source.pages[held]))
+            fork.pages.append(self._copy(self.pages, source.pages[shared]))
         for number, page in enumerate(source.window_pages, start=source.first_window_page):
             copy = self.window_pages.share(page) if number < full else self._copy(self.window_pages, page)
             fork.window_pages.append(copy)
@@ -241,9 +241,9 @@ class PagedPool(SequencePages):
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
         # Pages that are evicted by this append count, since the new tokens still read them. Pages that would hold only new
         # tokens that are evicted at once do not count.
-        held, end = map(page_count, (sequence.length, sequence.length + tokens))
+        begin, end = map(page_count, (sequence.length, sequence.length + tokens))
         lost = self.policy.evicted_pages(sequence.length + tokens, self.shape)
-        return end - sequence.evicted_pages - max(0, lost.stop - max(held, lost.start))
+        return end - sequence.evicted_pages - max(0, lost.stop - max(begin, lost.start))
 
     def _page_places(self, rows: list[PagedSequence], pages: Indices, slots: Indices, tokens: int) -> Places:
         """Free the evicted pages, and return the places of the new tokens that are kept."""
@@ -261,8 +261,8 @@ class PagedPool(SequencePages):
     def _evict(self, row: PagedSequence, tokens: int) -> None:
         """Free the pages that are evicted when `tokens` tokens are appended to a sequence."""
         lost = self.policy.evicted_pages(row.length + tokens, self.shape)
-        held = page_count(row.length) - row.evicted_pages
-        leaving = slice(lost.start, min(held, lost.stop - row.evicted_pages))
+        pages = page_count(row.length) - row.evicted_pages
+        leaving = slice(lost.start, min(pages, lost.stop - row.evicted_pages))
         for page in row.pages[leaving]:
             self.pages.free(page)
         del row.pages[leaving]
@@ -290,7 +290,7 @@ class PagedPool(SequencePages):
             self.pages: (0, row.pages),
             self.window_pages: (row.first_window_page * PAGE_TOKENS, row.window_pages),
         }
-        held = {}
+        stored = {}
         for name, array in self.arrays.items():
             if self._allocators[name] is not self.buffers:
                 first, numbers = places[self._allocators[name]]
@@ -300,8 +300,8 @@ class PagedPool(SequencePages):
                     gap = np.zeros((len(codes), len(lost) * PAGE_TOKENS, codes.shape[-1]), codes.dtype)
                     sinks = lost.start * PAGE_TOKENS
                     codes = np.concatenate([codes[:, :sinks], gap, codes[:, sinks:]], axis=1)
-                held[name] = first, codes[:, : max(0, row.length - first)]
-        return held
+                stored[name] = first, codes[:, : max(0, row.length - first)]
+        return stored
 
     def _bytes(self, array: Any, numbers: list[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes (P, H, 64, W) of P pages of an array. A subclass on another device copies them to the host."""

@@ -163,9 +163,9 @@ class TorchEngine(ChunkedEngine):
 
     def layer_input(self, tokens: Sequence[int], first: int, layer: int, known: LayerInput | None = None) -> LayerInput:
         """Return the input (1, len(tokens), hidden) of a layer when `forced` computes these tokens."""
-        with captured_input(self.model, layer) as found:
+        with captured_input(self.model, layer) as inputs:
             self._one_pass(tokens, first, known)
-        return found[0]
+        return inputs[0]
 
     @torch.inference_mode()
     def _one_pass(self, tokens: Sequence[int], first: int, known: LayerInput | None) -> Logits:
@@ -207,12 +207,29 @@ class TorchEngine(ChunkedEngine):
         if self._keeps_heavy or not origins:
             origins = [(0, 0)] * len(sequences)
         passes, begins = 2 if rounding else 1, [begin for _, begin in origins]
-        lengths = [len(one.tokens) - begin for one, begin in zip(sequences, begins, strict=True)]
-        ids = [token for one, begin in zip(sequences, begins, strict=True) for token in one.tokens[begin:]]
+        lengths = [len(fed.tokens) - begin for fed, begin in zip(sequences, begins, strict=True)]
+        ids = [token for fed, begin in zip(sequences, begins, strict=True) for token in fed.tokens[begin:]]
         positions = torch.cat([torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)])
+        parts = self._replay_views(sequences, caches or [()] * len(sequences), origins, passes)
+        views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
+        with disturbed(self.model, rounding) if rounding else nullcontext():
+            hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
+        shown = [[place - begin for place in fed.shown if place >= begin] for fed, begin in zip(sequences, begins, strict=True)]
+        logits = [
+            [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
+            for row in hidden
+        ]
+        firsts = [part[0].errors if isinstance(part[0], OnePassView) else [] for part in parts]
+        errors = [[{side: error.cpu() for side, error in layer.items()} for layer in layers] for layers in firsts]
+        return [Replay(sound, off, layers) for sound, off, layers in zip(logits[0], logits[-1], errors, strict=True)]
+
+    def _replay_views(
+        self, sequences: Sequence[Fed], caches: Sequence[Any], origins: Sequence[tuple[int, int]], passes: int
+    ) -> list[Sequence[Any]]:
+        """Return the views of every sequence, one per pass."""
         parts: list[Sequence[Any]] = []
-        for one, layers, (origin, begin) in zip(sequences, caches or [()] * len(sequences), origins, strict=True):
-            spans = one.spans(self.prefill_chunk, itself=self.reads_itself, begin=begin)
+        for fed, layers, (origin, begin) in zip(sequences, caches, origins, strict=True):
+            spans = fed.spans(self.prefill_chunk, itself=self.reads_itself, begin=begin)
             if self._keeps_heavy:
                 parts.append([self._whole(spans) for _ in range(passes)])
                 continue
@@ -221,17 +238,7 @@ class TorchEngine(ChunkedEngine):
                 before = (parts[origin][number], begin) if begin else None
                 rows.append(OnePassView(self.policy, self.storages, blocks, layers, rows[0] if rows else None, origin=before))
             parts.append(rows)
-        views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
-        with disturbed(self.model, rounding) if rounding else nullcontext():
-            hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
-        shown = [[place - begin for place in one.shown if place >= begin] for one, begin in zip(sequences, begins, strict=True)]
-        logits = [
-            [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
-            for row in hidden
-        ]
-        firsts = [part[0].errors if isinstance(part[0], OnePassView) else [] for part in parts]
-        errors = [[{side: error.cpu() for side, error in layer.items()} for layer in layers] for layers in firsts]
-        return [Replay(sound, off, found) for sound, off, found in zip(logits[0], logits[-1], errors, strict=True)]
+        return parts
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
         """Return the stored copies of a live sequence by layer. Empty for H2O, whose heads keep different tokens."""

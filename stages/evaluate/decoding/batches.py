@@ -235,8 +235,8 @@ class Batch:
         del self.running[sample]
         item, answer = self.encoded[sample], None
         if self.greedy is not None and item.judged:
-            own = self.answers.pop(sample, None)
-            answer = item.reference if own is None else tuple(own)
+            answer_tokens = self.answers.pop(sample, None)
+            answer = item.reference if answer_tokens is None else tuple(answer_tokens)
         return SampleResult(sample, answer, self.traces.pop(sample))
 
 
