@@ -6,7 +6,8 @@ import shlex
 import shutil
 from pathlib import Path
 
-from main_path import FEW, SECRETS, Swept, command, summary
+import pytest
+from main_path import FEW, Swept, command, summary, sweep
 
 from stages.core.digest import files_digest, tree_files
 
@@ -68,22 +69,27 @@ def test_the_reports_cite_the_engines_that_were_built(swept: Swept) -> None:
     assert cited <= engines
 
 
-def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:
-    work, _ = swept
-    before = sorted(str(p) for p in (work / "artifacts").glob("*/*"))
-    result = command([f"workdir={work}", *FEW, "-m", "kv=fp8,int4_tensor"], work.parent, SECRETS)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture
+def again(swept: Swept, tmp_path: Path) -> Swept:
+    """The same sweep in a work directory of its own, which a test may change. Both directories share the artifacts."""
+    work = tmp_path / "again" / "work"
+    work.mkdir(parents=True)
+    (work / "artifacts").symlink_to(swept[0] / "artifacts")
+    return sweep(work)
+
+
+def test_a_second_sweep_reuses_every_artifact(swept: Swept, again: Swept) -> None:
+    work, result = again
     made = [line for line in result.stderr.splitlines() if "/artifacts/" in line and "reused" not in line]
     assert made == []
-    assert sorted(str(p) for p in (work / "artifacts").glob("*/*")) == before
+    first, second = ({c["identity"]["digest"] for c in summary(path)["candidates"]} for path in (swept[0], work))
+    assert first == second
 
 
-def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
-    swept: Swept,
-) -> None:
+def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(again: Swept) -> None:
     """Run the command that the sweep printed at its end, as a user would paste it."""
-    work, sweep = swept
-    (printed,) = [line for line in sweep.stdout.splitlines() if "stage=promote" in line]
+    work, swept = again
+    (printed,) = [line for line in swept.stdout.splitlines() if "stage=promote" in line]
     program, *arguments = shlex.split(printed)
     assert Path(program).name == "python", "or its path, where a shell finds another one"
     assert arguments[:2] == ["-m", "pipeline"]
@@ -109,9 +115,8 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
     assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, ())[0]
 
 
-def test_the_page_of_a_job_that_promotes_does_not_say_that_the_job_is_missing(swept: Swept) -> None:
-    """Run last in this module: the job's own sweep replaces the module's."""
-    work, _ = swept
+def test_the_page_of_a_job_that_promotes_does_not_say_that_the_job_is_missing(again: Swept) -> None:
+    work, _ = again
     result = command([f"workdir={work}", *FEW, "kv=fp8"], work.parent)
     assert result.returncode == 0, result.stderr
     page = (work / "report.html").read_text(encoding="utf-8")
