@@ -7,7 +7,6 @@ any.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 from statistics import fmean
 
@@ -29,6 +28,8 @@ from stages.verdict.report import Fidelity, MustFailControl, SystemMetrics
 
 LOGPROBS = "logprobs.safetensors"
 STATISTICS = "statistics.safetensors"
+STEPS = "/steps"
+"""End of the key of a sample's statistics."""
 ROUND = "round.json"
 ONCE = "once.json"
 
@@ -69,14 +70,17 @@ class Round(BaseModel):
 
     def write(self, out: Path) -> None:
         """Write the files that `read_round` reads."""
-        save_file({name: np.stack(astuple(steps)) for name, steps in self.statistics.items()}, str(out / STATISTICS))
+        # A sample may be called __metadata__, which safetensors keeps for itself.
+        arrays = {f"{name}{STEPS}": np.stack(list(vars(steps).values())) for name, steps in self.statistics.items()}
+        save_file(arrays, str(out / STATISTICS))
         (out / ROUND).write_text(self.model_dump_json(indent=1), encoding="utf-8")
 
 
 def read_round(directory: Path) -> Round:
     """Read the files that `Round.write` wrote."""
     found = Round.model_validate_json((directory / ROUND).read_text(encoding="utf-8"))
-    statistics = {name: StepStatistics(*rows) for name, rows in load_file(str(directory / STATISTICS)).items()}
+    arrays = load_file(str(directory / STATISTICS))
+    statistics = {name.removesuffix(STEPS): StepStatistics(*rows) for name, rows in arrays.items()}
     return found.model_copy(update={"statistics": statistics})
 
 

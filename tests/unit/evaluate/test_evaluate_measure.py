@@ -183,8 +183,9 @@ class Separators(CharTokenizer):
         return super().text(token_ids).replace("~", "\u2028")
 
 
-def test_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path: Path) -> None:
-    separated = [Sample(id=f"s\x85{i}", workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i in range(2)]
+def test_ids_of_safetensors_and_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path: Path) -> None:
+    names = ("s\x85", "__metadata__")
+    separated = [Sample(id=name, workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i, name in enumerate(names)]
     plain = [replace(sample, reference=sample.reference.replace("\u2028", "~")) for sample in separated]
     baseline_dir, out = tmp_path / "baseline", tmp_path / "report"
     measure_baseline(lambda: fake_engine(plain), separated, baseline_dir, tokenizer=Separators())
