@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from stages.engines.reference.formats import dequantize, hadamard, quantize
-from stages.policies.arithmetic_torch import Static
+from stages.policies.arithmetic_torch import Options, Static
 from stages.policies.formats import Format
+from stages.policies.nvfp4.arithmetic_torch import ARITHMETIC as NVFP4_ARITHMETIC
 from stages.policies.spec import MIN_SCALE
 from stages.policies.table import CODES
+from stages.verdict.conformance import E4M3_SCALE_STEP
 
 examples = settings(max_examples=25, derandomize=True, deadline=None)
 
@@ -192,3 +194,20 @@ def test_the_largest_numbers_that_a_cache_takes_come_back_finite_from_every_dyna
     x_HTD[0, 1, 1:] = 1.0
     for form in fitting(DYNAMIC, 64):
         assert torch.isfinite(dequantize(quantize(x_HTD, form, None), form, None)).all(), name(form)
+
+
+def test_conformance_allows_either_scale_of_a_block_that_lies_between_two() -> None:
+    vectors = torch.randn(1, 4000, 64, generator=torch.Generator().manual_seed(0))
+    first = vectors[..., :16].abs().amax(-1, keepdim=True)
+    vectors *= 6 * (1 + 1 / 16) / first  # halfway between the scales 1 and 1 + 1 / 8
+    static, options = Static(torch.ones(1, 1, 1), None), Options(groups=4, symmetric=True)
+
+    def errors(nudge: float) -> Tensor:
+        blocks = vectors.clone()
+        blocks[..., :16] *= nudge
+        stored = NVFP4_ARITHMETIC.store(blocks, static, options)
+        error: Tensor = (NVFP4_ARITHMETIC.numbers(stored, static, options) - vectors).norm(dim=-1)
+        return error
+
+    moved = (errors(1 + 1e-6) - errors(1 - 1e-6)).abs() / vectors.norm(dim=-1)
+    assert 2**-6 < moved.max() < E4M3_SCALE_STEP
