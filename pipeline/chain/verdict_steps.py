@@ -233,7 +233,7 @@ class VerdictSteps(EngineSteps):
         rounds = [(read_round(made[answers_input(n)].path), read_round(made[round_input(n)].path)) for n in ran]
         once = MeasuredOnce.read(made["baseline_once"].path), MeasuredOnce.read(made["once"].path)
         digests = {name: made[name].digest for name in ("engine", "baseline")}
-        return join(self._encoded, rounds, once, self.config.workloads, **digests)
+        return join(self._encoded, rounds, once, self.config.workloads, samples=self._samples_digest, **digests)
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Return whether the gates need no further round."""
@@ -262,6 +262,12 @@ class VerdictSteps(EngineSteps):
         from stages.evaluate.inputs.tokens import read_encoded
 
         return read_encoded(self.encoded_samples.path)
+
+    @cached_property
+    def _samples_digest(self) -> str:
+        from stages.evaluate.inputs.tokens import workloads_digest
+
+        return workloads_digest(self._encoded)
 
     def _in_round(self, number: int) -> list["EncodedSample"]:
         return [item for item in self._encoded if item.round == number]

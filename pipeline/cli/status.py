@@ -90,9 +90,10 @@ def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | N
     champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
     here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
     last: list[Candidate] = []
-    for sweep in reversed(found.sweeps):
+    for sweep in found.sweeps:  # from the newest
         if candidates := [one for one in sweep.candidates if one.model == config.model.label]:
             last = candidates if sweep.unfinished is None else []
+            break
     passed = any(one.verdict == "PASS" and one.version for one in last)
     return next_steps.after_status(
         config,

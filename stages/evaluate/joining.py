@@ -8,7 +8,7 @@ from pathlib import Path
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import MeasuredOnce, Round
 from stages.evaluate.distances import metrics
-from stages.evaluate.inputs.tokens import EncodedSample, workloads_digest
+from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow
@@ -36,6 +36,7 @@ def join(
     *,
     engine: str,
     baseline: str,
+    samples: str,
 ) -> JoinedEvaluation:
     """Join the rounds that ran into the report.
 
@@ -46,6 +47,7 @@ def join(
         config: Configuration with context bins and drafters.
         engine: Digest of the candidate's bundle, which the report cites.
         baseline: Digest of the baseline's bundle.
+        samples: `workloads_digest` of `encoded`.
     """
     asked = [base.scored([item for item in encoded if item.round == n]) for n, (base, _) in enumerate(rounds, start=1)]
     bases, candidates = zip(*rounds, strict=True)
@@ -68,7 +70,7 @@ def join(
         takes_effect=first.takes_effect,
         engine_digest=engine,
         baseline_digest=baseline,
-        workloads_digest=workloads_digest(encoded),
+        workloads_digest=samples,
         samples=len(rows),
         planned_rounds=max(item.round for item in encoded),
         planned_workloads=planned,

@@ -11,7 +11,7 @@ from stages.core.records import Progress, Sample, no_progress
 from stages.engines.interface import Engine
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.stored import MeasuredOnce, read_round
-from stages.evaluate.inputs.tokens import EncodedSample, encode, encode_rounds
+from stages.evaluate.inputs.tokens import EncodedSample, encode, encode_rounds, workloads_digest
 from stages.evaluate.joining import JoinedEvaluation, join
 from stages.evaluate.measure import measure
 from stages.evaluate.measured_once import measure_once
@@ -87,7 +87,7 @@ def joined(encoded: Sequence[EncodedSample], rounds: Sequence[tuple[Path, Path]]
     baseline, candidate = rounds[0]
     measured = [(read_round(base), read_round(own)) for base, own in rounds]
     alone = MeasuredOnce.read(baseline), MeasuredOnce.read(candidate)
-    return join(encoded, measured, alone, config, engine="engine", baseline="base")
+    return join(encoded, measured, alone, config, engine="engine", baseline="base", samples=workloads_digest(encoded))
 
 
 def evaluate(

@@ -182,6 +182,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         write_encoded=lambda items, out: (out / "encoded.json").write_text(str(items[-1].round)),
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
         BundleTokenizer=lambda _: None,
+        workloads_digest=lambda _: "w",
     )
     fake("evaluate.measure", measure=_measure)
     fake("evaluate.measured_once", measure_once=_once)

@@ -99,8 +99,8 @@ class _SampleSequence:
 class Batch:
     """Sequences that are decoded together. When a sequence ends, the next sample takes its place at once.
 
-    A batch with `forks` prefills a shared document once, and forks a sequence whose output deviates from the reference, so that
-    the fork generates the answer. A batch that is `free` generates all answers from the prompts, without references.
+    A batch that `can_fork` prefills a shared document once, and forks a sequence whose output deviates from the reference, so
+    that the fork generates the answer. A batch that is `free` generates all answers from the prompts, without references.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class Batch:
         greedy: Greedy | None,
         after_prefill: Callable[[], None] | None = None,
         *,
-        forks: bool = False,
+        can_fork: bool = False,
         free: bool = False,
     ) -> None:
         self.engine, self.encoded, self.batch_size, self.greedy = engine, encoded, batch_size, greedy
-        self.after_prefill, self.shares, self.free = after_prefill, forks, free
+        self.after_prefill, self.can_fork, self.free = after_prefill, can_fork, free
         self.queue: deque[int] = deque()
         self.live: list[_SampleSequence] = []
         self.forks: deque[_SampleSequence] = deque()
@@ -160,7 +160,7 @@ class Batch:
         admitted = [self.queue.popleft() for _ in range(min(self.batch_size - len(self.live), len(self.queue)))]
         if not admitted:
             return
-        alone = [i for i in admitted if not (self.shares and self.encoded[i].shared)]
+        alone = [i for i in admitted if not (self.can_fork and self.encoded[i].shared)]
         handles = dict(zip(alone, self.engine.begin([self.encoded[i].prompt[:-1] for i in alone]), strict=True))
         for i in admitted:
             handle = handles[i] if i in handles else self._continued(i)
@@ -209,7 +209,7 @@ class Batch:
         sequence.input_token = item.reference[sequence.position]
         goes_on = sequence.position + 1 < len(item.reference)
         deviates = token != item.reference[sequence.position] and sequence.sample not in self.answers
-        if not self.shares or self.greedy is None or not item.judged or not deviates:
+        if not self.can_fork or self.greedy is None or not item.judged or not deviates:
             return goes_on
         answer = self.answers[sequence.sample] = list(item.reference[: sequence.position])
         if self.greedy.add(answer, token, item):

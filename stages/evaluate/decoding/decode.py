@@ -48,7 +48,7 @@ def decode(
     if one_pass and isinstance(engine, SupportsRequests | SupportsForced):
         events = _whole_samples(engine, encoded, indices, batch_size, after_prefill)
     elif _has_room(engine, batch_size):
-        return Batch(engine, encoded, batch_size, greedy, after_prefill, forks=True).run(indices)
+        return Batch(engine, encoded, batch_size, greedy, after_prefill, can_fork=True).run(indices)
     else:
         events = Batch(engine, encoded, batch_size, None, after_prefill).run(indices)
     return events if greedy is None else _then_answers(events, engine, encoded, batch_size, greedy)

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +53,8 @@ class ResultFolder:
     def save(self, result: SampleResult, heads: SampleHeads | None) -> None:
         """Save the result of a sample, and the engine's own distributions (heads) if they are recorded."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            "statistics": np.stack(astuple(result.statistics)),
-            "trace": np.array(astuple(result.trace), np.int64),
+            "statistics": np.stack(list(vars(result.statistics).values())),
+            "trace": np.array(list(vars(result.trace).values()), np.int64),
         }
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
