@@ -132,12 +132,13 @@ def foretell(planned: Plan) -> int:
                 if (reason := run.steps.too_few) is not None:
                     short.append(reason)
             for title, artifact in run.steps.finished:
-                word, style = ("reused", "dim") if artifact.reused else ("made", "")
+                word = "made" if not artifact.reused else "reused" if artifact.exists else "made above"
+                style = "" if word == "made" else "dim"
                 rows.append(Row(title, (job, word), style=style))
     if rows:
         console.show("dry", Grid("", "artifact", COLUMNS, rows))
-        made = sum(row.values[1] == "made" for row in rows)
-        console.say(f"{len(rows) - made} reused, {made} made, later rounds run only if the gates are undecided")
+        words = Counter(row.values[1] for row in rows)
+        console.say(f"{words['reused']} reused, {words['made']} made, later rounds run only if the gates are undecided")
     for label, verdict in verdicts.items():
         console.say(f"{escape(label)} is judged already: {verdict.status}")
     if len(verdicts) == len(planned.jobs) and "PASS" not in [verdict.status for verdict in verdicts.values()]:

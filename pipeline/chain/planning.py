@@ -258,7 +258,9 @@ def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:
         for one in report.measured:
             if one.origin == "uniform":
                 continue
-            comment = f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {one.kl:.1e}."
+            comment = (
+                f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {one.kl:.1e} on the texts that chose it."
+            )
             (new / "kv" / f"{one.policy.name}.yaml").write_text(policy_yaml(one.policy, comment), encoding="utf-8")
         shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
         if folder.exists():
@@ -281,4 +283,5 @@ def tuned_table(report: TuneReport, shape: KVShape) -> Grid:
         )
         for one in sorted(report.measured, key=lambda one: -one.bytes_per_token)
     ]
-    return Grid(f"Mean KL from the FP16 cache on {report.tokens['check']:,} scored tokens", "policy", columns, rows)
+    title = f"Mean KL from the FP16 cache on {report.tokens['check']:,} scored tokens, on the texts that chose the mixes"
+    return Grid(title, "policy", columns, rows)

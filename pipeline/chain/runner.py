@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.chain import serving
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.run import Run, open_store
-from pipeline.chain.showing import PAGE, show
+from pipeline.chain.showing import remove_page, show
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.prune import prune
@@ -140,6 +140,6 @@ def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sw
             if not sweeping:
                 write_junit(config.work / JUNIT, last)
                 if not last.candidates:
-                    (config.work / PAGE).unlink(missing_ok=True)
+                    remove_page(config.work)
         elif not sweeping and config.facts.recorded:
             summary.finish(config.work, None, code)

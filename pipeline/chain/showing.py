@@ -1,7 +1,7 @@
 """Output for people: report.html, and the comparison in MLflow. Neither decides anything."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 """File in the work directory that shows the last evaluation, sweep or promotion. A command without a verdict removes it."""
+
+
+def remove_page(work: Path) -> None:
+    """Remove the page of an earlier command. Never raises an OSError, which could replace the command's own error."""
+    with suppress(OSError):
+        (work / PAGE).unlink()
+        console.say(f"no verdict: {PAGE} of an earlier command was removed")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pipeline.chain.runner import holding, run
-from pipeline.chain.showing import PAGE, compare_in_mlflow, show
+from pipeline.chain.showing import compare_in_mlflow, remove_page, show
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
@@ -142,7 +142,7 @@ def _conclude(planned: Plan, sweep: str, codes: Sequence[int], step: NextStep | 
         unfinished = last.unfinished is not None
         step = next_steps.after_judging(config, last.candidates, typed, swept=planned.swept, unfinished=unfinished)
     else:
-        (config.work / PAGE).unlink(missing_ok=True)
+        remove_page(config.work)
     if step is not None:
         next_steps.show(step)
     decent = ("PASS", "INCONCLUSIVE") if next_steps.is_look(typed) else ("PASS",)

@@ -54,7 +54,12 @@ def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
 def said_of(jobs: Plan, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, str, bool]]:
     """Return the rows of the table that a dry run prints, in the format of `run_all`."""
     foretell(jobs)
-    rows = re.findall(r"^ *(\S.*?) +(\d) (reused|made)\b(?!,)", capsys.readouterr().out, re.MULTILINE)
+    rows = re.findall(r"^ *(\S.*?) +(\d) +(reused|made above|made) *$", capsys.readouterr().out, re.MULTILINE)
+    made = set[str]()
+    for title, _, word in rows:
+        assert word != "made above" or title in made, title
+        assert word != "reused" or title not in made, title
+        made |= {title} if word == "made" else set()
     return [(int(job), title, word != "made") for title, job, word in rows]
 
 
