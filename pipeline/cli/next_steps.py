@@ -29,7 +29,6 @@ from stages.core.errors import CannotBeJudged
 from stages.core.strict import StrictModel
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
-from stages.verdict.gate import Gate
 from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, TRAINED, more_documents
 
@@ -211,7 +210,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     # Sorted: the largest number of a workload is its last.
     needed = dict(sorted(item for candidate in undecided for item in candidate.samples_needed.items()))
     still_open = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
-    titles = dict.fromkeys(Gate(check.gate).heading for check in still_open)
+    titles = dict.fromkeys(check.gate.heading for check in still_open)
     said = f"{', '.join(candidate.name for candidate in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
 
     def not_by_questions(reason: str) -> NextStep:

@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from stages.report.exhibit import BASELINE, Exhibit
 from stages.report.text import quantity, shown
-from stages.verdict.gate import Gate
 from stages.verdict.report import EvaluationReport
+from stages.verdict.thresholds import Gate
 
 BASELINES = "fp16 baseline"
 """Prefix of the names of FP16 baselines. It differs from "fp16", because a policy may have that name."""

@@ -20,8 +20,7 @@ from stages.report.charts import draw_charts
 from stages.report.exhibit import BASELINE, Exhibit, Occasion
 from stages.report.text import quantity, shown
 from stages.verdict.candidate import Candidate
-from stages.verdict.gate import Gate
-from stages.verdict.thresholds import Check, LineStatus
+from stages.verdict.thresholds import Check, Gate, LineStatus
 
 HERE = Path(__file__).parent
 MOST_POLICIES = 16
@@ -87,7 +86,7 @@ def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[dict[
 def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[GateRow]:
     """Yield the rows of the matrix. Gates and places keep the order of the verdicts."""
     tables = [{(check.gate, check.where): check for check in exhibit.candidate.checks} for exhibit in exhibits]
-    places: dict[str, dict[str, None]] = {}
+    places: dict[Gate, dict[str, None]] = {}
     for key, where in (place for table in tables for place in table):
         places.setdefault(key, {})[where] = None
     for key, wheres in places.items():
@@ -97,7 +96,7 @@ def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Ga
         ]
         worst = (max(c, key=lambda check: WORST.index(check.status), default=None) for c in columns)
         counts = (f"{sum(check.status == 'PASS' for check in c)} of {len(c)}" if c else "" for c in columns)
-        yield GateRow(Gate(key), tuple(worst), tuple(counts), found)
+        yield GateRow(key, tuple(worst), tuple(counts), found)
 
 
 def _workload(where: str, workloads: Sequence[str]) -> str | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from stages.core.files import ARTIFACTS
 from stages.core.strict import StrictModel
-from stages.verdict.gate import ALL, Gate, kept
+from stages.verdict.gate import ALL, kept
 from stages.verdict.report import SAMPLES_FILE
-from stages.verdict.thresholds import Check, Status, Verdict
+from stages.verdict.thresholds import Check, Gate, Status, Verdict
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """Fields of a candidate that come from its verdict."""

@@ -17,7 +17,7 @@ from stages.core.digest import file_digest
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
 from stages.verdict.report import EvaluationReport, SampleRow, load_report
-from stages.verdict.thresholds import Check, LineStatus, Status, Verdict
+from stages.verdict.thresholds import Check, Gate, LineStatus, Status, Verdict
 
 POLICIES = {policy.name: policy for policy in shipped_policies()}
 CLASSES = ("retrieval", "copy")
@@ -78,7 +78,7 @@ class Fleet:
         return [Finding("identity", "same" if same else "differs", "its sha256")]
 
     def _decide(self, report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
-        line: dict[str, Any] = {"gate": "accuracy", "value": 0.0, "bound": 0.0, "threshold": 0.0}
+        line: dict[str, Any] = {"gate": Gate.ACCURACY, "value": 0.0, "bound": 0.0, "threshold": 0.0}
         status = {workload: self.lines.get((report.engine_digest, workload), "PASS") for workload in CLASSES}
         checks = [Check(**line, where=one, status=status[one], reason=f"{one}: a reason") for one in CLASSES]
         return Verdict(status="PASS", reasons=[], checks=checks, samples_needed={})

@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.gate import Figure, Gate, GateInput
+from stages.verdict.gate import Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.gates.distances import NONE_OF
 from stages.verdict.gates.recovery import needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, RULES, Check, Status, Thresholds, Verdict
+from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, RULES, Check, Gate, Status, Thresholds, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
@@ -79,7 +79,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
 
 def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
     """Return whether to stop: a gate failed, all gates passed, more samples would not help, or no planned look is left."""
-    undecided = any(Gate(check.gate).samples_decide for check in verdict.checks if check.status == "INCONCLUSIVE")
+    undecided = any(check.gate.samples_decide for check in verdict.checks if check.status == "INCONCLUSIVE")
     return verdict.status == "FAIL" or not undecided or verdict.round >= report.planned_rounds
 
 

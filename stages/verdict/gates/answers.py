@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from stages.verdict.bets import OUTLIER, Mean
-from stages.verdict.gate import Figure, Gate, GateInput, by_workload, means
+from stages.verdict.gate import Figure, GateInput, by_workload, means
 from stages.verdict.report import Acceptance, Accuracy, SampleRow
-from stages.verdict.thresholds import MARGIN, Check, Thresholds
+from stages.verdict.thresholds import MARGIN, Check, Gate, Thresholds
 
 
 def _answers(place: str, rows: Sequence[SampleRow]) -> Figure:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stages.verdict.bets import OUTLIER, Mean, Result, can_pass
-from stages.verdict.gate import ALL, Figure, Gate, GateInput, by_workload, means
+from stages.verdict.gate import ALL, Figure, GateInput, by_workload, means
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Thresholds
+from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Gate, Thresholds
 
 TAIL_SHARE = 0.001
 """Share of a document's tokens that may be farther off than FAR_KL."""

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from stages.verdict.conformance import bounded, describe
 from stages.verdict.delivery import describe_changes
-from stages.verdict.gate import Gate, GateInput
-from stages.verdict.thresholds import Check, LineStatus, Status, Thresholds
+from stages.verdict.gate import GateInput
+from stages.verdict.thresholds import Check, Gate, LineStatus, Status, Thresholds
 
 SHOWN = 4
 """Maximum number of failures that a reason lists."""

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from stages.core.records import Sample
-from stages.verdict.gate import ALL, Gate, GateInput, by_workload
+from stages.verdict.gate import ALL, GateInput, by_workload
 from stages.verdict.gates.distances import NONE_OF, shows_none_ruined
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import FAR_KL, Check, Thresholds
+from stages.verdict.thresholds import FAR_KL, Check, Gate, Thresholds
 
 REQUIRED_NUMBERS = (
     "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
-from stages.verdict.gate import ALL, Figure, Gate, GateInput, by_workload, kept
+from stages.verdict.gate import ALL, Figure, GateInput, by_workload, kept
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Thresholds
+from stages.verdict.thresholds import MOST_SAMPLES, Check, Gate, LineStatus, Thresholds
 
 WORST = 2.0
 """Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""

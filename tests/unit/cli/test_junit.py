@@ -8,7 +8,7 @@ from judged_candidates import judged_candidate
 from pipeline.cli.junit import write_junit
 from pipeline.registry.summary import Summary
 from stages.verdict.candidate import Candidate
-from stages.verdict.thresholds import Check, LineStatus
+from stages.verdict.thresholds import Check, Gate, LineStatus
 
 CHILDREN = {
     "testsuites": {"testsuite"},
@@ -19,7 +19,7 @@ CHILDREN = {
 """Element -> allowed children, for the used part of the schema of JUnit's reports."""
 
 
-def check(gate: str, status: LineStatus, reason: str = "a reason", where: str = "copy") -> Check:
+def check(gate: Gate, status: LineStatus, reason: str = "a reason", where: str = "copy") -> Check:
     return Check(gate=gate, where=where, value=0.1, bound=0.2, threshold=0.3, status=status, reason=reason)
 
 
@@ -43,7 +43,7 @@ def written(folder: Path, *candidates: Candidate, jobs: int = 0, exit_code: int 
 
 
 def test_a_candidate_is_one_test_that_is_red_unless_it_passed(tmp_path: Path) -> None:
-    checks = (check("max_mean_kl", "PASS"), check("margin", "FAIL"), check("max_ruined_share", "WARNING", "not asked"))
+    checks = (check(Gate.MEAN_KL, "PASS"), check(Gate.ACCURACY, "FAIL"), check(Gate.RUINED, "WARNING", "not asked"))
     failed = candidate(tmp_path, "int8", *checks, verdict="FAIL", reasons=("4 of 16 answers lost",))
     root = written(tmp_path, candidate(tmp_path, "fp8", *checks[::2]), failed, candidate(tmp_path, "a", verdict="INCONCLUSIVE"))
     cases = {case.attrib["name"]: case for case in root.iter("testcase")}
@@ -54,7 +54,7 @@ def test_a_candidate_is_one_test_that_is_red_unless_it_passed(tmp_path: Path) ->
     said = failures["int8"]
     assert said is not None
     assert said.attrib["message"] == "4 of 16 answers lost"
-    assert str(said.text).splitlines()[1] == "FAIL margin [copy]: a reason"
+    assert str(said.text).splitlines()[1] == "FAIL accuracy [copy]: a reason"
     assert "WARNING max_ruined_share [copy]: not asked" in str(cases["fp8"].findtext("system-out"))
 
 
@@ -67,11 +67,11 @@ def test_a_job_without_a_verdict_is_an_error(tmp_path: Path) -> None:
 
 def test_texts_are_escaped_and_characters_that_xml_forbids_are_replaced(tmp_path: Path) -> None:
     hostile = "</failure><script> & \x00 \x1b[31m \ud800 \uffff \t\n ü 🎉 ]]>"
-    root = written(tmp_path, candidate(tmp_path, "int8", check("margin", "FAIL", hostile), verdict="FAIL"))
+    root = written(tmp_path, candidate(tmp_path, "int8", check(Gate.ACCURACY, "FAIL", hostile), verdict="FAIL"))
     (failure,) = root.iter("failure")
-    assert failure.text == "FAIL margin [copy]: </failure><script> & \ufffd \ufffd[31m \ufffd \ufffd \t\n ü 🎉 ]]>"
+    assert failure.text == "FAIL accuracy [copy]: </failure><script> & \ufffd \ufffd[31m \ufffd \ufffd \t\n ü 🎉 ]]>"
 
 
 def test_secrets_are_masked(tmp_path: Path) -> None:
-    written(tmp_path, candidate(tmp_path, "int8", check("margin", "FAIL", "postgresql://me:hunter2@host/db")))
+    written(tmp_path, candidate(tmp_path, "int8", check(Gate.ACCURACY, "FAIL", "postgresql://me:hunter2@host/db")))
     assert "hunter2" not in (tmp_path / "junit.xml").read_text()

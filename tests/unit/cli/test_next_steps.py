@@ -19,10 +19,9 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from stages.core.errors import CannotBeJudged
 from stages.verdict.candidate import Candidate
-from stages.verdict.thresholds import Check, Status
+from stages.verdict.thresholds import Check, Gate, Status
 
 TINY = str(Path(__file__).parents[3] / "stages" / "tiny" / "checkpoint")
-RECOVERY = "min_recovery"
 TYPED = [
     f"model.path={TINY}",
     "workdir='a dir/it\\'s'",
@@ -62,10 +61,10 @@ def composed(step: NextStep | None) -> Config:
 
 
 def candidate(
-    folder: Path, name: str, verdict: Status, needed: dict[str, int] | None = None, gate: str = "accuracy"
+    folder: Path, name: str, verdict: Status, needed: dict[str, int] | None = None, gate: Gate = Gate.ACCURACY
 ) -> Candidate:
     judged = judged_candidate(folder, name.partition(" ")[0], verdict, metrics={})
-    where, bound = next(iter(needed or ["copy"])), None if gate == "noise_floor" else 0.0
+    where, bound = next(iter(needed or ["copy"])), None if gate == Gate.NOISE_FLOOR else 0.0
     check = Check(gate=gate, where=where, value=0.0, bound=bound, threshold=0.0, status=verdict, reason="mean KL")
     return judged.model_copy(update={"name": name, "samples_needed": needed or {}, "checks": (check,)})
 
@@ -118,7 +117,7 @@ def test_after_an_experiment_the_promotion_finds_what_the_experiment_made(tmp_pa
 
 def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> None:
     base = [*TYPED, "workloads=builtin", "kv=int8"]
-    judged = candidate(tmp_path, "int8", "INCONCLUSIVE", {"copy": 700, "retrieval": 400}, RECOVERY)
+    judged = candidate(tmp_path, "int8", "INCONCLUSIVE", {"copy": 700, "retrieval": 400}, Gate.RECOVERY)
     step = next_steps.after_judging(config_of(*base), [judged], base)
     assert step.why == "int8: open is recovery; ask enough questions to decide it"
     after = composed(step)
@@ -134,19 +133,24 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         (["workloads=gsm8k"], {"gsm8k": 5000}, "accuracy", "workloads.gsm8k=1319"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "500 of custom"),
         (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),
-        ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
-        ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=310"),
+        ([], {}, Gate.MEAN_KL, "workloads.samples.copy=619"),
+        ([], {"copy": 700}, Gate.MEAN_KL, "workloads.samples.retrieval=310"),
         (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
-        ([], {}, "noise_floor", "more questions would not decide: mean KL"),
-        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more questions would not decide: mean KL"),
-        (["workloads.lengths=[2048,4096]"], {"long_2048": 700}, RECOVERY, "workloads.length_documents=100 gates.attempt=2"),
-        (["workloads.lengths=[2048]"], {}, "max_mean_kl", "workloads.length_documents=58 gates.attempt=2"),
-        (["gates.attempt=20"], {"copy": 700}, RECOVERY, "gates.attempt=20 was the last attempt: judge int8"),
-        ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
+        ([], {}, Gate.NOISE_FLOOR, "more questions would not decide: mean KL"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, Gate.RECOVERY, "more questions would not decide: mean KL"),
+        (
+            ["workloads.lengths=[2048,4096]"],
+            {"long_2048": 700},
+            Gate.RECOVERY,
+            "workloads.length_documents=100 gates.attempt=2",
+        ),
+        (["workloads.lengths=[2048]"], {}, Gate.MEAN_KL, "workloads.length_documents=58 gates.attempt=2"),
+        (["gates.attempt=20"], {"copy": 700}, Gate.RECOVERY, "gates.attempt=20 was the last attempt: judge int8"),
+        ([], {"copy": 1_000_000}, Gate.ACCURACY, "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )
 def test_what_to_change_depends_on_what_is_open(
-    tmp_path: Path, base: list[str], needed: dict[str, int], gate: str, says: str
+    tmp_path: Path, base: list[str], needed: dict[str, int], gate: Gate, says: str
 ) -> None:
     judged = candidate(tmp_path, "fp8", "INCONCLUSIVE", needed, gate)
     step = next_steps.after_judging(config_of(*base), [judged], base)
@@ -179,7 +183,9 @@ def test_what_a_baseline_cannot_answer_is_left_out_or_asked_otherwise(
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
 def test_where_a_corrupted_cache_went_unseen_no_other_policy_is_advised(tmp_path: Path, verdict: Status) -> None:
     judged = candidate(tmp_path, "fp8", verdict)
-    unseen = Check(gate="must_fail_control", where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
+    unseen = Check(
+        gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"
+    )
     step = next_steps.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
     assert step.command is None
     assert "a corrupted cache gave the same results" in step.why

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipeline.cli.grids import Column, Grid, Row
 from pipeline.cli.tables import comparison, print_verdict
 from stages.verdict.candidate import Candidate, not_passed
-from stages.verdict.thresholds import Check
+from stages.verdict.thresholds import Check, Gate
 from stages.verdict.tracked import flat_metrics
 
 UNGRADED = {"quality/accuracy_baseline": 0.9}
@@ -50,7 +50,9 @@ def test_an_undecided_verdict_says_how_many_questions_would_decide(tmp_path: Pat
 def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unseen = Check(gate="must_fail_control", where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
+    unseen = Check(
+        gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"
+    )
     judged = judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)})
     print_verdict(judged)
     assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
@@ -65,7 +67,7 @@ def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judg
     ],
 )
 def test_an_engine_that_fails_the_stress_test_is_not_called_not_good_enough(where: str, said: str) -> None:
-    failed = Check(gate="stress_test", where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
+    failed = Check(gate=Gate.STRESS_TEST, where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
     assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {said}: FAIL"
 
 

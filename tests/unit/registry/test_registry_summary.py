@@ -14,7 +14,7 @@ from pipeline.cli.needs import last_sweeps
 from pipeline.registry.summary import Summary, begin, finish, load, note, record
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
-from stages.verdict.thresholds import Check, Verdict
+from stages.verdict.thresholds import Check, Gate, Verdict
 
 FP8 = Candidate(
     name="fp8",
@@ -55,13 +55,22 @@ def test_the_same_sweep_merges_by_model_and_name_and_another_starts_afresh(tmp_p
 
 
 def test_a_candidate_survives_the_file_with_every_check_of_its_verdict(tmp_path: Path) -> None:
-    check = Check(gate="max_mean_kl", where="copy", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far")
+    check = Check(gate=Gate.MEAN_KL, where="copy", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far")
     verdict = Verdict(
         status="FAIL", reasons=["far"], checks=[check], warnings=["no fork was exercised"], samples_needed={"copy": 900}
     )
     for candidate in (fp8(reasons=("a", "b")), fp8(version=""), fp8(**Candidate.decided(verdict))):
         record(tmp_path, "one", candidate)
         assert load(tmp_path).candidates == (candidate,)
+
+
+def test_a_verdict_with_a_gate_of_another_kvgate_is_refused(tmp_path: Path) -> None:
+    check = Check(gate=Gate.MEAN_KL, where="copy", value=0.1, status="FAIL", reason="too far")
+    record(tmp_path, "one", fp8(checks=(check,)))
+    path = tmp_path / "summary.json"
+    path.write_text(path.read_text().replace('"max_mean_kl"', '"max_median_kl"'))
+    with refused(UserError, f"workdir={tmp_path}: summary.json is damaged, or of another kvgate (candidates.0.checks.0.gate: "):
+        load(tmp_path)
 
 
 def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from stages.report.exhibit import Exhibit
 from stages.report.page import MOST_POLICIES, make_page, render, write_page
 from stages.report.text import differences, shown
 from stages.verdict.candidate import Candidate
-from stages.verdict.gate import Gate
 from stages.verdict.gates import decide
+from stages.verdict.thresholds import Gate
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",

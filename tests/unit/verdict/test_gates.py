@@ -13,9 +13,8 @@ from gate_reports import CLASSES, GATES, answered, drafted, every_class, fidelit
 
 from pipeline.config.compose import plan
 from stages.verdict.bets import OUTLIER
-from stages.verdict.gate import Gate
 from stages.verdict.report import MustFailControl, SampleRow
-from stages.verdict.thresholds import Check, Thresholds, Verdict
+from stages.verdict.thresholds import Check, Gate, Thresholds, Verdict
 
 Rows = list[SampleRow]
 
