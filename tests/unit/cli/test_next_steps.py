@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -225,16 +227,36 @@ def test_a_command_begins_with_the_python_that_has_kvgate(
     [
         ("engine_args.yaml", "vllm serve '{0}/checkpoint' --config '{0}/engine_args.yaml'"),
         ("llm_args.yaml", "trtllm-serve '{0}/checkpoint' --config '{0}/llm_args.yaml'"),
+        ("engine/config.json", "trtllm-serve '{0}/engine' --tokenizer '{0}' --backend tensorrt"),
         ("launch.txt", "(cd '{0}' && sh launch.txt)"),
         ("decoder.onnx", "pipeline.api.load('{0}')"),
     ],
 )
 def test_a_promoted_engine_is_served_by_the_command_that_its_bundle_documents(file: str, command: str, tmp_path: Path) -> None:
     engine = tmp_path / "engine of mine"
-    engine.mkdir()
+    (engine / file).parent.mkdir(parents=True)
     (engine / file).write_text("")
     expected = shlex.split(command.format(engine))
     assert shlex.split(next_steps.serving(engine)) == expected
+
+
+@pytest.mark.parametrize(("given", "first"), [("env/bin/python", "env/bin/{0}"), ("python", "other/{0}")])
+@pytest.mark.parametrize(
+    ("file", "program"), [("engine_args.yaml", "vllm"), ("llm_args.yaml", "trtllm-serve"), ("launch.txt", "python")]
+)
+def test_an_engine_is_served_by_the_environment_that_judged_it(
+    file: str, program: str, given: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / "an engine"
+    (engine / file).write_text(program)
+    for place in ("env/bin", "other"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / program).write_text('#!/bin/sh\necho "$0"\n')
+        (tmp_path / place / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'other'}:{os.environ['PATH']}")
+    backend = config_of("backend=vllm", f"backend.python={given}").backend
+    ran = subprocess.run(next_steps.serving(engine, backend), shell=True, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(tmp_path / first.format(program))
 
 
 BASE = [*TYPED, "kv=fp8"]
