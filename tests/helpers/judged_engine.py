@@ -75,9 +75,7 @@ def judged_engine(
     baseline, engine = _bundle(make, weights, exact, FP16_POLICY), _bundle(make, weights, coded, policy)
     key, own = config.workloads.own_key, config.workloads.own
     read: dict[str, str] = {key: hashlib.sha256(own_content(key, own)).hexdigest()} if own is not None else {}
-    answers = make(
-        "baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"statistics.safetensors": "rows"})
-    )
+    answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"round.json": "{}"}))
     rows = every_class(**lost)
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
     asked = encode_rounds(load_samples(config.workloads), BundleTokenizer(engine.path), config.workloads)
