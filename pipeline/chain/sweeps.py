@@ -14,7 +14,7 @@ from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import Plan, launch, to_config
 from pipeline.config.config import Config
-from pipeline.config.launchers import BASIC, LOGS, end_workers, explained, finish, start
+from pipeline.config.launchers import BASIC, LOGS, end_workers, finish, start
 from pipeline.registry import summary
 from stages.core.errors import (
     EXIT_CODES,
@@ -106,8 +106,8 @@ def _sweep(planned: Plan, sweep: str) -> int:
         raise KeyboardInterrupt from error
     except Exception as error:  # raised by the launcher: jobs return their errors
         end_workers()
-        console.ended_by(refusal := explained(launcher, error))
-        return _conclude(planned, sweep, [exit_code(refusal)])
+        console.ended_by(error)
+        return _conclude(planned, sweep, [exit_code(error)])
     for number, (job, name) in enumerate(zip(ended, planned.names, strict=True), start=1) if has_logs else ():
         place = console.RunningJob(first.stage, name, number, len(ended)).name
         for line in job.said.splitlines():  # refusals, which the jobs wrote to their log files

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from pipeline.config import CONF
 from pipeline.config.config import STAGES, Config, StageFacts
 from pipeline.config.explain import explain_hydra, explain_validation
-from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep
+from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep, launching
 from pipeline.config.override_syntax import as_typed, key_of
 from pipeline.config.overrides import (
     MOST_JOBS,
@@ -242,9 +242,10 @@ def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) 
         assert state.hydra is not None
         composed = state.hydra.compose_config("config", [*planned.given, *more], RunMode.MULTIRUN, from_shell=False)
         context = HydraContext(state.config_loader(), Callbacks())
-        launcher = Plugins.instance().instantiate_launcher(context, task, composed)
         jobs = [[o for o in job if not o.lstrip("+~").startswith(("hydra.", "hydra/"))] for job in planned.overrides]
-        return [returned.return_value for returned in launcher.launch(jobs, initial_job_idx=0)]
+        with launching(planned.launcher):
+            returned = Plugins.instance().instantiate_launcher(context, task, composed).launch(jobs, initial_job_idx=0)
+    return [job.return_value for job in returned]  # raises what the job raised
 
 
 def configurations(planned: Plan) -> Iterator[str]:

@@ -13,9 +13,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pickle import PicklingError
+from subprocess import CalledProcessError
 from typing import Any
 
 import psutil
@@ -108,6 +110,8 @@ RAY_OVERRIDES = [
     "++hydra.launcher.ray.remote.max_calls=1",  # one process per job, which frees all its memory
 ]
 
+NOT_OF_THE_LAUNCHER: tuple[type[Exception], ...] = (*REFUSALS, TypeError, AttributeError, PicklingError)
+"""Refusals, and the errors of pickle for a job that it cannot send, which are defects of kvgate."""
 ENDING_S = 5.0
 LAST_LINES_S = 1.0
 
@@ -144,26 +148,35 @@ def start(name: str, launcher: Mapping[str, Any]) -> list[str]:
     return RAY_OVERRIDES
 
 
-def explained(name: str, error: Exception) -> Exception:
-    """Return the refusal for an exception of a launcher: a wrong key or a dead process. Jobs return their own errors."""
-    if isinstance(error, REFUSALS) or name == BASIC:
-        return error
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if isinstance(error, ValueError):
-        return UserError(f"hydra/launcher={name}: {short(lines[0], 200)}; correct hydra.launcher.*")
-    return MissingRequirement(
-        f"hydra/launcher={name}: the process of a job died, or the launcher failed ({short(lines[-1], 200)}); free some "
-        "memory, run fewer jobs at once, or correct hydra.launcher.*"
-    )
+@contextmanager
+def launching(name: str) -> Iterator[None]:
+    """Turn an exception of a launcher into a refusal: a wrong key or a dead process."""
+    try:
+        yield
+    except NOT_OF_THE_LAUNCHER:
+        raise
+    except Exception as error:
+        command = error.__cause__ if isinstance(error.__cause__, CalledProcessError) else None  # such as sbatch
+        text = " ".join(command.stderr.split()) if command is not None and command.stderr else str(error)
+        lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
+        if isinstance(error, ValueError):
+            raise UserError(f"hydra/launcher={name}: {short(lines[0], 200)}; correct hydra.launcher.*") from error
+        raise MissingRequirement(
+            f"hydra/launcher={name}: the process of a job died, or the launcher failed ({short(lines[-1], 200)}); free some "
+            "memory, run fewer jobs at once, or correct hydra.launcher.*"
+        ) from error
 
 
 def end_workers() -> None:
     """Stop the processes of jobs that would outlive the command."""
     finish()
-    workers = psutil.Process().children(recursive=True)
-    for worker in workers:
+    workers = []
+    for worker in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            worker.send_signal(signal.SIGINT)
+            # a resource tracker ignores signals, ends by itself after the command, and removes what killed workers left
+            if not any("resource_tracker" in argument for argument in worker.cmdline()):
+                worker.send_signal(signal.SIGINT)
+                workers.append(worker)
     _, alive = psutil.wait_procs(workers, timeout=ENDING_S)
     for worker in alive:
         with suppress(psutil.NoSuchProcess):

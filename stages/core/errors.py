@@ -51,6 +51,8 @@ OF_INPUT = (RecursionError, UnicodeError)
 """Built-in exceptions that input causes: nesting too deep for a parser, or invalid text."""
 STORES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "psycopg", "psycopg2", "pymysql")
 """Libraries whose exceptions mean that the tracking store failed."""
+CLUSTERS = ("submitit",)
+"""Libraries that raise in the middle of a job when the cluster ends the job, for example at its time limit."""
 
 OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room there, or give another workdir"),
@@ -74,7 +76,7 @@ def exit_code(error: BaseException) -> int:
         return known
     if isinstance(error, OF_INPUT):
         return EXIT_CODES[UserError]
-    if isinstance(error, OF_THE_MACHINE) or _is_of(STORES, error):
+    if isinstance(error, OF_THE_MACHINE) or _is_of((*STORES, *CLUSTERS), error):
         return EXIT_CODES[MissingRequirement]
     return DEFECT
 
@@ -97,7 +99,8 @@ def describe(error: BaseException) -> str:
         return f"an input is nested too deep, or is no text ({text}); correct it; {hint}"
     if _is_of(STORES, error):
         return f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"
-    return f"a defect of kvgate ({text}); {hint}: please report it"
+    ended = f"the cluster ended this job ({detail}); raise hydra.launcher.timeout_min, and run it again to continue"
+    return ended if _is_of(CLUSTERS, error) else f"a defect of kvgate ({text}); {hint}: please report it"
 
 
 def _is_of(libraries: tuple[str, ...], error: BaseException) -> bool:

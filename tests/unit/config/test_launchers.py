@@ -5,21 +5,23 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import PicklingError
 
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 from refusals import refused
-from submitit.core.utils import FailedJobError
+from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from pipeline.chain import sweeps
 from pipeline.cli import console, next_steps
 from pipeline.cli.next_steps import standing
 from pipeline.config import compose, launchers
 from pipeline.config.compose import plan
-from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
+from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, describe, exit_code
 
 SLURM = [
     "hydra/launcher=submitit_slurm",
@@ -194,16 +196,59 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(
     ],
 )
 def test_what_a_launcher_raises_is_a_refusal_in_one_line(error: Exception, code: int, said: str) -> None:
-    refusal = launchers.explained("joblib", error)
-    assert exit_code(refusal) == code
-    assert re.search(said, str(refusal))
-    assert "\n" not in str(refusal)
+    with pytest.raises((UserError, MissingRequirement), match=said) as caught, launchers.launching("joblib"):
+        raise error
+    assert exit_code(caught.value) == code
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is error
 
 
-def test_what_jobs_of_this_process_raise_stays_what_it_is() -> None:
-    defect, refusal = RuntimeError("ours"), UserError("bad input")
-    assert launchers.explained("basic", defect) is defect
-    assert launchers.explained("joblib", refusal) is refusal
+def test_everything_that_sbatch_says_is_shown() -> None:
+    with refused(MissingRequirement, "", "invalid partition: nope sbatch: error: submission failed"), launchers.launching("x"):
+        said = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
+        raise FailedJobError(said) from subprocess.CalledProcessError(1, ["sbatch"], stderr=said)
+
+
+@pytest.mark.parametrize("error", [TypeError("cannot pickle"), PicklingError("of a task"), UserError("bad input")], ids=str)
+def test_a_refusal_or_a_job_that_cannot_be_pickled_is_no_failure_of_the_launcher(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, launchers.launching("joblib"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), TypeError("ours"), RuntimeError("ours")], ids=repr)
+def test_what_a_job_of_a_launcher_raises_stays_what_it_is(error: Exception) -> None:
+    def task(_: object) -> None:
+        raise error
+
+    planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
+    with pytest.raises(type(error), match=r"^ours$"):
+        compose.launch(planned, [], task)
+
+
+def test_a_job_that_the_cluster_ends_may_continue() -> None:
+    error = UncompletedJobError("Job not requeued because: timed-out too many times.")
+    assert exit_code(error) == 4
+    assert re.fullmatch(
+        r"the cluster ended this job \(.*too many times.\); raise hydra.launcher.timeout_min, .*", describe(error)
+    )
+
+
+INTERRUPTED = """
+import subprocess, sys
+import psutil
+from joblib.externals.loky.backend import resource_tracker
+from pipeline.config.launchers import end_workers
+resource_tracker.ensure_running()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+end_workers()
+print([" ".join(child.cmdline()).count("resource_tracker") for child in psutil.Process().children()])
+"""
+
+
+def test_resource_trackers_that_clean_up_after_workers_are_not_killed() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[1]\n", "the worker ended, the tracker did not"
 
 
 class Ray:
