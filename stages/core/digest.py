@@ -54,9 +54,9 @@ def tree_entries(root: Path, but: str) -> dict[str, str]:
     paths of their entries. Links are not followed, except that `root` may be a link.
     """
     entries: dict[str, str] = {}
+    os.listdir(root)  # raises for a directory that cannot be read, whose entries rglob leaves out
     for path in root.rglob("*"):
         name, kind = path.relative_to(root).as_posix(), kind_of(path)
-        # listdir raises for a directory that cannot be read, whose entries rglob leaves out
         if (name, kind) != (but, "file") and not (kind == "directory" and os.listdir(path)):
             entries[name] = kind
     return entries

@@ -1,7 +1,9 @@
 """The console's output: progress, jobs, errors and sentences, with and without a terminal."""
 
 import io
+import logging
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +125,21 @@ def test_what_ends_a_job_names_it_and_what_comes_after_does_not(capsys: pytest.C
         "pipeline: error: job 2 of 5 int8: seed=2: is bad",
         "pipeline: error: no candidate of the sweep passed",
     ]
+
+
+@pytest.mark.parametrize("mode", console.MODES)
+def test_an_application_that_captures_warnings_captures_them_afterwards(mode: str) -> None:
+    before = warnings.showwarning
+    with warnings.catch_warnings():
+        logging.captureWarnings(True)
+        try:
+            captured = warnings.showwarning
+            console.configure(mode)
+            console.close()
+            assert (warnings.showwarning is captured) == (mode != "json")
+        finally:
+            logging.captureWarnings(False)
+    assert warnings.showwarning is before
 
 
 @pytest.mark.parametrize(
