@@ -195,14 +195,17 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
             elif place in read:
                 missing.setdefault(who, place)
 
+    builds: dict[str, list[str]] = {}  # engine's digest -> places, only if some evidence may be missing
+    for piece in found.pieces if any(model.engines for model in found.models) else ():
+        manifest = read_manifest(piece.path) if piece.kind == "build" else None
+        if manifest is not None:
+            builds.setdefault(files_digest(manifest["files"]), []).append(piece.place)
     for model in found.models:
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
                 keep(version.identity_digest, f"{alias} of {model.name}")
-                for piece in found.pieces if version.number in model.engines else ():
-                    manifest = read_manifest(piece.path) if piece.kind == "build" else None
-                    if manifest is not None and files_digest(manifest["files"]) == model.engines[version.number]:
-                        reasons.setdefault(piece.place, f"{alias} of {model.name}")
+                for place in builds.get(model.engines.get(version.number) or "", ()):
+                    reasons.setdefault(place, f"{alias} of {model.name}")
     recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)
     for sweep in recent:
         for candidate in sweep.candidates:

@@ -26,7 +26,7 @@ from stages.workloads.config import Workload, WorkloadsConfig
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What a stage reads, makes and records. `pipeline.chain.runner` has its function."""
+    """Properties of a stage. `pipeline.chain.runner` has its function."""
 
     makes: bool = False
     """Whether it makes artifacts of a checkpoint."""
@@ -35,6 +35,7 @@ class StageFacts:
     plans: bool = False
     """Whether it plans memory for every policy at once."""
     tracked: bool = False
+    """Whether it uses the tracking store."""
     recorded: bool = True
     """Whether summary.json records its exit code."""
     reads: tuple[str, ...] = ()

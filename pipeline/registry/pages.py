@@ -58,10 +58,11 @@ def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, lis
 
     Lost answers come first, then by distance from the baseline, without a finite KL first.
     """
+    ordered = sorted(rows, key=lambda row: (row.mean_kl is not None, -(row.mean_kl or 0.0)))
     samples = [
         {"answer": outcome} | {name: getattr(row, name) for name in SHOWN}
         for judged, outcome in OUTCOMES.items()
-        for row in sorted(rows, key=lambda row: (row.mean_kl is not None, -(row.mean_kl or 0.0)))
+        for row in ordered
         if (row.baseline_correct, row.candidate_correct) == judged
     ]
     return {"samples.json": samples, "checks.json": [check.model_dump() for check in candidate.checks]}
