@@ -166,6 +166,9 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake("quantize.export", export=_export)
     in_this_process = checked("core.child", "in_child", lambda function, *paths, **options: function(*paths, **options))
     monkeypatch.setattr(engine_steps, "in_child", in_this_process)
+    # The fakes leave no models to collect, and each collection scans every imported module.
+    monkeypatch.setattr(engine_steps, "collect_memory", lambda: None)
+    monkeypatch.setattr(verdict_steps, "collect_memory", lambda: None)
 
     def encoded(rounds: int) -> list[Any]:
         return [SimpleNamespace(prompt="a", reference="b", round=1 + n % rounds) for n in range(4 * rounds)]
