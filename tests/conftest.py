@@ -51,8 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU (REQUIRE_GPU=1 turns this into a failure)"))
 
 
-def pytest_collection_finish() -> None:
-    """Exempt imported modules from garbage collection, which would scan them repeatedly."""
+@pytest.fixture(scope="module", autouse=True)
+def _freeze_what_stays() -> None:
+    """Exempt imported modules and shared engines from garbage collection, which would scan them repeatedly."""
     gc.collect()
     gc.freeze()
 
