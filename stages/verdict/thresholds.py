@@ -9,7 +9,7 @@ from stages.core.strict import StrictModel
 from stages.verdict.record import Number, Record, finite
 
 RULES = 17
-"""Version of the gates' rules; docs/verdict.md lists the rules of every version."""
+"""Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 MOST_SAMPLES = 1_000_000
 """Maximum number of samples that an INCONCLUSIVE suggests; messages say "over a million" for it."""

@@ -13,20 +13,20 @@ from faults.record import Cost, Costs, Outcomes
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
 KINDS = {
-    "scales": "Scales of another place, precision or moment",
-    "codes": "Codes rounded, clipped, packed, rotated or stored otherwise",
-    "pages": "Pages that were not written, are another's, or stay",
-    "crowds": "Requests that read what another request wrote",
-    "positions": "Positions, lengths, and tokens that are kept exactly",
+    "scales": "Wrong scales",
+    "codes": "Wrong codes: rounded, clipped, packed, rotated or stored incorrectly",
+    "pages": "Wrong pages: not written, read from another place, or not freed",
+    "crowds": "Requests that read another request's cache",
+    "positions": "Wrong positions, lengths and exact tokens",
     "turns": "Later turns of a conversation, and forks",
-    "evictions": "Evictions, windows, and sliding layers",
+    "evictions": "Evictions, windows and sliding layers",
     "prompts": "Prompts and their first tokens",
-    "prefixes": "Beginnings of prompts that are kept for later ones",
+    "prefixes": "Prefix caching",
     "serving": "Batches, generation, and rare or late faults",
-    "situations": "Faults of long turns, many rows on a prefix, whole tiles, dropped prefixes, long queues, and stop tokens",
-    "kernels": "Mutants of the attention kernel and of the graphs",
+    "situations": "Long turns, many rows on a prefix, whole tiles, dropped prefixes, long queues, and stop tokens",
+    "kernels": "Changed attention kernels and graphs",
     "reference": "backend=torch on a CPU",
-    "claims": "Engines that break their claims, and faults that the baseline shares",
+    "claims": "False claims of an engine, and faults that the baseline shares",
 }
 
 ENGINES = {"native": "", "graph": ", graph", "torch": ", torch"}
@@ -42,23 +42,22 @@ REASONS = {
 COMMAND = " \\\n  ".join(["kvgate kv=int8 tracking=none", shlex.join(BACKENDS["native"]), *map(shlex.quote, SMALL)])
 """The small evaluation of one sound cache, as a user runs it."""
 
-HEAD = """# Planted faults, and which gate sees them
+HEAD = """# Planted faults, and the gates that detect them
 
-{judged} faults of kinds that real KV caches have ([tests/faults](../tests/faults)). Each fault is planted in a sound engine of
-the tiny model, and judged by the evaluation and the gates that judge every candidate.
+Do the gates detect a broken KV cache? To find out, {judged} faults were planted in sound engines of the tiny model, and the
+usual evaluation judged every engine. The faults are of kinds that real KV caches have: wrong scales, lost tokens, pages of
+another request, wrong positions, and more ([tests/faults](../tests/faults)).
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left}
 
-- **How a fault is judged.** First by a small evaluation of 104 requests with a small stress test. A fault that passes is
-  judged by the default stress test. A fault that only gates on samples see is also judged by all samples of the default
-  evaluation. [Sound engines](#the-same-evaluation-of-engines-without-a-fault) pass the small evaluation.
-- **Which gates judged.** The outcomes come from the commits {commits}, with the
-  [rules of the gates](verdict.md#appendix-versions-of-the-rules) of that commit.
-  `make faults` judges again every fault whose code or inputs changed, and resumes an interrupted run.
-- **Names.** A gate has the name of its key under `gates.`, or its own name.
-- **Costs.** A day of service runs with the fault and without: batches, turns, forks, prompts that begin alike, crowds,
-  `generate` (`tests/faults/drill.py`). `costs` is the largest KL of a token in nats, independent of the gates. Faults that
-  cost memory or break a claim are marked.
-- **Engines** are ONNX with the compiled kernel unless the table names another."""
+- **Evaluations.** A small evaluation comes first: 104 requests and a small stress test, which
+  [sound engines](#the-same-evaluation-without-a-fault) pass. If the fault passes, the default stress test judges it,
+  or all samples of the default evaluation if only gates on samples can detect it.
+- **Engines** are ONNX Runtime with the compiled attention kernel, unless the column `cache` names another.
+- **Costs** are the harm to a user, measured independently of the gates: the largest KL of a token in nats when
+  `tests/faults/drill.py` serves batches, turns, forks, shared prefixes, crowds and free answers, compared with the same
+  engine without the fault. "Memory" and "a claim" mark faults that take memory, or make the engine claim something untrue.
+- **Commits.** The outcomes come from {commits}, each by the gates of its commit.
+  `make faults` judges every fault again whose code or inputs changed."""
 
 SOUND = f"""The small evaluation of int8, here with the default stress test, ends in PASS after a minute or two:
 
@@ -70,11 +69,11 @@ SOUND = f"""The small evaluation of int8, here with the default stress test, end
 ALL_GATES = """
 ## Each gate
 
-How many of the faults each gate sees, and how many no other gate saw before the evaluation stopped. Conformance and
-the stress test see nearly everything together: the gates on distances and answers judge policies, and few faults
-need them. `tests/unit/verdict/test_gates.py` has for every gate a report that it alone stops.
+The table counts the faults that each gate detects, and the faults that it alone detects before the evaluation stops.
+Conformance and the stress test together detect nearly every fault. The gates on distances and answers are there to judge
+policies, not faults. For every gate, `tests/unit/verdict/test_gates.py` has a report that only this gate fails.
 
-| gate | sees | alone |
+| gate | faults detected | by this gate alone |
 |---|---|---|"""
 
 
@@ -102,7 +101,8 @@ def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
         yield "\n## Undetected faults\n"
     for fault in missed:
         found = now[fault.name]
-        verdict = found.verdict + (f", by default {found.default}" if found.default else "")
+        verdict = f"{found.verdict} of the small evaluation"
+        verdict += f", {found.default} of the default one" if found.default else ""
         sizes = f"mean KL from the baseline {_size(found.mean_kl)}, costs {_cost(costs.get(fault.name), fault)}"
         reason = f". {REASONS[fault.name]}." if fault.name in REASONS else ""
         yield f"- `{fault.name}` ({fault.models}): {verdict}, {sizes}{reason}"
@@ -122,7 +122,7 @@ def _cost(found: Cost | None, fault: Fault) -> str:
 def _tables(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
     for kind, title in KINDS.items():
         yield f"\n## {title}\n"
-        yield _row("fault", "model", "acts on", "cache", "costs", "verdict", "gates that see it")
+        yield _row("fault", "what is wrong", "planted in", "cache", "costs", "verdict", "detected by")
         yield "|---" * 7 + "|"
         for fault in (fault for fault in judged if fault.kind == kind):
             found = now[fault.name]
@@ -134,7 +134,7 @@ def _tables(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
 
 
 def _sound(now: Outcomes) -> Iterator[str]:
-    yield "\n## The same evaluation of engines without a fault\n"
+    yield "\n## The same evaluation without a fault\n"
     yield SOUND
     yield "| cache | verdicts with five seeds | mean KL from FP16 |\n|---|---|---|"
     for policy in SOUND_ENGINES:

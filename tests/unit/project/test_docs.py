@@ -67,7 +67,7 @@ def test_every_key_has_words_in_the_reference() -> None:
 
 
 def test_the_way_of_a_command_opens_few_files_that_exist() -> None:
-    way, _, rest = TEXT["docs/architecture.md"].partition("## The way of kvgate kv=int8")[2].partition("\n\nThese are ")
+    way, _, rest = TEXT["docs/architecture.md"].partition("## One command: kvgate kv=int8")[2].partition("\n\nThese are ")
     names = set(re.findall(r"`([\w/]+\.py)`", way))
     sources = [path.as_posix() for package in ("pipeline", "stages") for path in (ROOT / package).rglob("*.py")]
     assert [name for name in names if not any(source.endswith(f"/{name}") for source in sources)] == []

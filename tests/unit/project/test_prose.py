@@ -66,4 +66,4 @@ def test_prose_stays_below_its_limit_of_slow_phrases(room: str) -> None:
     files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.suffix in {".py", ".md"})
     reader = {".py": python_texts, ".md": markdown_texts}
     texts = (text for path in files for text in reader[path.suffix](path.read_text(encoding="utf-8")))
-    assert phrases_per_thousand_words(texts) <= LIMIT, "see CONTRIBUTING.md#words"
+    assert phrases_per_thousand_words(texts) <= LIMIT, "see CONTRIBUTING.md#prose"
