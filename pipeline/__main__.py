@@ -29,7 +29,7 @@ def _refuse_argument(message: str) -> NoReturn:
 
 
 class _GivenOnce(Namespace):
-    """Values of options, each of which may be given once: argparse would take the last value silently."""
+    """Values of options that may be given only once: argparse would silently take the last value."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if isinstance(vars(self).get(name), str):

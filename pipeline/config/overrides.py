@@ -30,7 +30,7 @@ BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SEARCHPATH, SEARCHED = "hydra.searchpath", "file://"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 PROMPT_LOOKUP = "workloads.speculation"
-"""Key whose empty dict has a meaning."""
+"""The only key that may be an empty dict: it enables prompt lookup."""
 
 
 def searching(*folders: str | Path) -> str:

@@ -12,7 +12,7 @@ from stages.core.errors import OF_THE_MACHINE, MissingRequirement, UserError
 
 AUTO = "auto"
 SUITING = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}
-"""Group -> its option for the tiny model, which `auto` is composed of, and its option for any other model."""
+"""Group -> its option for the tiny model, which also stands for `auto` while composing, and its option for any other model."""
 TINY = "pkg://stages.tiny/checkpoint"
 TOKENIZER = "tokenizer.json"
 

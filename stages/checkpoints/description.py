@@ -47,7 +47,7 @@ ADAPTER = "adapter_config.json"
 """File of a LoRA adapter, which transformers would apply to the weights if PEFT is installed."""
 
 NOT_READ = ("num_labels", "id2label", "label2id")
-"""Ignored keys of other kinds of models, which transformers expands into tables."""
+"""Keys of classifiers, which do not affect a decoder. transformers would expand them into tables of labels."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def describe_checkpoint(
     if rotated is not None and (not isinstance(rotated, list) or len(rotated) != shape.layers):
         raise wrong(path, config, "no_rope_layers", f"a list of {shape.layers} numbers, 0 or 1")
     interval = config.get("no_rope_layer_interval")
-    # transformers writes its default beside any list.
+    # transformers writes the default interval even if there is a list.
     stated = rotated is not None and type(interval) is int and interval not in (0, NO_ROPE_INTERVAL)
     if stated and rotated != [has_positions({"no_rope_layer_interval": interval}, layer) for layer in range(shape.layers)]:
         raise refusal(

@@ -44,7 +44,7 @@ class Family:
     architecture: str
     """Class of its causal language model."""
     windows: Literal["none", "every", "listed"] = "none"
-    """Sliding layers: none, every layer if sliding_window is set, or the layers listed in layer_types."""
+    """Layers with a sliding window: none, all if sliding_window is set, or the layers listed in layer_types."""
     slides: Slides = lambda *_: True
     """Rule for the sliding layers of a `listed` family if layer_types is missing."""
     asked: bool = False
@@ -56,7 +56,7 @@ class Family:
     local_base: str | None = None
     """Key of config.json for the rotary base of sliding layers, in families whose layer types differ in their rotation."""
     rounded: bool = False
-    """Whether weights.format may differ from none: its linear layers are LINEARS, and ModelOpt's exports name them."""
+    """Whether weights.format may differ from none: the linear layers are LINEARS, and ModelOpt's exports support the family."""
 
 
 _QWEN: Mapping[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}

@@ -86,9 +86,9 @@ PARTS = re.compile(
     "|multiplier|mup|norm|ntk|position__embeddings?__type|prefix|qk|qkv|query|residual|rmsnorm|rope|rotary|routed"
     "|router|scale|scaling|scoring|sliding|softcap|softcapping|softmax|swiglu__limit|topk__method|window|xpos|yarn)_"
 )
-"""Words of the keys that change what a decoder computes."""
+"""Parts of the names of keys that change a decoder's computation."""
 TRAINING = re.compile("_(coef|context|dropout|flash|fp32|fused|grad|init|initializer|jitter|loss|noise|output|pdrop)_")
-"""Words of the keys that change only its training, its speed or its precision."""
+"""Parts of the names of keys that affect only training, speed or precision."""
 ALWAYS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("causal", "rope", "rotary", "scale attn", "scale attn weights"), (True,)),
     "position type": ("rope", "rotary"),
@@ -96,11 +96,11 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "topk method": ("greedy",),
     "swiglu limit": (7.0,),
 }
-"""Words of a key without `is`, `use` and `embedding` -> its values in all families."""
+"""Key, without its words `is`, `use` and `embedding` -> the values that every family computes anyway."""
 
 
 def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Iterable[str]) -> None:
-    """Refuse keys of other families that state another computation than the model's, which ignores them.
+    """Refuse keys of other families that ask for another computation: the model's class would silently ignore them.
 
     Args:
         path: Directory of the checkpoint, for errors.

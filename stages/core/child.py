@@ -61,7 +61,7 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
 
 
 def main(writing: int, parent: int) -> None:
-    """Run as the child: read a call from stdin, and write its progress and its end to the file descriptor `writing`."""
+    """Run in the child: read a call from stdin, and write progress, then the result or exception, to descriptor `writing`."""
     if hasattr(libc := ctypes.CDLL(None), "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

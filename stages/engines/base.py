@@ -18,7 +18,7 @@ Mode = Literal["prefill", "decode"]
 """Kind of an engine's step: a chunk of one prompt, or one new token per sequence."""
 
 LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
-"""Two units in the last place of a logit, relative to the logit, by the type of activations that the last product rounds to."""
+"""Type of activations -> two units in the last place of a logit in this type, relative to the logit."""
 
 S = TypeVar("S")
 

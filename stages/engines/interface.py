@@ -65,7 +65,7 @@ class Engine(ABC):
     attention: str | None = None
     """Description of the decode attention, if the engine can choose between several implementations."""
     reads_itself: bool = False
-    """Whether attention reads all keys and values from the quantized cache, even in prompts and for the token itself."""
+    """Whether attention reads every key and value from the quantized cache, also in prompts and for the current token."""
     logit_step: float = 0.0
     """Two units in the last place of a logit, relative to the logit."""
     full_pool_requests: int = 0

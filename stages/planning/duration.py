@@ -26,7 +26,7 @@ CHARACTERS = 4
 TEMPLATE_TOKENS = 8
 """Tokens of a chat template per message."""
 OWN_WORDS = 0.3
-"""Share of the questions that the baseline is asked again in the words of its own answer."""
+"""Share of the questions that are scored a second time, on the baseline's own right answer instead of the reference."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
         pairs = half * stress.max_tokens / 4
         once += Work(half, pairs=pairs, passes=stress.steps)
         compared = (prefill(one.prompt + one.answer) for one in _some(first, config.conformance_samples))
-        # Both engines' requests are compared, each with a disturbed row.
+        # The reference engine repeats requests of both engines, each once with and once without disturbed activations.
         reference = sum(compared, Work()).times(4) + Work(half, pairs=pairs)
     return VerdictWork(once + both[0], once + sum(both, Work()), reference)
 

@@ -127,7 +127,7 @@ class Tuner:
             if not (np.isfinite(joint) and joint > 0 and total > 0):
                 budget /= 2
                 continue
-            # The sum of KL for which the joint KL would equal the target at the measured ratio.
+            # The next budget for the summed KL: if the ratio of joint KL to sum stays the same, the joint KL meets the target.
             budget = total * target / joint
         return min(within, key=lambda policy: policy.bytes_per_token(self.shape), default=None)
 

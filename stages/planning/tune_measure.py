@@ -57,7 +57,10 @@ class TextSet:
 
 
 def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet]:
-    """Return the texts for measuring each place alone, and for measuring whole policies, which may fit the former by chance.
+    """Return two sets of texts: one for measuring each place alone, and one for measuring whole policies.
+
+    They share no document, because a search may overfit the texts that it measured each place on.
+
 
     Raises UserError if a part has fewer than LEAST texts.
     """

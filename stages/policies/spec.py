@@ -84,7 +84,7 @@ class Spec:
     llamacpp: str | None = None
     """llama.cpp's cache type."""
     vllm_beside: Mapping[str, str] = field(default_factory=dict)
-    """For a format of values: format of the keys -> vLLM's cache type with this combination."""
+    """If this format stores the values: format of the keys -> vLLM's cache type for the pair."""
     sglang: str | None = None
     """SGLang's cache type with identical arithmetic at scale 1.0."""
 

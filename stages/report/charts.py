@@ -115,7 +115,7 @@ def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
 
 
 def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return each policy's mean KL and bytes per token, then each FP16 baseline with its A/A floor."""
+    """Return each policy's mean KL and bytes per token, then each FP16 baseline with its noise floor."""
     data: list[Datum] = []
     readable = list(_readable(exhibits))
     for _, report, point in readable:

@@ -162,7 +162,7 @@ class WorkloadsConfig(StrictModel):
     context_bins: list[int]
     """Edges of the prompt-length bins in tokens, ascending; empty bins are omitted."""
     noise_samples: Count
-    """Judged samples per workload that both engines repeat in smaller batches, for the A/A noise floor; the longest sample is
+    """Judged samples per workload that both engines repeat in smaller batches, for the noise floor; the longest sample is
     added."""
     conformance_samples: Count = 0
     """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 also

@@ -11,7 +11,7 @@ TEXTS = (".txt", ".md")
 """Endings of the files that are read in a directory of texts."""
 WORD = re.compile(r"\S+\s*")
 TOKENS_PER_WORD = 4
-"""Largest number of tokens per word with which texts are too short for a document; less would refuse texts with long words."""
+"""Tokens per word, at most: texts are refused as too short only if even such long words could not fill a document."""
 
 
 def own_files(key: str, path: Path) -> list[Path]:
@@ -38,7 +38,7 @@ def own_content(key: str, path: Path) -> bytes:
 
 
 def document_words(config: WorkloadsConfig) -> list[str] | None:
-    """Return the words of `workloads.documents`, each with the white space after it; None if no document quotes them.
+    """Return the words of `workloads.documents`, each followed by its white space; None if no document quotes them.
 
     Raises:
         UserError: A file cannot be read or is not UTF-8, or all texts together are too short for the longest document.

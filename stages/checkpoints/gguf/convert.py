@@ -55,7 +55,7 @@ def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
     kinds = {tensor.kind for name, tensor in model.header.tensors.items() if name in model.names and len(tensor.shape) > 1}
     types = STORED_AS.get(kinds.pop(), QUANTIZED_AS) if len(kinds) == 1 else QUANTIZED_AS
     for name in types:
-        for stale in out.glob("*.safetensors"):  # from a try with a type that was too narrow
+        for stale in out.glob("*.safetensors"):  # left by an attempt with a type that was too narrow
             stale.unlink()
         try:
             _write_weights(model, getattr(torch, name), out, progress)

@@ -33,9 +33,10 @@ SMALLEST = 1e-30
 
 @dataclass(frozen=True)
 class Errors:
-    """How much farther a stored vector is from the computed one than the nearest codes are, relative to its length.
+    """Errors of stored vectors, relative to the length of the computed vector.
 
-    It is 0 for the nearest codes, and almost 0 for either code if a number lies halfway between two codes.
+    An error is the distance from the computed vector, minus the distance of the nearest codes from it. The error of the
+    nearest codes is 0. If a number lies halfway between two codes, the error of both is almost 0.
     """
 
     first: int

@@ -97,7 +97,7 @@ OTHERWISE = {
     "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_int8",
     "int4 per_token": "int4_per_token_head rotates, and keeps its zero point in the scale's low bits; see kv=vllm_int4",
 }
-"""Formats that vLLM stores in a similar but different way -> the difference."""
+"""Format that vLLM stores in a similar form -> the difference, for the message."""
 
 
 def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
