@@ -271,9 +271,9 @@ READ = {key for keys, *_ in RULES for key in keys} | {
 
 def _refuse_misspelt(path: Path, config: dict[str, Any]) -> None:
     """Refuse misspelt keys: transformers ignores them and would load another model."""
-    for key in config:
+    for key in sorted(config.keys() - READ):
         meant = get_close_matches(key, READ - config.keys(), 1, 0.9)
-        if meant and key not in READ and not key.startswith("_"):
+        if meant and not key.startswith("_"):
             raise refusal(path, f"config.json: {short(key)} is no key, and {meant[0]} is missing; rename it")
 
 
