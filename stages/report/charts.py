@@ -1,6 +1,6 @@
 """The SVG charts of report.html: recovery, quality against bytes, and KL by context length.
 
-Vega-Lite draws the charts of `charts.json` when the page is written. Colours are the page's CSS variables, so that charts
+Vega-Lite draws the charts of `charts.yaml` when the page is written. Colours are the page's CSS variables, so that charts
 follow the theme. Lines have a contrast of at least 3 to 1 on the light and the dark background.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from markupsafe import Markup
 
 from stages.report.exhibit import BASELINE, Exhibit
@@ -45,7 +46,7 @@ def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
     """Return chart name -> chart, without charts that have no data."""
     data = {name: numbers(exhibits) for name, (_, _, numbers, _) in CHARTS.items()}
     data = {name: rows for name, rows in data.items() if any(row["verdict"] != BASELINE for row in rows)}
-    specs = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    specs = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     asked = [{**specs[name], "config": specs["config"], "data": {"values": rows}} for name, rows in data.items()]
     drawings = draw_svg(asked) if asked else []
     charts = {}
@@ -155,7 +156,7 @@ def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
             data.append(
                 {**point, "samples": part.samples, "tokens": sum(tokens) / len(tokens) if tokens else low}
                 | {"context": f"{low:,} and more" if high is None else f"{low:,} to {high - 1:,}"}
-                | {"kl": _drawn(part.fidelity.kl_mean), "p99": _drawn(part.fidelity.kl_p99)}
+                | {"distance": _drawn(part.fidelity.kl_mean), "p99": _drawn(part.fidelity.kl_p99)}
             )
     return data
 
@@ -179,7 +180,13 @@ CHARTS: dict[str, tuple[str, str, Callable[[Sequence[Exhibit]], list[Datum]], di
         "How far each policy is from FP16 as the context gets longer",
         "Mean KL of all questions with contexts of these lengths. The limit is on the mean of a whole workload.",
         context_numbers,
-        {"policy": "policy", "context [tokens]": "context", "mean KL": "kl", "99th percentile": "p99", "samples": "samples"},
+        {
+            "policy": "policy",
+            "context [tokens]": "context",
+            "mean KL": "distance",
+            "99th percentile": "p99",
+            "samples": "samples",
+        },
     ),
 }
 """Name -> (title, note, data, column heading -> field of the table of numbers)."""

@@ -33,7 +33,6 @@ must be below."""
 
 FAR_KL = 1.0
 """KL in nats that at most one token in a thousand may exceed. INT4 in groups of 32 on SmolLM2 has 2.9."""
-_CUT = "; for a PASS, a document counts as three times the limit at most"
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 LineStatus = Literal["PASS", "FAIL", "INCONCLUSIVE", "WARNING"]
@@ -91,34 +90,33 @@ class Gate(StrEnum):
     """The kinds of verdict lines, in the order of a verdict. A threshold under `gates.` has the key of its line."""
 
     heading: str
-    says: str
-    """Meaning of the line's value."""
+    """Name for people."""
     samples_decide: bool
     """Whether more samples can decide an INCONCLUSIVE line."""
 
-    def __new__(cls, key: str, heading: str = "", says: str = "", samples_decide: bool = True) -> Self:
+    def __new__(cls, key: str, heading: str = "", samples_decide: bool = True) -> Self:
         gate = str.__new__(cls, key)
-        gate._value_, gate.heading, gate.says, gate.samples_decide = key, heading, says, samples_decide
+        gate._value_, gate.heading, gate.samples_decide = key, heading, samples_decide
         return gate
 
-    COMPLETE = "complete", "Complete", "nothing where all samples are whole"
-    RECOVERY = "min_recovery", "Recovery", "share of the probability of right answers that is kept"
-    ACCURACY = "accuracy", "Right answers", "points that the policy gains or loses against FP16"
-    ACCEPTANCE = "max_acceptance_loss", "Acceptance loss", "share of the tokens a pass under speculative decoding"
-    MIN_SAMPLES = "min_samples", "Documents", "per planned workload; if no question has an answer, over all workloads"
-    MEAN_KL = "max_mean_kl", "Mean KL", f"nats per token from FP16{_CUT}"
-    TOP10_OVERLAP = "min_top10_overlap", "Top-10 overlap", f"share of the ten most likely tokens that both agree on{_CUT}"
-    RUINED = "max_ruined_share", "Ruined requests", "share whose mean KL is beyond three times its limit"
-    FAR_TOKENS = "max_p999_kl", "Far tokens", f"share of the tokens with a KL above {FAR_KL:g}"
-    NOISE_FLOOR = "noise_floor", "A/A noise", "distance of an engine from itself", False
-    MUST_FAIL_CONTROL = "must_fail_control", "Must-fail control", "mean KL with corrupted key scales", False
-    CONFORMANCE = "conformance", "Conformance", "distance from the reference engine, as a share of rounding", False
-    STRESS_TEST = "stress_test", "Stress test", "sequences of random tokens that deviate from the reference engine"
-    ALLOCATION = "allocation", "Allocation", "bytes that differ from the policy's"
-    FREE_ANSWERS = "free_answers", "Free answers", "samples whose free answer contradicts the forced one"
-    SCALE_DELIVERY = "scale_delivery", "Delivered scales", "scales that are not the checkpoint's"
-    FULL_POOL = "full_pool", "Full pool", "requests that a full pool changes beyond noise", False
-    TAKES_EFFECT = "takes_effect", "Long enough", "tokens of the longest sample", False
+    COMPLETE = "complete", "Complete"
+    RECOVERY = "min_recovery", "Recovery"
+    ACCURACY = "accuracy", "Right answers"
+    ACCEPTANCE = "max_acceptance_loss", "Acceptance loss"
+    MIN_SAMPLES = "min_samples", "Documents"
+    MEAN_KL = "max_mean_kl", "Mean KL"
+    TOP10_OVERLAP = "min_top10_overlap", "Top-10 overlap"
+    RUINED = "max_ruined_share", "Ruined requests"
+    FAR_TOKENS = "max_p999_kl", "Far tokens"
+    NOISE_FLOOR = "noise_floor", "A/A noise", False
+    MUST_FAIL_CONTROL = "must_fail_control", "Must-fail control", False
+    CONFORMANCE = "conformance", "Conformance", False
+    STRESS_TEST = "stress_test", "Stress test"
+    ALLOCATION = "allocation", "Allocation"
+    FREE_ANSWERS = "free_answers", "Free answers"
+    SCALE_DELIVERY = "scale_delivery", "Delivered scales"
+    FULL_POOL = "full_pool", "Full pool", False
+    TAKES_EFFECT = "takes_effect", "Long enough", False
 
 
 class Check(Record):

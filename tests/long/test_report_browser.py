@@ -1,4 +1,4 @@
-"""report.html in Debian's Chromium: it filters, fits a phone, obeys the keyboard, follows the theme, requests nothing."""
+"""report.html in Debian's Chromium: it fits a phone, shows everything, requests nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,29 +94,10 @@ def visible(page: "Page", selector: str) -> int:
     return page.locator(f"{selector} >> visible=true").count()
 
 
-def test_filters_change_checks_and_answers(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as page:
-        before = page.locator("#count").inner_text()
-        page.select_option("#policy", "int4")
-        assert page.locator("#count").inner_text() != before
-        assert visible(page, ".matrix th[data-policy=fp8]") == 0
-        assert visible(page, ".matrix th[data-policy=int4]") == 1
-        flips = page.locator(".flip >> visible=true")
-        assert {flip.get_attribute("data-policy") for flip in flips.all()} == {"int4"}
-        page.select_option("#workload", "copy")
-        cards = page.locator(".cards article >> visible=true")
-        assert {card.get_attribute("data-workload") for card in cards.all()} == {"copy"}
-        page.select_option("#kind", "gained")
-        assert page.locator("#count").inner_text().startswith("1 of ")
-        page.select_option("#policy", "")
-        assert page.locator("#count").inner_text().startswith("3 of ")
-
-
 @pytest.mark.parametrize("width", [360, 390])
 def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: int) -> None:
     with opened(browser, report, viewport={"width": width, "height": 800}) as page:
-        page.locator("#expand").click()
-        for details in page.locator("details:not(.matrix details)").all():
+        for details in page.locator("details").all():
             details.evaluate("element => element.open = true")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         cut = page.evaluate(
@@ -131,13 +112,11 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
         assert outside == []
 
 
-def test_without_scripts_all_charts_and_tables_are_there(browser: "Browser", report: Path) -> None:
+def test_all_charts_answers_and_the_checks_of_what_failed_are_visible(browser: "Browser", report: Path) -> None:
     with opened(browser, report, java_script_enabled=False) as page:
-        assert visible(page, ".matrix .place") > 0
+        assert visible(page, ".checks tbody tr") > 10
         assert visible(page, ".cards .flip") > 12
         assert visible(page, "figure svg") == 3
-        assert visible(page, ".filters") == 0
-        assert page.get_by_text("Without scripts there are no filters").is_visible()
 
 
 def test_texts_from_outside_do_nothing_in_a_browser_either(browser: "Browser", tmp_path: Path) -> None:
@@ -145,8 +124,7 @@ def test_texts_from_outside_do_nothing_in_a_browser_either(browser: "Browser", t
     shown = [exhibit(tmp_path, f"kv {HOSTILE}", of, prompt=HOSTILE)]
     path = write_page(tmp_path / "report.html", shown, occasion(tmp_path, shown))
     with opened(browser, path) as page:
-        assert "{{7*7}}" in (page.locator("[data-chart=recovery] svg").first.text_content() or "")
-        page.select_option("#workload", HOSTILE)
+        assert "{{7*7}}" in (page.locator("#recovery-chart svg").first.text_content() or "")
         assert page.locator("img").count() == 0
         assert "hit" not in page.title()
         assert page.locator(".cards article >> visible=true").count() > 0

@@ -26,7 +26,6 @@ from stages.report.page import MOST_POLICIES, make_page, render, write_page
 from stages.report.text import differences, shown
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
-from stages.verdict.thresholds import Gate
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -42,20 +41,14 @@ class Elements(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
         self.texts: list[str] = []
-        self._in_script = False
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        self._in_script = tag == "script"
-
-    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
-        self._in_script = False
 
     def handle_data(self, data: str) -> None:
-        (self.scripts if self._in_script else self.texts).append(data)
+        self.texts.append(data)
 
     @property
     def text(self) -> str:
@@ -80,18 +73,11 @@ def content(judged: list[Exhibit], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list[Exhibit], page: str) -> None:
     text = " ".join(Elements(page).text.split())
-    reasons = [check.reason for exhibit in judged for check in exhibit.candidate.checks]
-    assert len(reasons) > 30
-    assert [reason for reason in reasons if reason not in text] == []
-
-
-def test_a_check_is_as_bad_as_the_worst_of_its_places(content: dict[str, Any]) -> None:
-    gates = content["gates"]
-    distance, answers = (next(row for row in gates if row.gate == gate) for gate in (Gate.MEAN_KL, Gate.ACCURACY))
-    assert [check and check.status for check in distance.worst] == ["PASS", "PASS", "FAIL"]
-    assert [check and check.status for check in answers.worst] == [None, None, "FAIL"]
-    of = {where: workload for gate in (distance, answers) for where, workload, _ in gate.places}
-    assert of == {where: where.partition(" ")[0] for where in ("retrieval", "copy", "retrieval [0, 256)", "copy [0, 256)")}
+    checks = [check for exhibit in judged for check in exhibit.candidate.checks]
+    assert len(checks) > 30
+    assert [check.reason for check in checks if check.reason not in text] == []
+    assert {check.where for check in checks} >= {"retrieval", "copy", "retrieval [0, 256)", "copy [0, 256)"}
+    assert f"{checks[0].gate.heading} {checks[0].where}" in " ".join(re.sub(r"<[^>]*>", " ", page).split())
 
 
 def test_the_front_is_what_no_other_policy_beats_in_bytes_and_distance(judged: list[Exhibit]) -> None:
@@ -105,7 +91,7 @@ def test_kl_by_length_covers_every_sample_once(judged: list[Exhibit]) -> None:
     bins = context_numbers(judged[:1])
     assert [row["context"] for row in bins] == ["0 to 255", "256 and more"]
     assert sum(row["samples"] for row in bins) == len(judged[0].rows)
-    assert all(row["kl"] == pytest.approx(0.001, rel=1e-2) for row in bins)
+    assert all(row["distance"] == pytest.approx(0.001, rel=1e-2) for row in bins)
 
 
 def test_every_chart_is_drawn_with_its_numbers_as_a_table(content: dict[str, Any], page: str) -> None:
@@ -156,24 +142,23 @@ def test_texts_from_outside_are_shown_and_do_nothing(tmp_path: Path) -> None:
     )
     found = Elements(render([made], told))
     tags = [tag for tag, _ in found.elements]
-    assert tags.count("script") == 1
-    assert not {"img", "image", "iframe", "object", "embed", "link", "base"} & set(tags)
+    assert not {"script", "img", "image", "iframe", "object", "embed", "link", "base"} & set(tags)
     handlers = [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
     assert handlers == []
     assert shown(text) in found.text
     assert tags.count("svg") == 3
 
 
-def test_the_page_may_run_its_own_scripts_alone_and_request_nothing(page: str) -> None:
+def test_the_page_may_run_no_scripts_and_request_nothing(page: str) -> None:
     found = Elements(page)
     policy = next(
         a["content"] for tag, a in found.elements if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
     )
     assert policy is not None
     assert policy.startswith("default-src 'none'; ")
-    assert not re.search(r"unsafe-eval|script-src[^;]*unsafe-inline|https?:|\*", policy)
-    for script in found.scripts:
-        assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+    assert not re.search(r"unsafe-eval|script|https?:|\*", policy)
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    assert f"style-src 'sha256-{base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()}'" in policy
     loading = {"src", "srcset", "action", "data", "poster", "xlink:href"}
     loaded = [name for _, attributes in found.elements for name in attributes if name in loading]
     assert loaded == []
@@ -186,7 +171,7 @@ def test_secrets_are_masked_before_answers_are_cut_into_differences(tmp_path: Pa
     made = exhibit(tmp_path, "fp8", of, prompt="hunter two words")
     text = render([made], occasion(tmp_path, command="kvgate tracking.uri=postgresql://me:hunter3@host/db"))
     assert "hunter two words" not in re.sub(r"<[^>]*>", "", text)
-    assert "abcdef" not in text.split("<script")[0]
+    assert "abcdef" not in text
     assert "hunter3" not in text
 
 
@@ -212,7 +197,7 @@ def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path:
     broken = replace(judged[0], candidate=candidate, rows=of, report=report.model_copy(update={"slices": slices}))
     told = occasion(tmp_path, [broken])
     assert make_page([broken], told)["rows"][1]["cells"][told.overview[0].index("mean KL") - 2] == "-"
-    assert "nan" not in render([broken], told).split("<script")[0].lower().replace("nano", "")
+    assert "nan" not in render([broken], told).lower().replace("nano", "")
 
 
 def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:
