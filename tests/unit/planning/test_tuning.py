@@ -2,12 +2,13 @@
 
 from itertools import product
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from pipeline.config.policies import load_policies, policy_yaml
-from stages.planning.tune import Option, fewest_bytes
+from stages.planning.tune import fewest_bytes
 from stages.planning.tuning import SIDES, MeasuredPolicy, choose, mixed_policy, mixed_scales
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
 from stages.policies.scales import KVScales, SideScales
@@ -19,7 +20,7 @@ FP8, INT8, INT4 = load_policies("tune.policies", ["fp8", "int8", "int4_g32"])
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(1, 6), st.floats(1e-7, 1)), min_size=1, max_size=3).map(
-            lambda options: [Option(1, float("nan")), *(Option(size, kl) for size, kl in options)]
+            lambda options: [*options, *[(1, float("nan"))] * (4 - len(options))]
         ),
         min_size=1,
         max_size=5,
@@ -27,17 +28,22 @@ FP8, INT8, INT4 = load_policies("tune.policies", ["fp8", "int8", "int4_g32"])
     st.floats(1e-6, 2),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_choice_within_the_budget_has_fewer_bytes_or_as_many_with_less_kl(units: list[list[Option]], budget: float) -> None:
-    def cost(choice: tuple[int, ...]) -> tuple[int, float]:
-        taken = [options[number] for options, number in zip(units, choice, strict=True)]
-        return sum(option.bytes for option in taken), sum(option.kl for option in taken)
+def test_no_choice_within_the_budget_has_fewer_bytes_or_as_many_with_less_kl(
+    places: list[list[tuple[int, float]]], budget: float
+) -> None:
+    sizes, distances = np.moveaxis(np.array(places, float), -1, 0)
 
-    every = [cost(choice) for choice in product(*(range(1, len(options)) for options in units))]
-    chosen = fewest_bytes(units, budget)
+    def cost(choice: tuple[int, ...]) -> tuple[float, float]:
+        taken = range(len(choice)), choice
+        return sizes[taken].sum(), distances[taken].sum()
+
+    allowed = [np.flatnonzero(np.isfinite(row)).tolist() for row in distances]
+    every = [cost(choice) for choice in product(*allowed)]
+    chosen = fewest_bytes(sizes, distances, budget)
     if chosen is None:
         assert not [kl for _, kl in every if kl <= budget * (1 - 1e-6)]
         return
-    assert 0 not in chosen, "infinite costs are never chosen"
+    assert all(number in numbers for number, numbers in zip(chosen, allowed, strict=True)), "unknown costs are never chosen"
     size, kl = cost(chosen)
     assert kl <= budget * (1 + 1e-6)
     bounds = (1 + 1e-6, 1 - 1e-6)  # the solver rounds
