@@ -11,7 +11,7 @@ from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.loading import open_backend, required_libraries
 from pipeline.registry import summary
-from pipeline.registry.routing.files import read_routing_file, read_snapshot
+from pipeline.registry.routing.files import read_snapshot
 from pipeline.registry.tracking import locate
 from pipeline.store.store import check_store
 from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir, lacks
@@ -53,8 +53,6 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
         yield partial(locate, config.tracking, config.work, config.model.label)
     if config.stage == "verify":
         yield partial(_check_bundle, config)
-    if config.stage == "route" and config.routing.file is not None:
-        yield partial(read_routing_file, config.routing)
     if config.stage == "monitor":
         yield partial(read_snapshot, config.monitor)
     if config.facts.plans:

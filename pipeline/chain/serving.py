@@ -120,7 +120,7 @@ def route(run: Run) -> None:
     if routing.rollback is not None:
         routes.roll_back(run.engines(), routing.rollback, _say)
     else:
-        routes.route(run.engines(), routing, _say)
+        routes.route(run.engines(), routing.routes or {}, _say)
 
 
 def monitor(run: Run) -> None:

@@ -63,7 +63,7 @@ STAGES = {
     "recommend": StageFacts(plans=True),
     "all": StageFacts(makes=True, judges=True, tracked=True, reads=("signing.key",)),
     "tune": StageFacts(makes=True),
-    "route": StageFacts(tracked=True, reads=("routing.file", "routing.rollback")),
+    "route": StageFacts(tracked=True, reads=("routing.routes", "routing.rollback")),
     "monitor": StageFacts(tracked=True, reads=("monitor.snapshot",), needs="the JSON file of a snapshot"),
     "status": StageFacts(tracked=True, recorded=False),
     "prune": StageFacts(tracked=True, recorded=False, reads=("prune.apply",)),
@@ -189,8 +189,8 @@ class Config(StrictModel):
                 raise ValueError(f"{key}={written(value)}: only {only} read{'' if ' and ' in only else 's'} it; leave it out")
         if self.facts.needs is not None and attrgetter(self.facts.reads[0])(self) is None:
             raise ValueError(f"{self.facts.reads[0]}: missing; stage={self.stage} needs {self.facts.needs}")
-        if self.stage == "route" and (self.routing.file is None) == (self.routing.rollback is None):
-            raise ValueError("routing: stage=route needs routing.file=FILE or routing.rollback=CLASS, one of the two")
+        if self.stage == "route" and (self.routing.routes is None) == (self.routing.rollback is None):
+            raise ValueError("routing: stage=route needs one of routing.routes={CLASS: ENGINE} and routing.rollback=CLASS")
         return self
 
     @property

@@ -17,11 +17,12 @@ from pipeline.config import CONF, launchers
 from pipeline.config.explain import suggest
 from pipeline.config.launchers import LAUNCHER_KEYS
 from pipeline.config.override_syntax import as_typed, quoted, written
-from pipeline.registry.yaml_files import MOST_BYTES, refuse_growth
 from stages.core.errors import UserError, short
 from stages.core.redaction import redact_text
 from stages.core.strict import Unreadable, read_file
 
+MOST_BYTES, MOST_DEPTH = 1_000_000, 100
+"""Maximum bytes and nesting of a file of options."""
 MOST_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
@@ -170,11 +171,22 @@ def _check_option(path: Path, folder: Path) -> None:
         raise UserError(f"--config-dir: {path}: kvgate's own option of this name comes first; give it another name")
     with suppress(yaml.YAMLError, RecursionError):
         try:
-            refuse_growth(read_file(path, MOST_BYTES).decode(), f"--config-dir: {path}")
+            _refuse_growth(read_file(path, MOST_BYTES).decode(), f"--config-dir: {path}")
         except UnicodeError:
             raise UserError(f"--config-dir: {path}: is not UTF-8; save it as UTF-8") from None
         except Unreadable as error:
             raise UserError(f"--config-dir: {path}: {error}") from None
+
+
+def _refuse_growth(text: str, where: str) -> None:
+    """Refuse YAML that is costly to load: aliases (a few lines expand to gigabytes) and deep nesting."""
+    depth = 0
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.AliasEvent):
+            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEPTH:
+            raise UserError(f"{where}: cannot be read (nested more than {MOST_DEPTH} deep); correct it")
 
 
 def refuse_code(hydra: DictConfig) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from stages.core.errors import UserError
 
@@ -61,14 +61,12 @@ class Unreadable(ValueError):
     """A file that cannot be used. The message states the problem and the fix; the caller adds the file's name."""
 
 
-def first_error(error: ValidationError) -> ErrorDetails:
-    """Return the first error of a record; an unknown key comes first, because a misspelled key is also missing."""
-    return min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
-
-
 def first_problem(error: ValidationError, whole: str = "the file") -> str:
-    """Return the first problem of a record, after its place; `whole` is the place of a problem with the whole record."""
-    first = first_error(error)
+    """Return the first problem of a record, after its place; `whole` is the place of a problem with the whole record.
+
+    An unknown key comes first, because a misspelled key is also missing.
+    """
+    first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 

@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 from bad_input.makers import CONFIG, checkpoint, safetensors, shapes
 from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.registry import summary
-from pipeline.registry.routing.files import RoutingConfig, read_routing_file
+from pipeline.registry.routing.files import MonitorConfig, read_snapshot
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.shapes import read_model
@@ -45,8 +45,8 @@ KEYS = [
     "reference",
     "depth",
     "text",
-    "routes",
-    "default",
+    "classes",
+    "taken_at",
 ]
 
 
@@ -82,13 +82,14 @@ def test_headers_of_safetensors(model: Path, length: int | None, entry: dict[str
         check_weights(inspect_checkpoint(model), expected_tensors)
 
 
+MONITOR = MonitorConfig(snapshot=None, min_within_limit=0.9, min_json_validity=0.9, min_canary_accuracy=0.9, max_live_share=0.9)
 READERS: dict[str, Callable[[Path], object]] = {
     "summary.json": lambda path: summary.load(path.parent),
     "identity.json": read_identity,
     "bundle.json": lambda path: read_bundle(path.parent),
     "samples.jsonl": lambda path: read_jsonl(path, set()),
     "texts.jsonl": lambda path: texts_from_file(path, 10),
-    "routes.yaml": lambda path: read_routing_file(RoutingConfig(file=str(path), rollback=None)),
+    "snapshot.json": lambda path: read_snapshot(MONITOR.model_copy(update={"snapshot": str(path)})),
 }
 
 

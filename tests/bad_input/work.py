@@ -1,8 +1,7 @@
-"""Invalid work directories, samples, routing files, snapshots, GGUF files and loads."""
+"""Invalid work directories, samples, routes, snapshots, GGUF files and loads."""
 
 import json
 import struct
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +67,12 @@ def snapshot(**changes: Any) -> str:
 
 
 SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
-    ("no JSON", "{", ("cannot be read",)),
+    ("no JSON", "{", ("is not JSON",)),
+    ("a key twice", '{"classes": {}, "classes": {}}', ("a key occurs twice",)),
+    ("an unknown key", '{"clases": {}}', ("clases: Extra inputs",)),
     ("no classes", '{"classes": {}}', ("classes",)),
     ("more good than all", snapshot(latency={"good": 2, "of": 1, "limit_ms": 5.0}), ("good=2",)),
     ("a time without its zone", json.dumps(SNAPSHOT | {"taken_at": "2026-01-01T00:00:00"}), ("taken_at", "timezone")),
-)
-
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")
-)
-ROUTES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
-    ("aliases that grow", BOMB, ("alias",)),
-    ("a key twice", "routes: {}\nroutes: {}", ("cannot be read",)),
-    ("an unknown key", "rutes: {}", ("rutes",)),
-    ("a class that ends like a way back", "routes: {chat-previous: a}", ("must not end with -previous",)),
 )
 
 GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
@@ -110,13 +101,13 @@ CASES = [
            text("c.jsonl", content)) for name, content, says in TEXTS),
     *(Case(f"monitor.snapshot: {name}", ("stage=monitor", "monitor.snapshot=s.json"), ("monitor.snapshot=s.json", *says),
            text("s.json", content)) for name, content, says in SNAPSHOTS),
-    *(Case(f"routing.file: {name}", ("stage=route", "routing.file=r.yaml"), ("routing.file=r.yaml", *says),
-           text("r.yaml", content)) for name, content, says in ROUTES),
+    Case("a class that ends like a way back", ("stage=route", "routing.routes={chat-previous: a}"),
+         ("routing.routes.chat-previous", "must not end with -previous")),
     *(Case(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *says), text("m.gguf", content))
       for name, content, says in GGUFS),
     *(Case(" ".join(arguments), arguments, says) for arguments, says in LOADS),
     *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), place("x", make))
-      for key, more in (("workloads.jsonl", ()), ("routing.file", ("stage=route",)))
+      for key, more in (("workloads.jsonl", ()), ("monitor.snapshot", ("stage=monitor",)))
       for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("100 GB", sparse(100 << 30)))),
     Case("of nothing: stage=rollback", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
     Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),

@@ -10,7 +10,6 @@ from judged_candidates import MemoryRegistry, decide_pass, judged_candidate
 
 from pipeline.config.policies import shipped_policies
 from pipeline.registry.promotion import Engines, Finding, RegisteredEngine
-from pipeline.registry.routing.files import RoutingConfig
 from pipeline.registry.routing.stages import route
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest
@@ -49,16 +48,10 @@ class Fleet:
         """The engines as a command opens them: nothing has been replayed yet."""
         return Engines(self.registry, self._find, self._decide)
 
-    def file(self, text: str) -> RoutingConfig:
-        """Write a routing file with this text."""
-        path = self.folder / "routes.yaml"
-        path.write_text(text)
-        return RoutingConfig(file=str(path), rollback=None)
-
-    def routed(self, text: str) -> list[str]:
-        """Set the routes of a routing file, and return the printed lines."""
+    def routed(self, **routes: str) -> list[str]:
+        """Set routes (class -> engine), and return the printed lines."""
         said: list[str] = []
-        route(self.engines, self.file(text), said.append)
+        route(self.engines, routes, said.append)
         return said
 
     def route(self, workload: str) -> str | None:

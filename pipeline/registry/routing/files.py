@@ -1,14 +1,22 @@
-"""`routing.*` and `monitor.*`, and the two files that they name: the routing file, and the snapshot of a fleet."""
+"""`routing.*` and `monitor.*`, and the file that the latter name: the snapshot of a fleet."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
-from pipeline.registry.yaml_files import read_yaml
 from stages.core.errors import UserError
-from stages.core.strict import PathText, StrictModel
+from stages.core.strict import PathText, StrictModel, Unreadable, absolute, first_problem, parse_json, read_file
 
+MOST_BYTES = 1_000_000
 MAX_AGE_S = 900
 """Maximum seconds between now and `taken_at` of a snapshot."""
 PREVIOUS = "-previous"
@@ -32,10 +40,10 @@ Part = Annotated[float, Field(gt=0, lt=1)]
 
 
 class RoutingConfig(StrictModel):
-    """The action of stage=route: apply a routing file, or move a route back."""
+    """The action of stage=route: set routes, or move a route back."""
 
-    file: PathText | None
-    """The routing file: class of work -> engine."""
+    routes: Annotated[dict[ClassName, EngineName], Field(min_length=1)] | None
+    """Class of work -> its engine: the name of a registered candidate, or a version's number."""
     rollback: Annotated[str, Field(min_length=1)] | None
     """Class of work whose route moves back to its previous engine."""
 
@@ -53,12 +61,6 @@ class MonitorConfig(StrictModel):
     """Minimum share of right answers to questions with known answers in the traffic."""
     max_live_share: Annotated[float, Field(gt=0, le=1)]
     """Maximum share of live tokens among the tokens that fit. A larger share is memory pressure."""
-
-
-class RoutingFile(StrictModel):
-    """The engine of every class: the name of a registered candidate, or a version's number."""
-
-    routes: Annotated[dict[ClassName, EngineName], Field(min_length=1)]
 
 
 class Share(StrictModel):
@@ -106,19 +108,22 @@ class Snapshot(StrictModel):
     classes: Annotated[dict[ClassName, ClassSnapshot], Field(min_length=1)]
 
 
-def read_routing_file(routing: RoutingConfig) -> RoutingFile:
-    """Read the routing file, YAML or JSON. Raises UserError with its first problem."""
-    return read_yaml(RoutingFile, "routing.file", routing.file)
-
-
 def read_snapshot(monitor: MonitorConfig) -> Snapshot:
-    """Read the snapshot, YAML or JSON. Raises UserError with its first problem, also if the snapshot is too old."""
-    snapshot = read_yaml(Snapshot, "monitor.snapshot", monitor.snapshot)
+    """Read the snapshot. Raises UserError with its first problem, also if the snapshot is too old."""
+    where = f"monitor.snapshot={monitor.snapshot}"
+    try:
+        content = read_file(absolute(str(monitor.snapshot)), MOST_BYTES)
+        parse_json(content)  # refuses repeated keys, of which pydantic takes the last
+        snapshot = Snapshot.model_validate_json(content)
+    except Unreadable as error:
+        raise UserError(f"{where}: {error}") from None
+    except ValidationError as error:
+        raise UserError(f"{where}: {first_problem(error)}; correct it") from None
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
         if away > MAX_AGE_S:
             raise UserError(
-                f"monitor.snapshot={monitor.snapshot}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, "
-                f"more than {MAX_AGE_S}; take a new one"
+                f"{where}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, more than {MAX_AGE_S}; take a "
+                "new one"
             )
     return snapshot

@@ -16,23 +16,15 @@ A route is two aliases of the registered model: `route-CLASS` is the engine that
 its predecessor. Servers read the first alias. A command decides on the aliases that it read. If an alias was moved meanwhile,
 the command moves nothing. The serving alias is written last, so that a killed command leaves a way back, and running it again
 completes the move. If a route moves back from a version, the registered model's tag `left-CLASS` gets the version: no monitor
-chooses it for this class again until a routing file names it.
+chooses it for this class again until `routing.routes` names it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipeline.registry.promotion import Engines, RegisteredEngine, Registry
-from pipeline.registry.routing.files import (
-    PREVIOUS,
-    ClassSnapshot,
-    MonitorConfig,
-    RoutingConfig,
-    Share,
-    read_routing_file,
-    read_snapshot,
-)
+from pipeline.registry.routing.files import PREVIOUS, ClassSnapshot, MonitorConfig, Share, read_snapshot
 from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
@@ -233,7 +225,7 @@ def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Readin
 def find_engine(engines: Engines, name: str, key: str) -> RegisteredEngine:
     """Return the latest version with this name, or the version with this number.
 
-    `key` locates the name in the routing file, for messages.
+    `key` is the key of the name, for messages.
     """
     versions = engines.model.versions.values()
     named = [one for one in versions if name in (one.number, one.name)]
@@ -257,31 +249,30 @@ def prove(engines: Engines, engine: RegisteredEngine, workload: str) -> None:
             raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
 
 
-def route(engines: Engines, routing: RoutingConfig, say: Callable[[str], None]) -> None:
-    """Set the routes of the routing file. Other classes keep their routes.
+def route(engines: Engines, routes: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Set the routes of `routing.routes`. Other classes keep their routes.
 
     Raises:
-        UserError: kvgate knows no such class, and no engine of the file was judged on it; or another line of the file is wrong.
+        UserError: kvgate knows no such class, and no named engine was judged on it; or no engine has a name.
         GateRefusal: an engine is not proven for its class.
     """
-    routes = read_routing_file(routing).routes
-    named = {workload: find_engine(engines, name, f"routing.file: routes.{workload}") for workload, name in routes.items()}
+    named = {workload: find_engine(engines, name, f"routing.routes.{workload}") for workload, name in routes.items()}
     judged = {workload for engine in named.values() for workload in engine.workloads}
     for workload in named:
         if workload not in {*get_args(Workload), *judged}:
             choices = ", ".join(sorted(judged or get_args(Workload)))
-            raise UserError(f"routing.file: routes.{workload}: no such class; these engines were judged on {choices}")
+            raise UserError(f"routing.routes.{workload}: no such class; these engines were judged on {choices}")
     moves, lines = [], []
     for workload, engine in named.items():
         try:
             prove(engines, engine, workload)
         except (GateRefusal, MissingRequirement) as error:
-            where = f"routing.file: routes.{workload}={engine.candidate.name}"
+            where = f"routing.routes.{workload}={engine.candidate.name}"
             raise type(error)(f"{where}: version {engine.version} is not proven: {error}") from error
         before = aliases_of(engines.model, workload)
         after = before.moved_to(engine.version)
         if after != before:
-            moves.append(Move(workload, before, after, "the routing file"))
+            moves.append(Move(workload, before, after, "by routing.routes"))
         lines.append(f"{alias_of(workload)}: {engine}{', as it was' if after == before else ''}")
     make_moves(engines.registry, moves)
     for line in lines:

@@ -308,9 +308,7 @@ def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Pa
 
 
 def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsys: pytest.CaptureFixture[str]) -> None:
-    routes = copied.work.parent / "routes.yaml"
-    routes.write_text("routes: {copy: int8}")
-    copied.command("stage=route", f"routing.file={routes}")
+    copied.command("stage=route", "routing.routes={copy: int8}")
     plan, before = copied.plan("prune.keep_sweeps=1"), distinct_bytes(walk(copied.artifacts))
     copied.command("stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
     assert before - distinct_bytes(walk(copied.artifacts)) == plan.freed_bytes
@@ -321,7 +319,7 @@ def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsy
     assert copied.plan("prune.keep_sweeps=1").gone == ()
 
     copied.command("stage=verify", f"bundle={copied.identity_of('fp8').parent}")
-    copied.command("stage=route", f"routing.file={routes}")
+    copied.command("stage=route", "routing.routes={copy: int8}")
     copied.command("stage=rollback")
     assert copied.alias("champion") == "int8"
     with pytest.raises(UserError, match=r"the sweep has no candidate of this name, did you mean fp8k_int4v\?"):

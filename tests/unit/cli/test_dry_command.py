@@ -21,7 +21,7 @@ from stages.core.errors import MissingRequirement, UserError
 BRIEF = ["calibration.samples=4", "workloads.rounds=[0.5,1.0]", "tracking=none"]
 OF_STAGES: dict[str, list[str]] = {
     "verify": ["bundle={identity}"],
-    "route": ["routing.file={routes}"],
+    "route": ["routing.routes={{copy: fp8}}"],
     "monitor": ["monitor.snapshot={snapshot}"],
     "tune": ["tune.policies=[fp16,fp8]"],
 }
@@ -72,7 +72,6 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
         work = folder / "work"
         run_all(plan([f"workdir={work}", *BRIEF, "stage=evaluate", "kv=fp8,int4_tensor"], multirun=True))
         MlflowStore(locate(planned(work, "tracking=mlflow").jobs[0].tracking, work, "tiny"))
-    (folder / "routes.yaml").write_text("routes: {copy: fp8}\n")
     snapshot = {"schema_version": 1, "taken_at": "now", "classes": {"default": {"version": "1"}}}
     (folder / "snapshot.json").write_text(json.dumps(snapshot))
     return work
@@ -87,7 +86,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_writes_anything(stage: str, used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     identity = next((used / "artifacts" / "identity").glob("[!.]*"))
-    files = {"identity": identity, "routes": used.parent / "routes.yaml", "snapshot": used.parent / "snapshot.json"}
+    files = {"identity": identity, "snapshot": used.parent / "snapshot.json"}
     arguments = [argument.format(**files) for argument in OF_STAGES.get(stage, [])]
     before, here = tree(used.parent), sorted(os.listdir())
     foretell(planned(used, f"stage={stage}", "tracking=mlflow", *arguments))

@@ -36,14 +36,14 @@ def int8_then_fp8(fleet: Fleet) -> None:
     """Route `copy` to int8 (version 1), then to fp8 (version 2)."""
     for policy in ("int8", "fp8"):
         fleet.add(policy)
-        fleet.routed(f"routes: {{copy: {policy}}}")
+        fleet.routed(copy=policy)
 
 
 def fp8_beside(fleet: Fleet, **others: int) -> None:
     """Route `copy` to fp8 (version 1, 1,000 tokens). `others`: policy -> live tokens of the following versions."""
     for policy, live_tokens in {"fp8": 1000, **others}.items():
         fleet.add(policy, live_tokens)
-    fleet.routed("routes: {copy: fp8}")
+    fleet.routed(copy="fp8")
 
 
 def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
@@ -172,7 +172,7 @@ def test_an_engine_over_another_baseline_or_that_holds_no_more_is_not_taken(flee
     assert pressed(fleet)[0] == "1"
 
 
-def test_an_engine_that_was_rolled_back_is_taken_again_only_once_a_routing_file_names_it(fleet: Fleet) -> None:
+def test_an_engine_that_was_rolled_back_is_taken_again_only_once_it_is_routed_by_name(fleet: Fleet) -> None:
     fp8_beside(fleet, fp8k_int4v=1300)
     assert pressed(fleet)[0] == "2"
     with pytest.raises(GateRefusal):
@@ -180,15 +180,15 @@ def test_an_engine_that_was_rolled_back_is_taken_again_only_once_a_routing_file_
     version, said = pressed(fleet)
     assert version == "1"
     assert "copy: not version 2 (fp8k_int4v): was rolled back" in said
-    fleet.routed("routes: {copy: fp8k_int4v}")
-    fleet.routed("routes: {copy: fp8}")
+    fleet.routed(copy="fp8k_int4v")
+    fleet.routed(copy="fp8")
     assert pressed(fleet)[0] == "2"
 
 
 def test_one_class_that_breaks_leaves_the_others_where_they_are(fleet: Fleet) -> None:
     for policy in ("int8", "fp8"):
         fleet.add(policy)
-        fleet.routed(f"routes: {{copy: {policy}, retrieval: {policy}}}")
+        fleet.routed(copy=policy, retrieval=policy)
     classes = {"copy": {**WELL, "version": "2", **NO_JSON}, "retrieval": {**WELL, "version": "2"}}
     with pytest.raises(GateRefusal, match=": copy: broken"):
         monitor(fleet.engines, limits(fleet, {"classes": classes}), lambda _line: None)

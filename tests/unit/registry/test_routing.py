@@ -1,4 +1,4 @@
-"""Routes: contents of routing files, required evidence of engines, and atomic moves of aliases."""
+"""Routes: required evidence of engines, and atomic moves of aliases."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +20,7 @@ from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.report import REPORT_FILE
 
-BOTH = "routes: {retrieval: fp8, copy: int8}"
+BOTH = {"retrieval": "fp8", "copy": "int8"}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def rolled_back(fleet: Fleet, workload: str) -> None:
 
 
 def test_each_class_gets_its_engine_and_an_engine_is_replayed_once(fleet: Fleet) -> None:
-    said = fleet.routed("routes: {retrieval: fp8, copy: fp8}")
+    said = fleet.routed(retrieval="fp8", copy="fp8")
     assert fleet.registry.aliases == {"route-retrieval": "2", "route-copy": "2"}
     assert said == ["route-retrieval: version 2 (fp8)", "route-copy: version 2 (fp8)"]
     assert fleet.replays == ["fp8"]
@@ -45,20 +45,20 @@ def test_each_class_gets_its_engine_and_an_engine_is_replayed_once(fleet: Fleet)
 
 def test_a_number_names_a_version_and_a_name_the_latest_version_that_has_it(fleet: Fleet) -> None:
     fleet.add("fp8")
-    fleet.routed("routes: {copy: 2, retrieval: fp8}")
+    fleet.routed(copy="2", retrieval="fp8")
     assert (fleet.route("copy"), fleet.route("retrieval")) == ("2", "4")
 
 
-def test_the_same_file_again_moves_nothing_and_leaves_the_way_back(fleet: Fleet) -> None:
-    fleet.routed("routes: {copy: int8}")
-    fleet.routed("routes: {copy: fp8}")
-    assert fleet.routed("routes: {copy: fp8}") == ["route-copy: version 2 (fp8), as it was"]
+def test_the_same_routes_again_move_nothing_and_leave_the_way_back(fleet: Fleet) -> None:
+    fleet.routed(copy="int8")
+    fleet.routed(copy="fp8")
+    assert fleet.routed(copy="fp8") == ["route-copy: version 2 (fp8), as it was"]
     assert aliases_of(fleet.registry.read(), "copy") == Aliases("2", "3")
 
 
 def test_a_rollback_by_hand_goes_to_the_previous_engine_then_nowhere(fleet: Fleet) -> None:
-    fleet.routed("routes: {retrieval: int8}")
-    fleet.routed(BOTH)
+    fleet.routed(retrieval="int8")
+    fleet.routed(**BOTH)
     rolled_back(fleet, "retrieval")
     assert fleet.route("retrieval") == "3"
     assert fleet.registry.read().left("retrieval") == {"2"}
@@ -70,46 +70,46 @@ def test_a_rollback_by_hand_goes_to_the_previous_engine_then_nowhere(fleet: Flee
 
 def test_a_rollback_takes_no_engine_that_was_deleted(fleet: Fleet) -> None:
     for policy in ("int8", "fp8"):
-        fleet.routed(f"routes: {{copy: {policy}}}")
+        fleet.routed(copy=policy)
     del fleet.registry.versions["3"]
     with pytest.raises(UserError, match="cannot go back: version 3 was deleted"):
         rolled_back(fleet, "copy")
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "expected"),
+    ("routes", "kind", "expected"),
     [
         (
-            "routes: {copy: fp8, summaries: fp8}",
+            {"copy": "fp8", "summaries": "fp8"},
             UserError,
             "routes.summaries: no such class; .* copy, retr",
         ),
         (
-            "routes: {copy: fp9}",
+            {"copy": "fp9"},
             UserError,
             "copy=fp9: no registered engine has this name; there are bf16, fp8, int8",
         ),
-        ("routes: {copy: 7}", UserError, "routes.copy=7: no registered engine"),
+        ({"copy": "7"}, UserError, "routes.copy=7: no registered engine"),
         (
-            "routes: {copy: fp8, prose: fp8}",
+            {"copy": "fp8", "prose": "fp8"},
             GateRefusal,
             "prose=fp8: version 2 is .* not judged prose",
         ),
         (
-            "routes: {copy: int8}",
+            {"copy": "int8"},
             GateRefusal,
             "copy=int8: version 3 is not proven: copy is INCONCLUSIVE: copy: a",
         ),
-        ("routes: {copy: bf16}", GateRefusal, "copy=bf16: version 1 is not proven: identity: differs"),
+        ({"copy": "bf16"}, GateRefusal, "copy=bf16: version 1 is not proven: identity: differs"),
     ],
 )
 def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
-    fleet: Fleet, text: str, kind: type[Exception], expected: str
+    fleet: Fleet, routes: dict[str, str], kind: type[Exception], expected: str
 ) -> None:
     fleet.lines[fleet.candidates["3"].engine.digest, "copy"] = "INCONCLUSIVE"
     fleet.candidates["1"].identity.path.write_text("another")
     with pytest.raises(kind, match=expected):
-        fleet.routed(text)
+        fleet.routed(**routes)
     assert fleet.registry.moves == []
 
 
@@ -120,7 +120,7 @@ def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet
 
     monkeypatch.setattr(stages, "locked", after_somebody_else)
     with pytest.raises(GateRefusal, match="route-copy was moved meanwhile"):
-        fleet.routed(BOTH)
+        fleet.routed(**BOTH)
     assert fleet.registry.moves == []
 
 
