@@ -108,7 +108,7 @@ def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine) ->
     assert engine.forced([*TOKENS, *said], len(TOKENS)).argmax(1).tolist()[:-1] == said[1:], "unchanged by the forcing"
 
 
-def test_the_canarys_cache_is_wrong_and_can_be_taken_back(engine: RequestEngine) -> None:
+def test_the_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestEngine) -> None:
     before = engine.forced(TOKENS, FIRST)
     engine.corrupt_key_scale(0.1)
     assert np.abs(engine.forced(TOKENS, FIRST) - before).max() > 0.01
@@ -150,7 +150,7 @@ def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bund
     assert probe(library.program, library.make(tmp_path / "same", release=library.release)).unread is None
 
 
-def test_what_is_missing_says_how_to_get_it_in_a_line(library: Library, tmp_path: Path) -> None:
+def test_a_missing_requirement_names_its_fix_in_one_line(library: Library, tmp_path: Path) -> None:
     broken = library.make(tmp_path / "bin", mode="broken install")
     name = library.program.library
     for python, said in (

@@ -41,13 +41,13 @@ def policy_of(key: Format, value: Format, **more: Any) -> KVPolicy:
         ),
     ],
 )
-def test_what_llama_cpps_cache_cannot_hold_is_refused(policy: KVPolicy, head_dim: int, message: str) -> None:
+def test_a_policy_that_llama_cpp_cannot_store_is_refused(policy: KVPolicy, head_dim: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         cache_types(policy, head_dim)
 
 
 @pytest.mark.parametrize(("head_dim", "key"), [(64, "hadamard"), (64, "hadamard_64"), (128, "hadamard"), (192, "hadamard_64")])
-def test_its_own_rotation_is_taken(head_dim: int, key: str) -> None:
+def test_llama_cpps_own_rotation_is_accepted(head_dim: int, key: str) -> None:
     policy = policy_of(form_of("q8_0", key), form_of("q4_0", "hadamard_64"))
     assert rotates(policy, head_dim)
     assert not rotates(policy_of(form_of("q8_0"), FP16), head_dim)

@@ -60,7 +60,7 @@ def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_
     engine.close()
 
 
-def test_a_cache_without_a_scale_has_no_control(bundles: dict[str, Path], python: str) -> None:
+def test_a_cache_without_a_scale_has_no_must_fail_control(bundles: dict[str, Path], python: str) -> None:
     with pytest.raises(UserError, match="kv=fp16: the cache has no scale"):
         open_engine(bundles["fp16"], python).corrupt_key_scale(0.1)
 
@@ -91,7 +91,7 @@ def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundle
         open_engine(served, without)
 
 
-def test_two_ranks_hold_what_one_held(work: Path, tiny_checkpoint: Path, python: str) -> None:
+def test_two_ranks_together_hold_the_checkpoint_of_one(work: Path, tiny_checkpoint: Path, python: str) -> None:
     quantized = make_exports(tiny_checkpoint, work / "quantized-tp", "fp8")
     wide = make_interpreter(work / "wide", gpus=("9.0", "9.0"))
     bundle = make_bundle("trtllm", quantized, work / "tp", "fp8", wide, tensor_parallel_size=2)

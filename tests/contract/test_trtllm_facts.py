@@ -72,7 +72,7 @@ def state_of(wanted: settings.Settings, quantization: dict[str, Any], sm: int = 
     return {**{key.removeprefix("plugin_config."): value for key, value in wanted.items()}, **quantization, "sm": sm}
 
 
-def test_what_auto_asks_for_is_what_the_builder_keeps(fake: ModuleType) -> None:
+def test_settings_of_auto_are_kept_by_the_builder(fake: ModuleType) -> None:
     for quantization in QUANTIZATIONS:
         state = state_of(settings.engine_settings(options(), quantization), quantization)
         before = dict(state)

@@ -52,7 +52,7 @@ def test_the_pytorch_target_has_every_release_and_the_engine_the_last_that_build
     assert gpus(here) == [("Fake H0", "9.0", "580.95")]
 
 
-def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:
+def test_another_release_is_refused_with_the_needed_release(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "old", release="1.1.0")
     with refused(MissingRequirement, f"backend.python={python}: has TensorRT-LLM 1.1.0, backend=trtllm needs 1.2 or later; "):
         probe(PROGRAM, python)
@@ -63,7 +63,7 @@ def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
-def test_the_canary_finds_the_attention_where_a_release_has_it(tmp_path: Path, place: str) -> None:
+def test_the_must_fail_control_finds_each_releases_attention_module(tmp_path: Path, place: str) -> None:
     module = tmp_path / "tensorrt_llm" / "_torch" / place / "trtllm.py"
     module.parent.mkdir(parents=True)
     module.write_text("class TrtllmAttention: pass\n")
@@ -102,7 +102,7 @@ def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_ca
         ("engine", "none", 4, "backend.tensor_parallel_size=4: does not divide the model's 2 KV heads"),
     ],
 )
-def test_weights_and_ranks_that_do_not_go_are_refused_by_their_key(
+def test_unsupported_weights_and_ranks_are_refused_by_their_key(
     tiny_checkpoint: Path, target: Any, weights: Any, ranks: int, expected: str
 ) -> None:
     refusal = refuse(target, SHIPPED["fp8"], weights, inspect_checkpoint(tiny_checkpoint), ranks)
@@ -135,7 +135,7 @@ def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
         ("rewritten arguments", "1.3.0", r"kv_cache_config\.dtype was asked as fp8 and is auto"),
     ],
 )
-def test_a_build_that_fails_or_makes_something_else_is_told_with_the_reason(
+def test_a_failed_or_wrong_build_is_reported_with_its_reason(
     quantized: Path, tmp_path: Path, mode: str, release: str, expected: str
 ) -> None:
     target = "engine" if release == "1.2.1" else "pytorch"
@@ -173,7 +173,7 @@ def test_switches_that_move_logits_are_off_in_what_is_served_and_judged_where_th
         assert {given.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
 
 
-def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantized: Path, tmp_path: Path) -> None:
+def test_refused_llm_arguments_are_reported_with_the_releases_reason(quantized: Path, tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", release="1.3.0", mode="no block reuse")
     with pytest.raises(UserError, match=r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: kv_cache"):
         make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, target="pytorch")
@@ -247,7 +247,7 @@ def test_a_worker_gets_the_folder_of_its_library_and_neither_another_folder_nor_
 
 
 @pytest.mark.parametrize("mode", ["chunks by default", "chunks"])
-def test_prompts_in_chunks_are_switched_off_and_told_where_the_release_makes_them_all_the_same(
+def test_chunked_prompts_are_switched_off_and_reported_if_the_release_chunks_anyway(
     quantized: Path, tmp_path: Path, mode: str
 ) -> None:
     bundle = build(quantized, tmp_path, {"release": "1.3.0", "mode": mode})

@@ -50,7 +50,7 @@ def bundle(quantized: Path) -> Path:
         ),
     ],
 )
-def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str, expected: str) -> None:
+def test_an_invalid_answer_is_reported_with_its_cause(tmp_path: Path, says: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as raised:
         probe(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
     assert "\n" not in str(raised.value)

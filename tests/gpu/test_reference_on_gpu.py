@@ -70,7 +70,7 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert (float(np.median(rows)) < TYPICAL, float(rows.max()) < FLIPPED) == (True, True), (np.median(rows), rows.max())
 
 
-def test_one_pass_is_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
+def test_one_pass_equals_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
     ours, theirs = (engine.forced(texts[0], 300) for engine in pair)
     assert_close(ours, theirs)
     assert pair[0].device == CUDA
@@ -78,7 +78,7 @@ def test_one_pass_is_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[in
     assert weights == {torch.float16}, "the tiny checkpoint's, before and after a pass"
 
 
-def test_rows_of_several_sequences_are_the_cpus_and_a_rounding_moves_them_alike(
+def test_rows_of_several_sequences_and_the_effect_of_a_rounding_equal_the_cpus(
     pair: tuple[TorchEngine, ...], texts: list[list[int]]
 ) -> None:
     fed = [
@@ -97,7 +97,7 @@ def test_rows_of_several_sequences_are_the_cpus_and_a_rounding_moves_them_alike(
     assert_close(np.concatenate([one.logits for one in again]), ours)
 
 
-def test_prompts_and_steps_over_the_cache_are_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
+def test_prompts_and_steps_over_the_cache_equal_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
     steps, reports = [], []
     for engine in pair:
         handles, logits = engine.prefill([text[:length] for text, length in zip(texts, (400, 63, 129, 1), strict=True)])
@@ -111,7 +111,7 @@ def test_prompts_and_steps_over_the_cache_are_the_cpus(pair: tuple[TorchEngine, 
     assert reports[0] == reports[1]
 
 
-def test_a_replay_over_the_same_codes_is_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
+def test_a_replay_over_the_same_codes_equals_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
     gpu, cpu = pair
     policy = cpu.policy
     tokens = texts[3][:330]
@@ -140,7 +140,9 @@ def test_a_replay_over_the_same_codes_is_the_cpus(pair: tuple[TorchEngine, ...],
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_relatives_of_a_policy_are_the_cpus(name: str, tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]]) -> None:
+def test_known_mistakes_of_engines_are_computed_as_on_the_cpu(
+    name: str, tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]]
+) -> None:
     bundle = make_reference_bundle(tiny_checkpoint, tmp_path / "bundle", SHIPPED[name])
     pair = [load_engine(bundle, threads=4, prefill_chunk=128, device=device) for device in (CUDA, torch.device("cpu"))]
     for (what, ours), (_, theirs) in zip(*map(relatives, pair), strict=True):
@@ -153,7 +155,7 @@ def forms() -> list[Format]:
 
 
 @pytest.mark.parametrize("form", forms(), ids=str)
-def test_codes_of_the_same_numbers_are_the_cpus(form: Format) -> None:
+def test_codes_of_the_same_numbers_equal_the_cpus(form: Format) -> None:
     dim = 128 if form.group_size == 128 else 64
     x = torch.randn(2, 500, dim, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 500)[:, None]
     count = form.static_scales(2, dim)
@@ -173,7 +175,7 @@ def test_codes_of_the_same_numbers_are_the_cpus(form: Format) -> None:
     assert float(((back - wanted).abs() > allowed).float().mean()) < 4 * FLIPS
 
 
-def test_weights_in_16_bits_give_what_float32_weights_give(
+def test_16_bit_weights_give_the_results_of_float32_weights(
     tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]]
 ) -> None:
     short = load_engine(make_reference_bundle(tiny_checkpoint, tmp_path / "b", INT8), threads=4, device=CUDA)
@@ -184,7 +186,7 @@ def test_weights_in_16_bits_give_what_float32_weights_give(
     assert distance(ours, theirs) < 1e-6
 
 
-def test_a_gpu_that_is_full_is_said_in_one_line(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_a_full_gpu_is_reported_in_one_line(tmp_path: Path, tiny_checkpoint: Path) -> None:
     bundle = make_reference_bundle(tiny_checkpoint, tmp_path / "b", INT8)
     gc.collect()
     torch.cuda.empty_cache()
@@ -196,7 +198,7 @@ def test_a_gpu_that_is_full_is_said_in_one_line(tmp_path: Path, tiny_checkpoint:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_the_command_line_judges_kernels_beside_a_reference_on_the_same_gpu(tmp_path: Path) -> None:
+def test_the_command_line_judges_kernels_with_a_reference_engine_on_the_same_gpu(tmp_path: Path) -> None:
     candidate = judge_on_gpu(tmp_path, (0, 3), "reference.device=cuda")
     beside = [check for check in candidate["checks"] if check["gate"] in ("conformance", "stress_test")]
     assert {(check["gate"], check["status"]) for check in beside} == {("conformance", "PASS"), ("stress_test", "PASS")}, beside

@@ -46,7 +46,7 @@ def test_every_fault_is_listed_once_with_its_kind_its_cache_and_where_it_acts() 
     assert [fault.name for fault in FAULTS if not fault.acts] == []
 
 
-def test_no_two_faults_are_told_in_the_same_words() -> None:
+def test_every_fault_has_its_own_description() -> None:
     assert len({fault.models for fault in FAULTS}) == len(FAULTS)
 
 

@@ -191,7 +191,7 @@ def test_answers_are_greedy_and_end_before_a_stop_string_or_at_their_limit(bundl
     assert len(empty) == 1
 
 
-def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Path]) -> None:
+def test_unsupported_requests_are_refused_with_their_fix(bundles: dict[str, Path]) -> None:
     model = lm(bundles["fp16"], max_length=64)
     with pytest.raises(UserError, match="do_sample=true"):
         model.generate_until(requests("generate_until", ("a", {"do_sample": True, "temperature": 0.7})))

@@ -139,7 +139,7 @@ def test_forced_tokens_go_through_the_releases_sampler(
         ("fp8_e5m2", "ValueError: --kv-cache-dtype fp8_e5m2 is not supported on CPU."),
     ],
 )
-def test_why_a_release_does_not_load_is_told_in_a_line(
+def test_a_release_that_does_not_load_is_reported_in_a_line(
     kv: str, reason: str, bundle_of: Callable[[str], Path], python: str
 ) -> None:
     with pytest.raises(UserError, match=rf"^backend\.python=.*: SGLang was ended .* said: {re.escape(reason)}$"):

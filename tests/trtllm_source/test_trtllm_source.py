@@ -325,7 +325,7 @@ def test_forced_tokens_come_through_the_real_hook_with_the_rows_that_were_comput
     engine.close()
 
 
-def test_a_prompt_in_chunks_is_told_by_the_count_of_calls(served: Bundles, interpreter: Python) -> None:
+def test_a_chunked_prompt_is_detected_by_the_number_of_calls(served: Bundles, interpreter: Python) -> None:
     engine = open_engine(served["none", "fp8"], interpreter(KVGATE_CHUNKS="2"))
     with pytest.raises(RuntimeError, match="the logits processor of 4 tokens was called more often"):
         engine.forced([7, 300, 12, 44, 1001], 2)

@@ -56,7 +56,7 @@ def test_a_checkpoint_of_transformers_5_is_taken_with_its_weights(saved: Path) -
     assert (info.shape.kv_heads, info.q_heads) == (theirs.num_key_value_heads, theirs.num_attention_heads)
 
 
-def test_what_transformers_4_reads_says_the_same(saved: Path, tmp_path: Path) -> None:
+def test_transformers_4_reads_the_same_model(saved: Path, tmp_path: Path) -> None:
     config = read_config(saved)
     old = rope_at_top_level(config)
     assert "rope_parameters" not in old
@@ -69,7 +69,7 @@ def test_what_transformers_4_reads_says_the_same(saved: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_keys_that_a_config_leaves_out_mean_what_transformers_takes_them_for(family: str, tmp_path: Path) -> None:
+def test_missing_keys_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
     """Compare defaults: the config has only the size keys that every config.json has."""
     size = {key: SIZE[key] for key in SIZE if key not in ("num_key_value_heads", "initializer_range")}
     size |= {"num_attention_heads": 64, "hidden_size": 2048, "num_hidden_layers": 8}
@@ -119,7 +119,7 @@ def test_a_decoder_nested_in_text_config_is_read_as_if_it_stood_alone(tmp_path: 
     check_weights(nested, expected_tensors)
 
 
-def test_what_older_files_hold_and_the_model_computes_itself_is_no_fault(tmp_path: Path) -> None:
+def test_stored_tensors_that_the_model_computes_itself_are_accepted(tmp_path: Path) -> None:
     family_model("llama").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
@@ -252,7 +252,7 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
         ),
     ],
 )
-def test_keys_of_other_computations_are_refused_where_the_class_ignores_them(
+def test_ignored_keys_that_ask_for_another_computation_are_refused(
     family: str, keys: dict[str, Any], unread: str | None, tmp_path: Path
 ) -> None:
     config = {key: value for key, value in written(family, **keys).items() if value is not ...}

@@ -214,7 +214,7 @@ def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
         ("default", "ab12345 c!", ["ab", "123", "45", "Ġc", "!"]),
     ],
 )
-def test_text_is_cut_as_the_name_of_the_pre_tokenizer_says(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
+def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre=pre))
     assert [word for word, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text

@@ -33,7 +33,7 @@ def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_named_conf_where_the_user_stands_is_not_ours(tmp_path: Path) -> None:
+def test_a_folder_named_conf_in_the_current_directory_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     command = [sys.executable, "-m", "pipeline", "--cfg", "job", "kv=int8"]
     assert "dtype: int8" in subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout

@@ -132,7 +132,7 @@ def broken(artifacts: Path) -> list[str]:
     return found
 
 
-def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
+def test_status_shows_the_champion_the_judged_candidates_and_the_disk_space(
     ground: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(ground.work)
@@ -165,7 +165,7 @@ def test_a_dry_run_shows_what_would_go_and_removes_nothing(ground: Ground, capsy
 
 
 @pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity"])
-def test_an_engine_that_serves_stays_whatever_was_lost_of_its_identity(
+def test_a_serving_engine_is_kept_even_if_its_identity_is_lost(
     lost: str, copied: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     identity = copied.identity_of("fp8")
@@ -290,14 +290,14 @@ def test_nothing_is_removed_if_an_identity_is_unreadable(copied: Ground) -> None
         copied.plan()
 
 
-def test_what_an_unfinished_sweep_made_stays(copied: Ground) -> None:
+def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
     assert any(piece.kind == "tune" for piece in copied.plan().gone)
     summary.note(copied.work, "20260108-000000-1-h", names=("fp8", "int8"), began=time.time() - 3600)
     assert copied.plan().gone == (), "everything was made within this hour"
     assert any(piece.kind == "tune" for piece in copied.plan("prune.keep_sweeps=0").gone)
 
 
-def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_that_replace_evidence_are_reported_without_waiting(tmp_path: Path) -> None:
     for name in ("summaries/20260301-025900-1-a.json", f"artifacts/identity/{'b' * 32}/identity.json", "summary.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         os.mkfifo(tmp_path / name)

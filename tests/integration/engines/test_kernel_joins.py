@@ -88,7 +88,7 @@ def answered_alone(engine: Watched, prompts: list[list[int]]) -> list[list[int]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_else_is_in_a_pass_changes_no_answer_no_logits_and_nothing_that_is_stored(
+def test_other_sequences_of_a_pass_change_no_answer_no_logits_and_no_stored_code(
     name: str, make: Any, prompts: list[list[int]]
 ) -> None:
     """Allow for the order of sums, which rounds a few numbers of a second layer to their neighbours."""
@@ -108,7 +108,7 @@ def test_who_else_is_in_a_pass_changes_no_answer_no_logits_and_nothing_that_is_s
     assert together.memory().live_tokens == 0
 
 
-def test_free_answers_of_a_batch_that_prompts_join_are_what_forced_decode_finds(make: Any, prompts: list[list[int]]) -> None:
+def test_free_answers_of_a_batch_that_prompts_join_equal_forced_decode(make: Any, prompts: list[list[int]]) -> None:
     engine = make()
     encoded = [
         EncodedSample(Sample(str(i), "joins", ""), tuple(prompt), (1,) * limit)
@@ -120,7 +120,7 @@ def test_free_answers_of_a_batch_that_prompts_join_are_what_forced_decode_finds(
 
 
 @pytest.mark.parametrize(("dtype", "named"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_a_token_that_is_behind_by_a_place_of_the_engines_type_contradicts_nothing(
+def test_a_token_within_one_rounding_of_the_engines_type_is_no_contradiction(
     dtype: torch.dtype, named: bool, make: Any
 ) -> None:
     """In bfloat16, logits around 40 are rounded to multiples of 0.25; in float32, to far finer ones."""

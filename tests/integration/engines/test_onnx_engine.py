@@ -258,7 +258,7 @@ def alone(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("name", "attention"), [("fp8", "graph"), ("ages", "native")])
-def test_logits_of_the_embedded_engine_do_not_depend_on_who_else_is_live_bit_by_bit(
+def test_logits_of_the_embedded_engine_are_bit_for_bit_independent_of_other_sequences(
     name: str, attention: Any, decoder: Path, tmp_path: Path
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=128, attention=attention)

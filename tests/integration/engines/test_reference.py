@@ -181,7 +181,7 @@ def test_a_corrupted_key_scale_reaches_one_pass_and_decode_alike(name: str, mode
     assert np.abs(faulty - sound).max(-1)[:, -1].min() > 0.01, "the longest has more tokens than any policy keeps exact"
 
 
-def test_an_reference_that_reads_itself_has_no_exact_token_and_one_replay(model: Any) -> None:
+def test_a_reference_engine_that_reads_itself_has_no_exact_token_and_one_replay(model: Any) -> None:
     """Test reads_itself, for engines that store a token before they attend: chunking a prompt then changes nothing."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 256, 150).tolist()

@@ -80,7 +80,7 @@ def test_a_sound_engine_is_within_rounding_of_its_reference_engine(
     ],
     ids=["a wrong key scale of one head", "larger value scales", "truncated codes", "swapped groups"],
 )  # fmt: skip
-def test_wrongs_in_what_is_stored_are_located(
+def test_faults_in_stored_codes_are_located(
     name: str, fault: Plant, named: dict[str, object], bench: Conformity, baseline: EngineConformance
 ) -> None:
     policy = POLICIES[name]
@@ -129,9 +129,7 @@ def test_an_engine_that_evicts_other_tokens_than_the_policy_says_is_found(
         assert result.explanation.what == "nothing is evicted"
 
 
-def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(
-    bench: Conformity, baseline: EngineConformance
-) -> None:
+def test_a_fault_in_a_page_is_found_even_if_the_page_is_evicted(bench: Conformity, baseline: EngineConformance) -> None:
     """Put the fault into a page that is evicted before the end.
 
     The prose prompt keeps its second page for a few decoded tokens. The longer prompts evict it before any.

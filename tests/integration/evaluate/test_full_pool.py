@@ -102,7 +102,7 @@ def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
         (recomputed_a_token_late, lambda one: one.preempted),
     ],
 )
-def test_a_planted_fault_of_a_full_pool_is_refused_and_the_requests_that_it_met_are_named(
+def test_a_planted_fault_of_a_full_pool_is_refused_and_its_requests_are_named(
     plant: Callable[[pytest.MonkeyPatch], None],
     says: Callable[[PoolDeviation], bool],
     decoder: Path,

@@ -1,4 +1,4 @@
-"""The near relative that an engine computes instead of its policy, and long documents: one prefill, claimed length."""
+"""Known mistakes that explain a deviating engine; and long documents: one prefill, and the claimed length."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +54,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "what"), CASES)
-def test_what_an_engine_computes_instead_is_named(name: str, what: str, bench: Conformity) -> None:
+def test_a_known_mistake_that_an_engine_makes_is_named(name: str, what: str, bench: Conformity) -> None:
     reference = torch_engine(bench, name)
     engine = dict(relatives(reference))[what]
     engine.policy = reference.policy
@@ -65,7 +65,7 @@ def test_what_an_engine_computes_instead_is_named(name: str, what: str, bench: C
     assert result.explanation.kl < 1e-9
 
 
-def test_a_fault_like_no_relative_is_not_explained(bench: Conformity) -> None:
+def test_a_fault_unlike_every_known_mistake_is_not_explained(bench: Conformity) -> None:
     reference, engine = torch_engine(bench, "int8"), torch_engine(bench, "int8")
     engine.storages[1][Side.KEY].gain = torch.tensor([2.0, 1.0])[:, None, None]  # one head of one layer
     result = compare(engine, ReferenceEngine(reference, "float32"), bench.encoded[:1], 1)

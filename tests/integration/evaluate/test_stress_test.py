@@ -188,7 +188,7 @@ Faults with FAR take long.
 @pytest.mark.parametrize(
     ("name", "config", "scenario", "expected"), [one for one in WHERE_SAMPLES_DO_NOT_LEAD if STRIDE == 1 or one[1] is WIDE]
 )
-def test_a_fault_where_samples_do_not_lead_is_named(
+def test_a_fault_that_no_sample_reaches_is_named(
     name: str, config: StressTestConfig, scenario: str, expected: str, int8: Path, reference: ReferenceEngine, briefly: Limit
 ) -> None:
     briefly(scenario)

@@ -105,7 +105,7 @@ def test_every_page_is_read_once_and_every_part_is_joined(lengths: list[int], pr
     ("lengths", "message"),
     [(torch.zeros(2, 1, dtype=torch.int32), r"lengths must be \(B\), got \(2, 1\)"), (torch.zeros(2), "must be torch.int32")],
 )
-def test_what_is_no_row_of_lengths_is_refused(lengths: Tensor, message: str) -> None:
+def test_invalid_lengths_are_refused(lengths: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         launch.plan_decode(PLAIN, lengths, programs=1)
     with pytest.raises(ValueError, match="programs must be at least 1, got 0"):

@@ -83,7 +83,7 @@ def test_a_value_is_written_so_that_hydra_reads_it_back(value: object) -> None:
 
 
 @pytest.mark.parametrize("given", [None, 3])
-def test_what_is_no_path_and_no_model_is_named(given: Any) -> None:
+def test_an_invalid_path_or_model_is_named(given: Any) -> None:
     with pytest.raises(UserError, match=f"bundle={given}: is no path; give the directory of an engine"):
         load(given)
     with pytest.raises(UserError, match=f"model={given}: is no model; give the registered one, or the checkpoint"):
@@ -124,13 +124,13 @@ def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_pa
         ([{"role": "user"}], 8, 'prompt: {\'role\': \'user\'} is no message; give {"role": "user", "content": "..."}'),
     ],
 )
-def test_a_prompt_or_a_length_that_is_none_is_named(prompt: Any, most: Any, said: str) -> None:
+def test_an_invalid_prompt_or_length_is_named(prompt: Any, most: Any, said: str) -> None:
     engine = LoadedEngine.__new__(LoadedEngine)  # generate() must refuse without using the engine
     with refused(UserError, said):
         engine.generate(prompt, most)
 
 
-def test_a_policy_that_is_none_is_said_a_line_a_problem() -> None:
+def test_an_invalid_policy_gives_one_line_per_problem() -> None:
     whole = config_of("kv=int8").kv
     assert make_policy(**whole.model_dump()) == whole
     with pytest.raises(UserError) as caught:
@@ -174,7 +174,7 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return evidence
 
 
-def test_a_champion_whose_engine_is_not_in_the_registry_is_missing_whatever_lies_beside_the_download(
+def test_a_champion_whose_engine_is_not_in_the_registry_is_missing_regardless_of_other_files(
     downloaded: Path, tmp_path: Path
 ) -> None:
     assert reading.read_evidence(downloaded).engine is not None, "in ../../build"
@@ -188,7 +188,7 @@ def test_samples_of_a_champion_that_was_judged_on_generated_ones_are_refused(dow
         champion("tiny", workdir=tmp_path / "elsewhere", samples="mine.jsonl")
 
 
-def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record_beside_its_evidence(tmp_path: Path) -> None:
+def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record_next_to_its_evidence(tmp_path: Path) -> None:
     """MLflow stores `bundle.json` next to `identity.json`, and the command that stage=verify prints loads this directory."""
     copy = exported(judged_engine(tmp_path / "store"), tmp_path / "copy", "engine")
     shutil.copyfile(copy / "engine" / "bundle.json", copy / "bundle.json")

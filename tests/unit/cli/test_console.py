@@ -116,7 +116,7 @@ def test_a_terminal_gets_a_bar_with_every_number_whole(width: int, monkeypatch: 
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 
 
-def test_what_ends_a_job_names_it_and_what_comes_after_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_names_its_job_and_later_messages_do_not(capsys: pytest.CaptureFixture[str]) -> None:
     console.begin(console.RunningJob("evaluate", "int8", 2, 5))
     console.error("seed=2: is bad")
     console.end()

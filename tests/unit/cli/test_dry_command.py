@@ -194,7 +194,7 @@ def test_every_problem_of_every_job_is_listed_once(
     assert lines[1:] == ["pipeline: error: job 2: no GPU for int8", "pipeline: error: job 3: kv=int4: is not held"]
 
 
-def test_what_is_met_after_the_inputs_is_found_before_any_work(
+def test_problems_after_the_inputs_are_found_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_gpu(self: FakeBackend) -> None:  # noqa: ARG001

@@ -170,7 +170,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) 
     assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "the work finishes"
 
 
-def test_nothing_is_raised_where_nobody_reads_another_stream_than_stdout() -> None:
+def test_an_unread_stream_other_than_stdout_raises_nothing() -> None:
     reads, writes = os.pipe()
     os.close(reads)
     with os.fdopen(writes, "w", buffering=1) as closed:

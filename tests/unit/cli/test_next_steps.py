@@ -183,7 +183,7 @@ def test_what_a_baseline_cannot_answer_is_left_out_or_asked_otherwise(
 
 
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
-def test_where_a_corrupted_cache_went_unseen_no_other_policy_is_advised(tmp_path: Path, verdict: Status) -> None:
+def test_no_other_policy_is_advised_if_the_must_fail_control_passed(tmp_path: Path, verdict: Status) -> None:
     judged = candidate(tmp_path, "fp8", verdict)
     unseen = Check(
         gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"

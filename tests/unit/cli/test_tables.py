@@ -47,7 +47,7 @@ def test_an_undecided_verdict_says_how_many_questions_would_decide(tmp_path: Pat
     assert len(said.splitlines()) <= 4
 
 
-def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judged(
+def test_a_model_whose_answers_do_not_depend_on_the_cache_is_reported_as_not_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unseen = Check(
@@ -78,7 +78,7 @@ def test_an_engine_that_fails_the_stress_test_is_not_called_not_good_enough(wher
         ({"perf/decode_tokens_per_s": 3024.6}, "decode_tokens_per_s", "3025"),
     ],
 )
-def test_what_was_measured_of_some_is_a_column_that_others_leave_open(
+def test_a_figure_of_some_candidates_is_a_column_with_gaps(
     metrics: dict[str, float], key: str, shown: str, tmp_path: Path
 ) -> None:
     without = judged_candidate(tmp_path, "int8", metrics=UNGRADED)

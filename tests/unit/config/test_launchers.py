@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_launcher_or_names_code_is_refused(name: str) -> None:
+def test_an_unknown_launcher_or_one_that_names_code_is_refused(name: str) -> None:
     asked, said = REFUSED[name]
     with refused(UserError, "", said):
         plan(["kv=fp8,int8", *asked], multirun=True)
@@ -195,7 +195,7 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(
         ),
     ],
 )
-def test_what_a_launcher_raises_is_a_refusal_in_one_line(error: Exception, code: int, said: str) -> None:
+def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, code: int, said: str) -> None:
     with pytest.raises((UserError, MissingRequirement), match=said) as caught, launchers.launching("joblib"):
         raise error
     assert exit_code(caught.value) == code
@@ -203,7 +203,7 @@ def test_what_a_launcher_raises_is_a_refusal_in_one_line(error: Exception, code:
     assert caught.value.__cause__ is error
 
 
-def test_everything_that_sbatch_says_is_shown() -> None:
+def test_the_whole_output_of_sbatch_is_shown() -> None:
     with refused(MissingRequirement, "", "invalid partition: nope sbatch: error: submission failed"), launchers.launching("x"):
         said = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
         raise FailedJobError(said) from subprocess.CalledProcessError(1, ["sbatch"], stderr=said)
@@ -217,7 +217,7 @@ def test_a_refusal_or_a_job_that_cannot_be_pickled_is_no_failure_of_the_launcher
 
 
 @pytest.mark.parametrize("error", [ValueError("ours"), TypeError("ours"), RuntimeError("ours")], ids=repr)
-def test_what_a_job_of_a_launcher_raises_stays_what_it_is(error: Exception) -> None:
+def test_an_exception_of_a_job_is_passed_on_unchanged(error: Exception) -> None:
     def task(_: object) -> None:
         raise error
 

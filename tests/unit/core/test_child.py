@@ -37,7 +37,7 @@ def test_a_function_works_in_another_process_and_shows_its_progress_here(tmp_pat
     assert int(process) != os.getpid()
 
 
-def test_what_it_refuses_is_raised_here(tmp_path: Path) -> None:
+def test_a_refusal_of_the_child_is_raised_in_the_caller(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model\.path=x: not finite; check the checkpoint$"):
         in_child(refuse, tmp_path, progress=lambda *_: None)
 
@@ -51,13 +51,13 @@ def fail(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
     raise Odd("layers", "too few")
 
 
-def test_a_defect_comes_with_where_it_is_even_where_it_cannot_be_pickled(tmp_path: Path) -> None:
+def test_a_defect_keeps_its_traceback_even_if_it_cannot_be_pickled(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Odd: layers: too few") as caught:
         in_child(fail, tmp_path, progress=lambda *_: None)
     assert "in fail" in "".join(caught.value.__notes__)
 
 
-def test_a_process_that_is_killed_is_something_that_the_machine_lacks(tmp_path: Path) -> None:
+def test_a_killed_process_is_a_missing_requirement(tmp_path: Path) -> None:
     with pytest.raises(MissingRequirement, match=r"die: its process was killed \(SIGKILL\): out of memory"):
         in_child(die, tmp_path, progress=lambda *_: None)
 
@@ -129,7 +129,7 @@ def test_a_long_error_of_a_library_is_cut_to_a_line(program: Program) -> None:
         (("loading", "bye"), "bye"),
     ],
 )
-def test_a_worker_that_ends_is_told_with_the_last_exception_that_it_printed(
+def test_a_worker_that_ends_is_reported_with_its_last_printed_exception(
     printed: tuple[str, ...], told: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "worker.py"

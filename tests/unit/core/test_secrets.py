@@ -116,7 +116,7 @@ def test_a_message_about_a_path_keeps_its_words(text: str) -> None:
 
 
 @pytest.mark.usefixtures("planted")
-def test_what_the_environment_holds_is_masked_wherever_it_stands() -> None:
+def test_secrets_of_the_environment_are_masked_everywhere() -> None:
     for secret in NEVER:
         assert redact_text(f"it failed ({secret}).") == f"it failed ({MASK})."
 
@@ -143,9 +143,7 @@ def test_a_traceback_and_a_table_show_no_secret(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("planted")
-def test_an_interpreter_of_its_own_sees_no_secret_and_nothing_of_a_cloud(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_librarys_interpreter_gets_no_secret_and_no_cloud_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "staging")
     script = tmp_path / "worker.py"
     script.write_text(f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(str(dict(os.environ)))\ninput()\n")
@@ -197,7 +195,7 @@ def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
         "a;pwd: hunter2",
     ],
 )
-def test_what_is_assigned_is_a_secret_beside_a_path(text: str) -> None:
+def test_an_assigned_value_next_to_a_path_is_a_secret(text: str) -> None:
     assert "hunter2" not in redact_text(text, {})
 
 

@@ -104,7 +104,7 @@ PROJECTION = "self_attn.S_proj.S_scale"
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"type": "int"}}, OWN, ["kv_cache_scheme.type=int, which it refuses"]),
     ],
 )  # fmt: skip
-def test_what_is_lost_on_the_way_is_said_in_a_line(
+def test_every_lost_scale_is_reported_in_a_line(
     declared: dict[str, Any], tensors: dict[str, Any], found: list[str], tmp_path: Path
 ) -> None:
     said = said_of(write(tmp_path / "model", declared, tensors))

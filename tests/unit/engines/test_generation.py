@@ -112,7 +112,7 @@ def test_an_error_in_the_middle_is_raised_and_every_sequence_is_released(failing
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1 for each of 7 prompts"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_computed(changes: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_computed(changes: dict[str, Any], message: str) -> None:
     engine = HistoryEngine()
     asked: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_tokens": (), "max_sequences": 2}
     with pytest.raises(UserError, match=message):

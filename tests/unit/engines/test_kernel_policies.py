@@ -60,7 +60,7 @@ PER_GROUP: dict[str, Any] = {"granularity": "per_group", "scale": "dynamic"}
         ({"eviction": SHIPPED["fp8_streaming"].eviction}, "kv.eviction.window_tokens=4096"),
     ],
 )
-def test_what_is_refused_is_named(change: dict[str, Any], key: str) -> None:
+def test_a_refused_policy_is_named(change: dict[str, Any], key: str) -> None:
     with refused(UserError, f"{key}: the CUDA kernels "):
         check_kernels(SHIPPED["fp8"].model_copy(update=change), SHAPE, 8)
 
@@ -72,7 +72,7 @@ def test_what_is_refused_is_named(change: dict[str, Any], key: str) -> None:
         (KVShape(1, 2, 64), 64, r"^model\.path: num_attention_heads=64: .* up to 16 .* 2 KV heads; set backend\.device=cpu$"),
     ],
 )
-def test_a_model_that_the_kernels_do_not_take_is_refused(shape: KVShape, q_heads: int, message: str) -> None:
+def test_a_model_that_the_kernels_do_not_support_is_refused(shape: KVShape, q_heads: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_kernels(FP16_POLICY, shape, q_heads)
 
@@ -143,7 +143,7 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_what_a_gpu_computes_in_is_part_of_an_evaluations_key() -> None:
+def test_the_compute_type_of_a_gpu_is_part_of_an_evaluations_key() -> None:
     for dtype, computes in (("float32", FLOAT16_WEIGHTS), ("bfloat16", "bfloat16")):
         config = TorchConfig.model_validate({"name": "torch", "device": "cuda", "threads": 1, "compute_dtype": dtype})
         backend = open_backend(config)

@@ -43,7 +43,7 @@ def test_auto_is_a_gpu_for_models_that_are_not_tiny(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("stage", ["all", "evaluate", "build"])
-def test_a_gpu_that_is_asked_for_and_missing_is_said_before_anything_is_made(
+def test_a_requested_gpu_that_is_missing_is_reported_before_any_work(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_gpu(monkeypatch, here=False)
@@ -56,7 +56,7 @@ def test_a_gpu_that_is_asked_for_and_missing_is_said_before_anything_is_made(
 
 
 @pytest.mark.parametrize("here", [False, True])
-def test_the_gpu_of_the_reference_engine_is_part_of_the_key_of_what_it_is_measured_beside(
+def test_the_reference_engines_gpu_is_part_of_an_evaluations_key(
     here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_gpu(monkeypatch, here)
@@ -101,7 +101,7 @@ def test_a_module_gets_its_16_bit_weights_back_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
-def test_a_gpu_without_room_is_said_in_one_line(error: RuntimeError) -> None:
+def test_a_gpu_without_room_is_reported_in_one_line(error: RuntimeError) -> None:
     with (
         pytest.raises(MissingRequirement, match=r"backend\.gpu_memory_utilization .* reference\.device=cpu$"),
         within_memory(torch.device("cuda")),

@@ -85,7 +85,7 @@ def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
     ],
     ids=["keys", "an_overridden_layer"],
 )  # fmt: skip
-def test_a_type_that_tensorrt_has_not_is_named_by_its_key_before_any_work(policy: KVPolicy, key: str) -> None:
+def test_a_type_that_tensorrt_lacks_is_named_by_its_key_before_any_work(policy: KVPolicy, key: str) -> None:
     with pytest.raises(UserError, match=rf"^{key}\.dtype=fp8_e5m2: TensorRT has no type FLOAT8E5M2; .* backend=onnxruntime"):
         refuse_caches(SimpleNamespace(policy=policy))  # type: ignore[arg-type]
 
@@ -138,7 +138,7 @@ def test_a_pool_of_2_31_elements_is_one_too_many(max_batch: int, max_tokens: int
         (1, 1024, True, 1),
     ],
 )
-def test_as_many_prompts_prefill_together_as_function_bodies_have_room_for(
+def test_function_bodies_limit_the_prompts_that_prefill_together(
     max_batch: int, max_tokens: int, native: bool, rows: int
 ) -> None:
     limits = PlanLimits(FP16_POLICY, max_batch, max_tokens)

@@ -71,13 +71,13 @@ def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(k
         ({"key": conf("kv", "fp8")["key"]}, r"key fp8_e4m3 per_tensor, value .*: its cache has one type"),
     ],
 )
-def test_a_policy_that_is_none_of_its_types_is_refused(changes: dict[str, object], expected: str) -> None:
+def test_a_policy_without_a_vllm_type_is_refused(changes: dict[str, object], expected: str) -> None:
     policy = KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
     with pytest.raises(UserError, match=expected):
         cache_dtype(policy, config_of("vllm", "python"))
 
 
-def test_layers_that_vllm_skips_by_itself_have_to_be_said() -> None:
+def test_layers_that_vllm_skips_by_itself_must_be_stated_in_the_policy() -> None:
     few, all_ = (
         KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), "overrides": [{"layers": layers, **EXACT}]})
         for layers in ([0, 1, 28], [0, 1, 7, 28, 29])
@@ -120,7 +120,7 @@ def test_workers_that_cannot_share_heads_or_have_no_gpus_are_refused() -> None:
         ({"block_size": 128, "dtype": "float32"}, r"^backend\.block_size: vLLM .* block_size was asked as 64 and is 128; ask"),
     ],
 )
-def test_engine_arguments_that_vllm_refuses_or_changes_are_told(
+def test_engine_arguments_that_vllm_refuses_or_changes_are_reported(
     answer: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = MagicMock()

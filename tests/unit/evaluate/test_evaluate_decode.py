@@ -201,7 +201,7 @@ def test_an_engine_that_forks_prefills_no_prompt_twice_and_decodes_no_token_of_t
     assert sum(sharing.widths) == sum(plain.widths) - len(WRONG), "the first token of both wrong answers is decoded once"
 
 
-def test_the_logits_of_forced_decode_are_the_same_whether_answers_run_beside_it() -> None:
+def test_free_answers_in_the_same_batch_do_not_change_the_logits_of_forced_decode() -> None:
     alone = rows_of(fake_engine(SAMPLES, wrong=WRONG), encoded(), 3)
     assert_same(alone, rows_of(sharing_engine(SAMPLES, wrong=WRONG), encoded(), 3, Greedy((EOS,), 4)))
 

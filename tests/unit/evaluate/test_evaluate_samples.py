@@ -129,7 +129,7 @@ def tokenizer(tiny_checkpoint: Path) -> Any:
     return load_tokenizer(tiny_checkpoint)
 
 
-def test_code_beside_a_model_is_not_run_where_the_model_and_its_tokenizer_are_loaded(
+def test_code_in_a_model_directory_does_not_run_when_model_and_tokenizer_are_loaded(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """tests/long/test_closed_streams.py tests the same with a whole command started in the directory."""

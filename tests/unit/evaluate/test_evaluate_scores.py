@@ -90,7 +90,7 @@ def test_a_candidate_that_is_sure_where_the_baseline_is_not_has_a_finite_distanc
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_not_a_number_and_spoils_no_other_row(value: float) -> None:
+def test_a_row_that_is_not_finite_is_nan_and_affects_no_other_row(value: float) -> None:
     baseline = random_logits(3, 2000, 3.0, 7)
     broken = baseline.copy()
     broken[1, 1500] = value

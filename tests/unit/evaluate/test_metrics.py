@@ -236,7 +236,7 @@ def judged(make: Any, folder: Path, **options: Any) -> list[SampleRow]:
 
 
 @pytest.mark.parametrize("make", [fake_engine, sharing_engine, one_pass])
-def test_own_words_are_scored_where_they_are_right_and_likelier_than_the_reference(make: Any, tmp_path: Path) -> None:
+def test_the_baselines_own_answer_is_scored_if_it_is_right_and_likelier_than_the_reference(make: Any, tmp_path: Path) -> None:
     rows = {row.id: row for row in judged(make, tmp_path)}
     assert {name for name, row in rows.items() if row.right_answer == "baseline"} == RESCORED.keys()
     for name, tokens in RESCORED.items():
@@ -254,7 +254,7 @@ def test_own_words_are_scored_where_they_are_right_and_likelier_than_the_referen
     assert report.overall.fidelity.tokens == sum(row.scored_tokens for row in rows.values())
 
 
-def test_the_limit_of_an_answer_does_not_depend_on_which_words_are_scored(tmp_path: Path) -> None:
+def test_the_limit_of_an_answer_does_not_depend_on_the_scored_answer(tmp_path: Path) -> None:
     rambling = [replace(sample, reference="x" * 99) if sample.id in RESCORED else sample for sample in SAID]
     measure_baseline(lambda: fake_engine(SAID), SAMPLES, tmp_path / "baseline", config=CONFIG)
     evaluate(lambda: fake_engine(rambling), SAMPLES, tmp_path / "baseline", tmp_path / "report", config=CONFIG)
@@ -262,7 +262,7 @@ def test_the_limit_of_an_answer_does_not_depend_on_which_words_are_scored(tmp_pa
     assert {name: len(said[name] or "") for name in RESCORED} == dict.fromkeys(RESCORED, len("The code is 00.") + 1 + 4)
 
 
-def test_a_baseline_that_is_interrupted_while_its_own_words_are_scored_goes_on_with_them(tmp_path: Path) -> None:
+def test_a_baseline_that_is_interrupted_while_its_own_answers_are_scored_resumes(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     measure_baseline(lambda: sharing_engine(SAID), SAMPLES, whole, config=CONFIG)
 

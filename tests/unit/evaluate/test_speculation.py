@@ -154,7 +154,7 @@ def acceptance_lines(result: Verdict) -> list[Check]:
     return [check for check in result.checks if check.gate == "max_acceptance_loss"]
 
 
-def test_drafters_that_met_no_answers_are_said_to_be_unmeasured() -> None:
+def test_drafters_without_answers_are_reported_as_unmeasured() -> None:
     result = verdict(prose(64), drafters=["lookup", "draft"])
     assert [line.status for line in acceptance_lines(result)] == ["WARNING", "WARNING"]
     assert "was not measured: no sample has an answer" in result.warnings[0]

@@ -76,7 +76,7 @@ def ask_by_another_seed(identity: Any) -> None:
         (of_identity(ask_by_another_seed), ["chain: evaluate int8", "samples, made again"]),
     ],
 )
-def test_what_was_altered_is_named(copy: Path, alter: Callable[[Path], object], named: list[str]) -> None:
+def test_every_alteration_is_named(copy: Path, alter: Callable[[Path], object], named: list[str]) -> None:
     alter(copy)
     assert wrong(copy) == dict.fromkeys(named, "differs")
 
@@ -92,7 +92,7 @@ def test_rows_without_a_first_round_are_refused_in_one_line(tmp_path: Path) -> N
     assert code(copy) == 3
 
 
-def test_whatever_else_was_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
+def test_any_file_that_was_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
     outside, engine = tmp_path / "outside", copy / "engine"
     outside.mkdir()
     (outside / "evil.so").write_text("")
@@ -180,7 +180,7 @@ def test_evidence_without_the_engine_or_its_report_is_missing_something(copy: Pa
     assert code(copy) == 4
 
 
-def test_a_copy_without_its_identity_is_told_what_is_missing(copy: Path) -> None:
+def test_a_copy_without_its_identity_names_the_missing_file(copy: Path) -> None:
     (copy / IDENTITY_FILE).unlink()
     with pytest.raises(MissingRequirement, match=r"identity\.json is missing, .*run stage=evaluate"):
         find_evidence(copy)

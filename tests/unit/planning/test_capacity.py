@@ -66,7 +66,7 @@ def mix(*contexts: tuple[int, int]) -> str:
         ("int4_g64", 1_387_821, 971_475, {8192: 0.27, 32768: 1.06, 131072: 4.25}),
     ],
 )
-def test_what_45_gib_hold_of_a_llama_8b_and_what_contexts_take_are_the_published_figures(
+def test_the_capacity_of_45_gib_for_llama_8b_equals_the_published_figures(
     tmp_path: Path, name: str, tokens: int, at_ceiling: int, gib: dict[int, float]
 ) -> None:
     """Figures in GiB of 1024^3 bytes; symmetric INT4 with one float16 scale per 64 channels; tokens not rounded to pages."""

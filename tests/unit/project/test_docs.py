@@ -66,7 +66,7 @@ def test_every_key_has_words_in_the_reference() -> None:
     assert re.findall(r"^\| (`[\w.=]+`) .*\|  \|$", TEXT["docs/reference.md"], re.MULTILINE) == []
 
 
-def test_the_way_of_a_command_opens_few_files_that_exist() -> None:
+def test_tracing_a_command_takes_few_files_that_exist() -> None:
     way, _, rest = TEXT["docs/architecture.md"].partition("## One command: kvgate kv=int8")[2].partition("\n\nThese are ")
     names = set(re.findall(r"`([\w/]+\.py)`", way))
     sources = [path.as_posix() for package in ("pipeline", "stages") for path in (ROOT / package).rglob("*.py")]
@@ -75,7 +75,7 @@ def test_the_way_of_a_command_opens_few_files_that_exist() -> None:
     assert len(names) <= MOST_FILES
 
 
-def test_the_picture_shows_the_figures_beside_it() -> None:
+def test_the_picture_shows_the_figures_of_its_table() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "picture.py"))
     labels = set(re.findall(r">([\w ]+)</text>", (ROOT / "docs" / "picture.svg").read_text(encoding="utf-8")))
     figures = drawn["json"].loads((ROOT / "docs" / "picture.json").read_text(encoding="utf-8"))

@@ -93,18 +93,18 @@ def importers(library: str) -> list[str]:
     ]
 
 
-def test_no_import_runs_back_up() -> None:
+def test_no_import_runs_upwards() -> None:
     for module in MODULES:
         floor = ROOMS.index(room(module))
         above = {name for name in imported_modules(module) if ROOMS.index(room(name)) > floor}
         assert not above, f"{module} ({room(module)}) imports {sorted(above)}"
 
 
-def test_there_are_no_circles() -> None:
+def test_there_are_no_import_cycles() -> None:
     TopologicalSorter({module: imported_modules(module) for module in MODULES}).prepare()
 
 
-def test_a_room_of_the_pipeline_is_small() -> None:
+def test_a_package_of_the_pipeline_is_small() -> None:
     for name in (room for room in ROOMS if room.startswith("pipeline.")):
         folder = ROOT / name.replace(".", "/")
         modules = [module for module, path in MODULES.items() if module != name and path.parent == folder]
@@ -163,11 +163,11 @@ def test_the_reference_shares_no_arithmetic_with_the_onnx_engine() -> None:
 @pytest.mark.parametrize(
     "library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "model_signing"]
 )
-def test_a_heavy_library_has_exactly_one_door(library: str) -> None:
+def test_a_heavy_library_is_imported_in_one_package(library: str) -> None:
     assert len({Path(name).parent for name in importers(library)}) == 1, importers(library)
 
 
-def test_tensorrt_has_one_door_in_the_stages_and_one_in_the_plugins() -> None:
+def test_tensorrt_is_imported_once_in_stages_and_once_in_plugins() -> None:
     assert set(importers("tensorrt")) == {"plugins/kv_attention/tensorrt_plugin.py", "stages/engines/tensorrt/library.py"}
 
 
@@ -190,7 +190,7 @@ assert not {"torch", "transformers"} & set(sys.modules)
 """Imports the command line, the API, readers of headers, layouts, results and sources, and the modules of every backend."""
 
 
-def test_what_only_describes_loads_nothing_heavy() -> None:
+def test_modules_that_only_describe_load_nothing_heavy() -> None:
     loaded = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
     assert HEAVY.isdisjoint(name.split(".")[0] for name in loaded)
     assert "stages.quantize.run" not in loaded, "its source is read"

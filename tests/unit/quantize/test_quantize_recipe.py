@@ -79,7 +79,7 @@ PER_HEAD = fmt("fp8_e4m3", "per_head")
         (policy(PER_HEAD, PER_HEAD), "fp8_e4m3 per_head keys and values"),
     ],
 )
-def test_what_no_export_can_declare_is_explained(kv: KVPolicy, reason: str) -> None:
+def test_a_policy_that_no_export_can_declare_is_explained(kv: KVPolicy, reason: str) -> None:
     for algorithms in (UNIFIED_HF_KV, TENSORRT_LLM_KV):
         assert reason in str(export_refusal(kv, algorithms))
 
@@ -203,7 +203,7 @@ def test_true_exports_pass(tmp_path: Path) -> None:
         (check_trt, lambda e: e.config.update(num_hidden_layers=3), "num_hidden_layers is 3, not 2"),
     ],
 )
-def test_an_export_that_lies_is_refused(tmp_path: Path, check: Any, change: Change, message: str) -> None:
+def test_an_export_with_a_false_declaration_is_refused(tmp_path: Path, check: Any, change: Change, message: str) -> None:
     with pytest.raises(ExportMismatch, match=message) as refusal:
         check(tmp_path, change)
     assert str(tmp_path) in str(refusal.value)

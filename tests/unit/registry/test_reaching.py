@@ -79,7 +79,9 @@ def signed_in(url: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["directory", "text", "damaged"])
-def test_what_is_no_database_is_refused_and_stays_as_it_is(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_no_database_is_refused_and_stays_unchanged(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "mlflow.db"
     content = {"text": b"precious notes, which are longer than a header", "damaged": b"SQLite format 3\0" + b"\xff" * 4096}
     if kind == "directory":
@@ -138,7 +140,7 @@ def test_a_driver_that_is_missing_or_unknown_is_named(uri: str, kind: type[Excep
         (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "an error of its own (5xx)"),
     ],
 )
-def test_what_a_server_answers_is_told_as_what_it_is(
+def test_each_error_of_a_server_has_its_own_message(
     status: int, body: bytes, kind: type[Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_PASSWORD", "hunter2")
@@ -146,13 +148,13 @@ def test_what_a_server_answers_is_told_as_what_it_is(
         assert expected in refusal(signed_in(url), tmp_path, kind)
 
 
-def test_a_server_that_is_not_there_says_so_at_once(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert "is not there: start the server" in refusal(f"http://me:hunter2@127.0.0.1:{port}", tmp_path, MissingRequirement)
 
 
-def test_a_password_that_makes_the_address_another_is_told_to_be_encoded(tmp_path: Path) -> None:
+def test_a_password_that_changes_the_address_must_be_encoded(tmp_path: Path) -> None:
     assert "(/ is %2F)" in refusal(f"http://me:{SECRET}@127.0.0.1:5000", tmp_path, UserError)
 
 

@@ -97,7 +97,7 @@ def test_the_file_has_the_fields_that_ci_relies_on(tmp_path: Path) -> None:
     assert all(candidate[name].keys() == {"path", "digest"} for name in cited)
 
 
-def test_sweeps_beside_each_other_lose_no_candidate_and_the_last_that_wrote_is_the_summary(tmp_path: Path) -> None:
+def test_concurrent_sweeps_lose_no_candidate_and_the_last_to_write_is_the_summary(tmp_path: Path) -> None:
     begin(tmp_path, "sweep", ["fp8", "int8"])
     record(tmp_path, "sweep", FP8)
     begin(tmp_path, "beside", ["int4"])

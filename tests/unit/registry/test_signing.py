@@ -199,7 +199,7 @@ def become_a_link(signature: Path) -> None:
         (become_a_link, MISSING),
     ],
 )
-def test_a_signature_that_is_none_is_said(
+def test_an_invalid_signature_is_reported(
     signed: Path, tmp_path: Path, ours: tuple[Path, Path], alter: Callable[[Path], object], expected: str
 ) -> None:
     copy = exported(signed, tmp_path / "copy")
@@ -209,7 +209,7 @@ def test_a_signature_that_is_none_is_said(
     assert expected in found
 
 
-def test_the_signature_of_another_key_than_the_trusted_ones_is_said(signed: Path, theirs: tuple[Path, Path]) -> None:
+def test_the_signature_of_an_untrusted_key_is_reported(signed: Path, theirs: tuple[Path, Path]) -> None:
     found = signature_finding(signed, keys(None, theirs[1]))
     assert found.startswith("differs, no trusted key signed it (ValueError Key mismatch")
 

@@ -116,7 +116,7 @@ def test_the_page_leads_with_what_is_kept_of_the_probability_of_right_answers(ju
     assert places == [(name, place) for name in ("fp8", "int8", "int4") for place in ("all", "copy", "retrieval")]
 
 
-def test_answers_lost_and_gained_stand_beside_the_prompt_of_the_same_sample(judged: list[Exhibit]) -> None:
+def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibit]) -> None:
     answers = changed_answers(judged)
     cards = {card.row.id: card for card in answers.cards}
     assert len(cards) == 20 + 20 + 2
@@ -282,7 +282,7 @@ def test_no_store_is_opened_without_a_registered_candidate(work: Path, monkeypat
     assert (work / showing.PAGE).is_file()
 
 
-def test_evidence_that_cannot_be_read_is_said_on_the_page(work: Path) -> None:
+def test_unreadable_evidence_is_reported_on_the_page(work: Path) -> None:
     directory = judged_engine(work / "artifacts")
     shown = candidate(directory)
     (directory / IDENTITY_FILE).write_text("{}")

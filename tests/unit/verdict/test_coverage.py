@@ -104,7 +104,7 @@ def test_a_batch_is_claimed_at_the_samples_length_where_several_of_its_sequences
     assert claim(together=64) == "up to 68 tokens, batch 2, 320 decoded, with forks"
 
 
-def test_what_sequences_did_is_part_of_the_claim() -> None:
+def test_exercised_features_are_part_of_the_claim() -> None:
     assert claim(turns=3, prefixes=1).endswith("with turns, forks and reused prefixes")
     assert claim(forks=0, decoded=400).startswith("up to 68 tokens, batch 32, 400 decoded")
 

@@ -33,13 +33,13 @@ def layer(carried: Scales, key: tuple[float, ...], value: tuple[float, ...]) -> 
         (CARRIED, (0.3,), (0.5,), ["changed"]),
     ],
 )
-def test_what_became_of_a_scale_has_a_name(
+def test_every_change_of_a_scale_has_a_name(
     carried: Scales, key: tuple[float, ...], value: tuple[float, ...], kinds: list[ScaleChangeKind]
 ) -> None:
     assert [change.kind for change in scale_changes(layer(carried, key, value), BOTH)] == kinds
 
 
-def test_sides_without_static_scales_are_not_looked_at() -> None:
+def test_sides_without_static_scales_are_ignored() -> None:
     assert scale_changes(layer({}, (1.0,), (1.0,)), {0: []}) == []
 
 

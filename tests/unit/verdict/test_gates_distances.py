@@ -107,7 +107,7 @@ def test_ruined_requests_at_the_limit_pass_in_at_most_5_percent(samples: int) ->
     assert wrong / 100 <= at_most(0.05, 100)
 
 
-def test_a_capped_mean_is_called_so_beside_the_mean_that_tables_and_charts_show() -> None:
+def test_a_capped_mean_is_labelled_next_to_the_mean_of_tables_and_charts() -> None:
     ruined = [row("copy", n, True, True, mean_kl=4.0 if n == 0 else 0.001) for n in range(64)]
     (line,) = lines("max_mean_kl", EMPTY, ruined)
     assert "mean KL 0.003328 where a document counts as 0.15 at most (0.06348 whole)" in line.reason

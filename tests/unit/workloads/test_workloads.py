@@ -188,7 +188,7 @@ def measured(right: int, asked: int, probability: float) -> tuple[list[EncodedSa
     return encoded, Round.model_construct(answers=answers, statistics=dict.fromkeys(answers, steps))
 
 
-def test_a_baseline_that_cannot_answer_is_said_with_its_numbers_and_no_candidate_runs() -> None:
+def test_a_baseline_that_cannot_answer_is_reported_and_no_candidate_runs() -> None:
     encoded, weak = measured(1, 60, 0.004)
     with pytest.raises(CannotBeJudged) as refusal:
         require_able(encoded, weak, 0.02)
