@@ -16,12 +16,12 @@ HERE = Path(__file__).resolve().parent
 FIGURES, PICTURE = HERE / "picture.json", HERE / "picture.svg"
 LENGTHS, LENGTHS_PICTURE = HERE.parent / "benchmarks" / "results" / "long_smollm2.json", HERE / "lengths.svg"
 LEAST = 1e-3
-"""Where the logarithmic axis shows an engine that loses nothing."""
+"""Position on the logarithmic axis of an engine that loses nothing."""
 COLOURS = {
     "--pass": "#14692f", "--fail": "#b3202a", "--inconclusive": "#7d5700", "--faint": "#56606b", "--ink": "#1b2026",
     "--line": "#d5dbe1",
 }  # fmt: skip
-"""The report's own on a light page."""
+"""Colours of the report on a light page."""
 WORDS = {
     '"format": ".0e"': '"format": ".1%"',
     "mean KL [nats/token]": "lost probability of right answers",
@@ -32,7 +32,7 @@ WORDS = {
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return what the picture shows of a summary.json: recovery and bytes of every quantized cache, and the command."""
+    """Return the picture's figures from a summary.json: recovery and bytes of every quantized cache, and the command."""
     kept = ("quality/recovery", "memory/kib_per_token")
     rows = [
         {"policy": one["name"], "verdict": one["verdict"], **{name: round(one["metrics"][name], 5) for name in kept}}

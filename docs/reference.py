@@ -32,11 +32,11 @@ RECORDS = {
         "pipeline.registry.summary.FILE": "the last evaluation or sweep, for programs: candidates, checks, metrics, exit code",
         "pipeline.chain.showing.PAGE": "charts, and the answers that changed, on one page for people",
         "pipeline.cli.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
-        "stages.core.files.STORE_FILE": "the version of the store's form, in `artifacts/`",
+        "stages.core.files.STORE_FILE": "the version of the store's layout, in `artifacts/`",
         "stages.planning.tuning.TUNE_FILE": "what `stage=tune` measured, in `tuned/`; `tuned/kv/` has its policies",
     },
     "of an engine": {
-        "pipeline.evidence.identity.BUNDLE_FILE": "what the engine was built from, for which device, and the engine's limits",
+        "pipeline.evidence.identity.BUNDLE_FILE": "the engine's sources, target device and limits",
         "stages.policies.policy.POLICY_FILE": "the KV policy",
         "stages.policies.scales.SCALES_FILE": "the static scales",
         "stages.engines.vllm.backend.ENGINE_ARGS_FILE": "arguments for `vllm serve` of the judged engine",
@@ -44,9 +44,9 @@ RECORDS = {
         "stages.engines.sglang.backend.COMMAND_FILE": "the command that serves the judged engine with SGLang or llama.cpp",
     },
     "of the evidence": {
-        "pipeline.evidence.identity.IDENTITY_FILE": "the digests of all that the verdict rests on",
+        "pipeline.evidence.identity.IDENTITY_FILE": "the digests of everything that the verdict depends on",
         "stages.verdict.report.REPORT_FILE": "every number of the evaluation, with units in the names",
-        "stages.verdict.report.SAMPLES_FILE": "a row a sample: both answers, both probabilities, distances",
+        "stages.verdict.report.SAMPLES_FILE": "a row per sample: both answers, both probabilities, distances",
         "pipeline.registry.signing.SIGNATURE_FILE": "the signature of `identity.json`: a Sigstore bundle",
     },
 }
@@ -92,7 +92,7 @@ def comments(path: Path) -> dict[str, str]:
 
 
 def values(annotation: object, metadata: tuple[object, ...] = ()) -> str:
-    """Return in words what a key may be."""
+    """Return a description of a key's allowed values."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return values(arguments[0], (*arguments[1:], *metadata))
@@ -167,7 +167,7 @@ def table(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]
 
 
 def composed(*overrides: str) -> dict[str, Any]:
-    """Return the configuration with its defaults; values of this machine and its environment are left as they are written."""
+    """Return the configuration with its defaults; values that depend on this machine or its environment are not resolved."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         found = compose("config", overrides=list(overrides))
     plain = OmegaConf.to_container(found)

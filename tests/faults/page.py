@@ -122,7 +122,7 @@ def _cost(found: Cost | None, fault: Fault) -> str:
 def _tables(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
     for kind, title in KINDS.items():
         yield f"\n## {title}\n"
-        yield _row("fault", "what is wrong", "planted in", "cache", "costs", "verdict", "detected by")
+        yield _row("fault", "defect", "planted in", "cache", "costs", "verdict", "detected by")
         yield "|---" * 7 + "|"
         for fault in (fault for fault in judged if fault.kind == kind):
             found = now[fault.name]
