@@ -5,10 +5,8 @@ the policy's window, and a buffer of exact tokens. The whole pages of a prefix t
 `fork` shares pages. A policy may evict tokens, and a model's layers may attend to sliding windows.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
-from itertools import accumulate
 
 from stages.checkpoints.shapes import ModelShape
 from stages.core.errors import UserError
@@ -52,11 +50,11 @@ class SequenceCost:
         """Return the bytes of a sequence of `tokens` tokens, without shared pages."""
         return self.exact_bytes + self._bytes([tokens], lambda pages: pages - self.shared_pages)
 
-    def shared(self, lengths: Sequence[int]) -> int:
+    def shared(self, lengths: Collection[int]) -> int:
         """Return the bytes of the shared pages that sequences of the given lengths keep. Each page counts once."""
         return self._bytes(lengths, self.shared_pages.intersection) if self.shared_pages else 0
 
-    def _bytes(self, lengths: Sequence[int], counted: Callable[[set[int]], set[int]]) -> int:
+    def _bytes(self, lengths: Collection[int], counted: Callable[[set[int]], set[int]]) -> int:
         """Return the bytes of the pages that `counted` selects from the sequences' pages. Each page counts once."""
         total = 0
         for (first, latest), sizes in self.page_bytes.items():
@@ -77,22 +75,22 @@ def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, i
     `cycle` are the tokens of the mix's requests, in order; `budget` is in bytes. Return the number of requests, and the live
     tokens of their contexts. A shared prefix counts for every request.
     """
-    taken = {tokens: cost.own(tokens) for tokens in set(cycle)}
-    own, live = ([0, *accumulate(amounts)] for amounts in ([taken[tokens] for tokens in cycle], cycle))
-    # During the first round, a new length may add shared pages.
-    seen = {count: tuple(dict.fromkeys(cycle[:count])) for count in range(len(cycle) + 1)}
-    shared = {lengths: cost.shared(lengths) for lengths in set(seen.values())}
-
-    def of(amounts: Sequence[int], requests: int) -> int:
-        rounds, rest = divmod(requests, len(cycle))
-        return rounds * amounts[-1] + amounts[rest]
-
-    def used_bytes(requests: int) -> int:
-        return of(own, requests) + shared[seen[min(requests, len(cycle))]]
-
-    most = budget // min(taken.values()) + 1
-    requests = max(0, bisect_right(range(most + 1), budget, key=used_bytes) - 1)
-    return requests, of(live, requests)
+    lengths = set(cycle)
+    own = {tokens: cost.own(tokens) for tokens in lengths}
+    of_cycle = sum(own[tokens] for tokens in cycle)
+    rounds = max(0, (budget - cost.shared(lengths)) // of_cycle)
+    requests, live, used = rounds * len(cycle), rounds * sum(cycle), rounds * of_cycle
+    admitted = lengths if rounds else set[int]()
+    shared = cost.shared(admitted)
+    for tokens in cycle:
+        if tokens not in admitted:  # in the first round, a new length may add shared pages
+            admitted = admitted | {tokens}
+            shared = cost.shared(admitted)
+        used += own[tokens]
+        if used + shared > budget:
+            break
+        requests, live = requests + 1, live + tokens
+    return requests, live
 
 
 class PolicyCapacity(StrictModel):
