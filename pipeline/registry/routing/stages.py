@@ -21,7 +21,7 @@ chooses it for this class again until `routing.routes` names it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pipeline.registry.promotion import Engines, RegisteredEngine, Registry
 from pipeline.registry.routing.files import PREVIOUS, ClassSnapshot, MonitorConfig, Share, read_snapshot
@@ -104,28 +104,23 @@ def _make(registry: Registry, move: Move, left: set[str]) -> None:
             registry.set_alias(alias, number)
 
 
-@dataclass(frozen=True, order=True)
-class RoutingStep:
+class RoutingStep(NamedTuple):
     """The changes that a smaller engine would bring. The smallest change sorts first."""
 
     keys: bool
-    young_values: bool
+    recent_values: bool
     gained: int
 
-    @property
-    def text(self) -> str:
-        what = "keys and values" if self.keys else "values" if self.young_values else "old values alone"
+    def __str__(self) -> str:
+        what = "keys and values" if self.keys else "values" if self.recent_values else "old values alone"
         return f"{what}, {self.gained:,} live tokens more in the same memory"
 
 
 def step(now: RegisteredEngine, to: RegisteredEngine) -> RoutingStep:
     one, other = now.policy, to.policy
     fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens
-    return RoutingStep(
-        keys=_keys(one) != _keys(other) or fewer,
-        young_values=_young_values(one) != _young_values(other) or fewer,
-        gained=to.live_tokens - now.live_tokens,
-    )
+    keys, values = (stored(one) != stored(other) or fewer for stored in (_keys, _recent_values))
+    return RoutingStep(keys, values, to.live_tokens - now.live_tokens)
 
 
 def _keys(policy: KVPolicy) -> tuple[object, ...]:
@@ -134,7 +129,7 @@ def _keys(policy: KVPolicy) -> tuple[object, ...]:
     return policy.key, window, {layer: one.key for one in policy.overrides if one.key is not None for layer in one.layers}
 
 
-def _young_values(policy: KVPolicy) -> tuple[object, ...]:
+def _recent_values(policy: KVPolicy) -> tuple[object, ...]:
     """Return how the latest tokens' values are stored, and the overrides of single layers."""
     window = policy.window.value if policy.window is not None else None
     overrides = {layer: one.value for one in policy.overrides if one.value is not None for layer in one.layers}
@@ -291,14 +286,6 @@ def roll_back(engines: Engines, workload: str, say: Callable[[str], None]) -> No
     say(f"{alias_of(workload)}: {move}")
 
 
-@dataclass(frozen=True)
-class Decision:
-    text: str
-    move: Move | None = None
-    refused: bool = False
-    """Whether a monitor broke, also if no move can help."""
-
-
 def monitor(engines: Engines, limits: MonitorConfig, say: Callable[[str], None]) -> None:
     """Move routes according to a snapshot of the fleet: back if a monitor broke, down if memory is short."""
     snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
@@ -308,21 +295,25 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Callable[[str], None])
         if counted.version not in engines.model.versions:
             raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
     decisions = {workload: _decide(engines, workload, counted, limits, say) for workload, counted in snapshot.classes.items()}
-    moves = [decision.move for decision in decisions.values() if decision.move is not None]
-    make_moves(engines.registry, moves)
+    make_moves(engines.registry, [move for move in decisions.values() if isinstance(move, Move)])
     for workload, decision in decisions.items():
-        say(f"{alias_of(workload)}: {decision.text}")
-    broken = [workload for workload, decision in decisions.items() if decision.refused]
+        say(f"{alias_of(workload)}: {decision}")
+    broken = [
+        workload
+        for workload, decision in decisions.items()
+        if isinstance(decision, GateRefusal) or (isinstance(decision, Move) and decision.back)
+    ]
     if broken:
         raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above have the details")
 
 
 def _decide(
     engines: Engines, workload: str, counted: ClassSnapshot, limits: MonitorConfig, say: Callable[[str], None]
-) -> Decision:
+) -> Move | GateRefusal | str:
+    """Return the move of a class, a refusal if a monitor broke and no move can help, or a clause that the class stays."""
     before = aliases_of(engines.model, workload)
     if counted.version != before.now:
-        return Decision(f"stays at version {before.now}, since the snapshot is of version {counted.version}")
+        return f"stays at version {before.now}, since the snapshot is of version {counted.version}"
     readings = read_monitors(counted, limits)
     for reading in readings:
         say(f"{workload}: {reading.name} {reading.status}: {reading.text}")
@@ -331,14 +322,12 @@ def _decide(
     try:
         # Under memory pressure, requests are slow because they wait for memory. The previous engine would hold even less.
         if "quality" in broken or broken == {"latency"}:
-            move = way_back(engines.model, workload, why)
-            return Decision(str(move), move, refused=True)
+            return way_back(engines.model, workload, why)
         if "memory" in broken:
             now = engines.find(engines.model.versions[counted.version])
             smaller = step_down(engines, now, workload, quality_holds(readings), say)
-            why = f"{why}; {smaller.candidate.name} takes {step(now, smaller).text}"
-            move = Move(workload, before, before.moved_to(smaller.version), why)
-            return Decision(str(move), move)
+            why = f"{why}; {smaller.candidate.name} takes {step(now, smaller)}"
+            return Move(workload, before, before.moved_to(smaller.version), why)
     except GateRefusal as error:
-        return Decision(f"stays at version {before.now}: {error} ({why})", refused=True)
-    return Decision(f"stays at version {before.now}")
+        return GateRefusal(f"stays at version {before.now}: {error} ({why})")
+    return f"stays at version {before.now}"

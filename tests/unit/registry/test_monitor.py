@@ -196,7 +196,7 @@ def test_one_class_that_breaks_leaves_the_others_where_they_are(fleet: Fleet) ->
 
 
 @pytest.mark.parametrize(
-    ("now", "to", "keys", "young_values"),
+    ("now", "to", "keys", "recent_values"),
     [
         ("fp8", "fp8k_int4v_aged", False, False),
         ("fp8", "fp8k_int4v", False, True),
@@ -205,14 +205,14 @@ def test_one_class_that_breaks_leaves_the_others_where_they_are(fleet: Fleet) ->
         ("int4_guarded", "int4", True, False),  # the keys of two layers
     ],
 )
-def test_a_step_says_whether_keys_and_young_values_lose(
-    fleet: Fleet, now: str, to: str, keys: bool, young_values: bool
+def test_a_step_says_whether_keys_and_recent_values_lose(
+    fleet: Fleet, now: str, to: str, keys: bool, recent_values: bool
 ) -> None:
     fleet.add(now)
     fleet.add(to)
     one, other = map(fleet.engines.find, fleet.registry.read().versions.values())
     change = step(one, other)
-    assert (change.keys, change.young_values) == (keys, young_values)
+    assert (change.keys, change.recent_values) == (keys, recent_values)
 
 
 @pytest.mark.parametrize("seconds", [-3600, 3600])
