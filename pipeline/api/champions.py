@@ -11,6 +11,7 @@ from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence, registered_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
+from pipeline.registry.reaching import named
 from pipeline.registry.tracking import locate
 from stages.checkpoints.places import checkpoint_label
 from stages.core.digest import file_digest
@@ -76,12 +77,15 @@ def champion(
 
 
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
-    from pipeline.registry.mlflow_store import aliased, download_engine
+    from pipeline.registry.mlflow_client import Client
 
     config.signing.check()
     location = locate(config.tracking, config.work, checkpoint_label(model))
     names = list(dict.fromkeys([model, location.model_name]))
-    found = aliased(location, names, ALIAS)
+    if not location.exists:
+        raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
+    client = Client(location)
+    found = client.aliased(names, ALIAS)
     if found is None:
         raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")
     champion_name, why = f"version {found.number}, the champion of {model}", ""
@@ -91,7 +95,7 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
     except GateRefusal as error:  # another work directory judged it, or an older kvgate
         why = f" ({error})"
     if evidence is None or evidence.engine is None:
-        copy = download_engine(location, found, scratch)
+        copy = client.download(found, scratch)
         if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
             raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
         try:

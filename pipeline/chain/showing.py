@@ -93,7 +93,7 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
     from stages.report.exhibit import Exhibit
 
     try:
-        evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
+        evidence = read_evidence(candidate.identity.path.parent)
     except UserError as error:
         return Exhibit(candidate, problem=str(error))
     problem, own, samples = evidence.problem, set[str](), list[Sample]()

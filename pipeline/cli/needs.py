@@ -154,9 +154,9 @@ def find(config: Config) -> Found:
             sweeps.append(summary.load(config.work, path.stem))
     with noting():
         if config.tracking.enabled and (location := locate(config.tracking, config.work, config.model.label)).exists:
-            from pipeline.registry.mlflow_client import read_registered  # importing MLflow takes 2 s
+            from pipeline.registry.mlflow_client import Client  # importing MLflow takes 2 s
 
-            models = read_registered(location, evidence)
+            models = Client(location).registered(evidence)
     with noting():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
     sweeps.sort(key=lambda sweep: (sweep.sweep == last, sweep.began, sweep.sweep), reverse=True)

@@ -94,11 +94,8 @@ def find_evidence(directory: Path) -> list[Path]:
     return about
 
 
-def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | None = None) -> Evidence:
-    """Read the evidence in a directory.
-
-    If `engine` or `baseline` is not given, look in the evidence's directory, then in the store around it.
-    """
+def read_evidence(directory: Path) -> Evidence:
+    """Read the evidence in a directory."""
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
     paths = directory / REPORT_FILE, directory / SAMPLES_FILE
@@ -114,8 +111,8 @@ def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | 
         report=report,
         rows=rows,
         problem=problem,
-        engine=engine or bundle_of(directory, "engine", identity),
-        baseline=baseline or bundle_of(directory, "baseline", identity),
+        engine=bundle_of(directory, "engine", identity),
+        baseline=bundle_of(directory, "baseline", identity),
     )
 
 

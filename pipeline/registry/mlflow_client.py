@@ -3,7 +3,7 @@
 import logging
 import os
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import wraps
@@ -89,9 +89,35 @@ class Client(MlflowClient):
             return str(self.get_run(version.run_id).data.tags.get("engine_digest"))
         return None
 
-    def download(self, address: str, folder: str) -> str:
-        """Download an artifact into a folder and return its path."""
-        return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
+    def registered(self, identities: Collection[str]) -> list[RegisteredModel]:
+        """Return the configured registered model, and each model with a version that cites a given identity."""
+        models = dict[str, RegisteredModel]()
+
+        def read(name: str) -> None:
+            with suppress(MlflowException):  # nothing was registered yet
+                model = self.model(name)
+                unknown = [one for one in model.pointed_at.values() if one.run_id and one.identity_digest not in identities]
+                models[name] = replace(model, engines={one.number: self.engine_digest(one) for one in unknown})
+
+        read(self._location.model_name)
+        for digest in sorted(identities):
+            if not any(digest == version.identity_digest for model in models.values() for version in model.versions.values()):
+                for name in {str(found.name) for found in self.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}:
+                    read(name)
+        return [models[name] for name in sorted(models)]
+
+    def aliased(self, names: Sequence[str], alias: str) -> Version | None:
+        """Return the version with an alias, from the first model in `names` that has this alias; None if no model has it."""
+        for name in names:
+            with suppress(MlflowException):  # the model does not exist
+                number = self.get_registered_model(name).aliases.get(alias)
+                if number is not None:
+                    return version_of(self.get_model_version(name, str(number)))
+        return None
+
+    def download(self, version: Version, folder: Path) -> Path:
+        """Download the evidence of a version, with the engine if the registry has a copy; return the path."""
+        return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self._location.uri))
 
 
 def path_of(address: str) -> Path:
@@ -121,21 +147,3 @@ def version_of(found: Any) -> Version:
         where = f"version {found.version} of {found.name} in MLflow's store (tracking.uri or {ENVIRONMENT})"
         raise UserError(f"{where}: creation_timestamp={short(made)} is no time; correct it there, or name another store")
     return Version(str(found.version), tags, str(found.run_id or ""), made / 1000, str(found.source or ""))
-
-
-def read_registered(location: Location, identities: Collection[str]) -> list[RegisteredModel]:
-    """Read the configured registered model, and each model with a version that cites a given identity."""
-    client, models = Client(location), dict[str, RegisteredModel]()
-
-    def read(name: str) -> None:
-        with suppress(MlflowException):  # nothing was registered yet
-            model = client.model(name)
-            unknown = [one for one in model.pointed_at.values() if one.run_id and one.identity_digest not in identities]
-            models[name] = replace(model, engines={one.number: client.engine_digest(one) for one in unknown})
-
-    read(location.model_name)
-    for digest in sorted(identities):
-        if not any(digest == version.identity_digest for model in models.values() for version in model.versions.values()):
-            for name in {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}:
-                read(name)
-    return [models[name] for name in sorted(models)]

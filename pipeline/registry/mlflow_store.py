@@ -25,7 +25,7 @@ from mlflow.exceptions import MlflowException
 from pipeline.registry import pages
 from pipeline.registry.mlflow_client import Client, path_of, version_of
 from pipeline.registry.reaching import named
-from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
+from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
 from stages.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
@@ -276,21 +276,3 @@ def _check_files(location: Location, address: str) -> None:
             f"{named(location)} is a copy, which would write into the original's files in {old}: give the original's workdir, "
             f"or begin a store here: rm -r {location.file} {new}"
         )
-
-
-def aliased(location: Location, names: Sequence[str], alias: str) -> Version | None:
-    """Return the version with an alias, from the first model in `names` that has this alias; None if no model has it."""
-    if not location.exists:
-        raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
-    client = Client(location)
-    for name in names:
-        with suppress(MlflowException):  # the model does not exist
-            number = client.get_registered_model(name).aliases.get(alias)
-            if number is not None:
-                return version_of(client.get_model_version(name, str(number)))
-    return None
-
-
-def download_engine(location: Location, version: Version, folder: Path) -> Path:
-    """Download the evidence of a version, with the engine if the registry has a copy; return the path."""
-    return Path(Client(location).download(version.source, str(folder)))

@@ -153,10 +153,8 @@ class RegisteredEngine:
         """Return the candidate with the verdict of other gates."""
         return self.candidate.model_copy(update=Candidate.decided(decide(self.report, self.rows)))
 
-    def verify(self, decide: Decide) -> tuple[Verdict, Limits | None]:
-        """Check the evidence again, and decide again.
-
-        Return the verdict, and the limits that it covers (None if no sample's steps were recorded).
+    def verify(self, decide: Decide) -> Verdict:
+        """Check the evidence again, and return the verdict, decided again.
 
         Raises:
             GateRefusal: the first problem.
@@ -172,7 +170,7 @@ class RegisteredEngine:
         beyond = covered.exceeded_by(self.built_for) if covered is not None else None
         if beyond is not None:
             raise GateRefusal(beyond)
-        return verdict, covered
+        return verdict
 
     def __str__(self) -> str:
         return f"version {self.version} ({self.candidate.name})"
@@ -190,7 +188,7 @@ class Engines:
     """Returns the engine of a version, read from its artifacts. Raises GateRefusal if the evidence is missing."""
     decide: Decide
     _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
-    _proofs: dict[str, tuple[Verdict, Limits | None]] = field(default_factory=dict, init=False)
+    _proofs: dict[str, Verdict] = field(default_factory=dict, init=False)
 
     @cached_property
     def model(self) -> RegisteredModel:
@@ -203,7 +201,7 @@ class Engines:
             self._found[version.number] = self.read(version)
         return self._found[version.number]
 
-    def verify(self, candidate: Candidate) -> tuple[Verdict, Limits | None]:
+    def verify(self, candidate: Candidate) -> Verdict:
         """Check the engine of a candidate as `RegisteredEngine.verify` does."""
         if candidate.version not in self._proofs:
             engine = self.find(self.model.versions[candidate.version])
@@ -265,7 +263,7 @@ class Engines:
                 self.verify(rival)
                 return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
         try:
-            _, covered = self.verify(best)
+            covered = self.verify(best).covered
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):

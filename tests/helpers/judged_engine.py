@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from gate_reports import every_class, report
 from stores import make_artifact
 
@@ -15,7 +17,7 @@ from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_lineage, write_identity
 from pipeline.evidence.reading import identities, registered_engine
 from pipeline.registry.signing import SigningConfig
-from pipeline.registry.tracking import Version
+from pipeline.registry.tracking import Location, Version
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import file_digest
@@ -145,3 +147,14 @@ def exported(evidence: Path, target: Path, *roles: Role) -> Path:
 def config_of(*overrides: str) -> Config:
     """Compose a configuration, which takes 0.1 s, once for all tests. Configurations are immutable."""
     return plan(overrides, multirun=False).jobs[0]
+
+
+def make_champion(patch: pytest.MonkeyPatch, evidence: Path) -> Version:
+    """Let every registry have the engine of an evidence as champion, version 1; return the version."""
+    from pipeline.registry import mlflow_client  # importing MLflow takes 2 s
+
+    version = Version("1", cited_tags(evidence))
+    client = SimpleNamespace(aliased=lambda *_: version, download=lambda *_: evidence)
+    patch.setattr(Location, "exists", True)
+    patch.setattr(mlflow_client, "Client", lambda _: client)
+    return version

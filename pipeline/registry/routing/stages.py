@@ -235,7 +235,7 @@ def find_engine(engines: Engines, name: str, key: str) -> RegisteredEngine:
 
 def prove(engines: Engines, engine: RegisteredEngine, workload: str) -> None:
     """Check the engine's evidence again, and check that it covers the class."""
-    checks = engines.verify(engine.candidate)[0].checks
+    checks = engines.verify(engine.candidate).checks
     lines = [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
     if not lines or workload not in engine.workloads:
         raise GateRefusal(f"its report has not judged {workload}; it judged {', '.join(sorted(engine.workloads))}")

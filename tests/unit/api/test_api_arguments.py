@@ -10,7 +10,7 @@ import pytest
 from evidence_copies import edit
 from fake_engine import CharTokenizer
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from judged_engine import cited_tags, config_of, exported, judged_engine
+from judged_engine import config_of, exported, judged_engine, make_champion
 from omegaconf import OmegaConf
 from refusals import refused
 
@@ -28,8 +28,6 @@ from pipeline.api.engines import LoadedEngine
 from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
 from pipeline.lm_eval.__main__ import main
-from pipeline.registry import mlflow_store
-from pipeline.registry.tracking import Version
 from stages.verdict.thresholds import RULES
 
 
@@ -155,8 +153,7 @@ def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_a
     identity = json.loads(file.read_text())
     identity["verdict"]["rules"] = RULES - 1
     file.write_text(json.dumps(identity))
-    monkeypatch.setattr(mlflow_store, "aliased", lambda *_: Version("1", cited_tags(evidence)))
-    monkeypatch.setattr(mlflow_store, "download_engine", lambda *_: evidence)
+    make_champion(monkeypatch, evidence)
     monkeypatch.setattr(reading, "bundle_of", lambda *_: None)  # the registry holds only the evidence
     with pytest.raises(
         GateRefusal,
@@ -169,8 +166,7 @@ def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_a
 def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The champion's evidence as downloaded from the registry. The work directory of the call is a different one."""
     evidence = judged_engine(tmp_path / "artifacts")
-    monkeypatch.setattr(mlflow_store, "aliased", lambda *_: Version("1", cited_tags(evidence)))
-    monkeypatch.setattr(mlflow_store, "download_engine", lambda *_: evidence)
+    make_champion(monkeypatch, evidence)
     return evidence
 
 

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from evidence_copies import edit
 from judged_candidates import MemoryRegistry
-from judged_engine import candidate_of, cited_tags, config_of, exported, judged_engine
+from judged_engine import candidate_of, cited_tags, config_of, exported, judged_engine, make_champion
 from signing_keys import key_pair, keys
 
 from pipeline.api import champion
@@ -27,7 +27,6 @@ from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.signing import SIGNATURE_FILE, SigningConfig
-from pipeline.registry.tracking import Version
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
 
@@ -154,11 +153,10 @@ def test_a_rollback_and_a_champion_need_the_signature_of_a_trusted_key(
     tmp_path: Path, ours: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unsigned = judged_engine(tmp_path / "artifacts")
-    previous = Version("1", cited_tags(unsigned))
+    previous = make_champion(monkeypatch, unsigned)
     registry = MemoryRegistry(tmp_path)
     registry.versions, registry.aliases = {"1": dict(previous.tags), "2": {}}, {"champion": "2", "previous": "1"}
     monkeypatch.setattr("pipeline.chain.run.open_store", lambda *_: registry)
-    monkeypatch.setattr("pipeline.registry.mlflow_store.aliased", lambda *_: previous)
     config = config_of("stage=rollback", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]")
     with pytest.raises(GateRefusal, match=r"version 1 does not serve again: signature: differs, identity\.sig is missing"):
         rollback(Run(config))

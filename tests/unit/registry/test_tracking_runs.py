@@ -14,7 +14,7 @@ from judged_candidates import judged_candidate
 
 from pipeline.chain.run import open_store
 from pipeline.registry.mlflow_client import path_of
-from pipeline.registry.mlflow_store import LOCK, MlflowStore, download_engine
+from pipeline.registry.mlflow_store import LOCK, MlflowStore
 from pipeline.registry.pages import COLOURS
 from pipeline.registry.tracking import Tracking, Version, locate
 from stages.core.digest import files_digest, tree_files
@@ -259,7 +259,7 @@ def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(tmp_path: Pat
     there = old.rename(tmp_path / name)
     moved = MlflowStore(locate(Tracking(), there, "tiny"))
     assert artifacts(moved, done.run_id).keys() == {"report.json"}
-    assert download_engine(moved.location, moved.read().versions["1"], tmp_path).is_dir()
+    assert moved.client.download(moved.read().versions["1"], tmp_path).is_dir()
     track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
     assert not old.exists()
 
