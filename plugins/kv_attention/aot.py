@@ -77,7 +77,7 @@ class CompiledKernel:
 
 @cache
 def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
-    """Compile the kernel of an operation, once a process, for any number of sequences, pages, buffers and layers.
+    """Compile the kernel of an operation, once per process, for any number of sequences, pages, buffers and layers.
 
     Grids: plan_work (plan_grid(programs)), decode_partial (H, Y), decode_reduce (Hq, B), context_partial (blocks, H, S),
     context_reduce (X * Hq), append (ceil(H / R), B, L), gather (P + blocks of 64 new
@@ -115,7 +115,7 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
     }
     if operation == "append":
         return types
-    # The attention kernels take dynamic scales by the name of static ones; scales of blocks have a name of their own.
+    # In the attention kernels, dynamic scales have the name of static scales; only block scales have a separate name.
     types |= {f"{name}_scale": _scale_pointer(side) for name, side in sides.items()}
     types["value_block_scale"] = POINTERS[layout.value.codes.scale_storage] if layout.value.layer_scale else None
     if operation == "context_partial":

@@ -10,7 +10,7 @@ from plugins.kv_attention.kernels.variants import Compute
 from plugins.kv_attention.layout import CacheLayout, Dims, misfit
 
 ALIGNMENT = 16
-"""Bytes. The size of a page's row and the address of a pool are multiples; the compiler relies on both."""
+"""Alignment in bytes of a page's rows and of a pool's address. The compiler relies on both."""
 
 INT32 = ("int32",)
 Wanted = tuple[tuple[str, ...], Dims]

@@ -51,7 +51,7 @@ class Codes:
     layer_scale: bool = False
     """Whether stored scales are in units of one calibrated scale of the layer."""
     keys: bool = True
-    """Whether keys may have it; values may have any."""
+    """Whether keys may have this dtype; values may have any."""
 
 
 _BYTES: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_token")

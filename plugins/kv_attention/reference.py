@@ -26,7 +26,7 @@ from plugins.kv_attention.layout import (
 Cache = Mapping[str, Tensor]
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of nvfp4's codes by their lower three bits; the fourth one is the sign."""
+"""Magnitudes of nvfp4's codes by their lower three bits; the fourth bit is the sign."""
 
 
 def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +76,7 @@ def _in_blocks(x: Tensor, side: SideLayout, layer_scale: Tensor) -> tuple[Tensor
     steps = (blocks / (scale.float() * layer_scale).unsqueeze(-1)).flatten(-2).nan_to_num(nan=0.0)
     magnitude = steps.abs().clamp(max=side.codes.limit)
     unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
     codes = (magnitude / unit).round() + 2 * (unit.log2() + 1) + 8 * (steps < 0)
     low, high = codes.chunk(2, dim=-1)
     return (16 * high + low).to(torch.uint8).view(torch.int8), scale

@@ -39,7 +39,7 @@ NAMESPACE = "kv"
 
 Operation = Literal["plan_work", "decode_partial", "decode_reduce", "context_partial", "context_reduce"]
 Layered = Literal["decode_partial", "context_partial"]
-"""Operations on a cache: which tensors they take depends on its layout."""
+"""Operations on a cache, whose tensors depend on the cache's layout."""
 Scales = Literal["none", "static", "dynamic", "blocks"]
 SCALES: dict[Scales, tuple[str, ...]] = {
     "none": (),
@@ -50,7 +50,7 @@ SCALES: dict[Scales, tuple[str, ...]] = {
 """The tensors of a side's scales, without the side."""
 
 DTYPES, GRANULARITIES, COMPUTES = get_args(Dtype), get_args(Granularity), get_args(Compute)
-"""Choices, which attributes give by their number."""
+"""Choices; an attribute gives the index of a choice."""
 
 _INTEGERS = (
     *("kv_heads", "head_dim", "key_dtype", "key_granularity", "value_dtype", "value_granularity", "value_group"),
@@ -208,7 +208,7 @@ class Call:
 
     node: Node
     tensors: dict[str, Any]
-    """By name, in order."""
+    """Tensors by name, in order."""
     setting: Setting
     """Setting that the kernel is compiled for; a kernel for several new tokens is compiled for a chunk of a prompt."""
     programs: int = 0

@@ -95,7 +95,7 @@ def kernel_launch(call: Call, outputs: Sequence[Any]) -> Any:
 
 
 def _tensor_name(name: str) -> str:
-    """Common name of a tensor and of the kernel's parameter for it: kernels have one name for static and dynamic scales."""
+    """Return the name of the kernel's parameter for a tensor: kernels have one name for static and dynamic scales."""
     return name.removesuffix("_new").replace("_scale_pool", "_scale").replace("_block_scale", "_scale")
 
 
@@ -132,7 +132,7 @@ def launch_grid(call: Call) -> tuple[Any, Any, Any]:
 
 
 def _product(first: Any, second: Any) -> Any:
-    """The product of two sizes, each an int or a symbolic expression, which takes an int on its right only."""
+    """Return the product of two sizes, ints or symbolic expressions; an expression takes an int only on its right."""
     return second * first if isinstance(first, int) else first * second
 
 

@@ -46,7 +46,7 @@ def append(
     """
     heads = tl.program_id(0) * R + tl.arange(0, R)
     b, layer = tl.program_id(1), tl.program_id(2)
-    source = ((layer * tl.num_programs(1) + b) * H + heads).to(tl.int64)  # times D it may pass 2^31
+    source = ((layer * tl.num_programs(1) + b) * H + heads).to(tl.int64)  # multiplied by D it may exceed 2^31
     position = tl.load(lengths + b)
     # Whether to store is decided on the device, so that a captured step can leave out what its own checks refuse.
     column = tl.minimum(position // PAGE, table_width - 1)
@@ -80,8 +80,8 @@ def _append_side(
 ):  # fmt: skip
     """Store the keys or the values of R heads.
 
-    `written` (R): heads that exist, of a token that is stored. `newest` (R): of one that the ring of recent tokens keeps.
-    `source`, `row`, `slot` (R): rows of `new`, of the pools and of the exact buffer.
+    `written` (R): existing heads of a token that is stored. `newest` (R): of these, heads of a token that the ring of recent
+    tokens keeps. `source`, `row`, `slot` (R): rows of `new`, of the pools and of the exact buffer.
     """
     # A byte of 4-bit codes holds channels d and d + D / 2, which are loaded as two tiles.
     PARTS: tl.constexpr = streams_of(DTYPE)

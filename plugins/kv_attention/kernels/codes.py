@@ -53,7 +53,7 @@ INT8_WORDS = for_bytes(
     mov.b32 {%0, %1}, pair;""",
     outputs=2,
 )
-# The arithmetic of decode_e4m3.
+# Same arithmetic as decode_e4m3.
 E4M3_WORDS = for_bytes(
     """
     .reg .b32 pair, factor;

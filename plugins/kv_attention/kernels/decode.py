@@ -263,14 +263,14 @@ def decode_partial(
             written.
         partial_ml: Output (R, Hq, 2) float32, m and l, the sum of the weights; -inf and 0 of a part without tokens.
     """
-    if PDL:  # decode_reduce's programs may take the places that are free, and wait there
+    if PDL:  # programs of decode_reduce may occupy free slots from here on, and wait there
         gdc_launch_dependents()
     h = tl.program_id(0)
     work += tl.program_id(1) * 5
     EXACT: tl.constexpr = SINK + RECENT
     count = tl.load(work + 1) - tl.load(work)
-    # With keys of bytes, what does not change between sequences is computed again for each: kept, it would take registers from
-    # the loop over tiles. With 16-bit keys, whose tiles are loaded to registers, some variants spill unless it is kept.
+    # With keys of bytes, values that all sequences share are computed again for each sequence: kept, they would take registers
+    # from the loop over tiles. With 16-bit keys, whose tiles are loaded to registers, some variants spill unless they are kept.
     BYTES: tl.constexpr = KEY != "bf16" and KEY != "fp16"
     for i in tl.range(0, count, num_stages=1, disable_licm=BYTES):
         # The row is read again for the same reason.

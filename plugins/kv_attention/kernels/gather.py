@@ -27,7 +27,7 @@ def gather(
 ):  # fmt: skip
     """Write 64 tokens of one sequence and KV head. Grid (P + blocks of 64 new tokens, H, B).
 
-    Sequences follow one another without gaps. Tensors that the layout lacks: None.
+    Sequences follow one another without gaps. Tensors that the layout lacks are None.
 
     Args:
         key_new, value_new: (X, H, D) float16 or bfloat16.
@@ -95,7 +95,7 @@ def _dequantize(
     group = tl.arange(0, n)
     channel = (group[:, None] * s + tl.arange(0, s)[None, :])[None, :, :]
     mask = tl.broadcast_to(inside[:, None, None], (PAGE, n, s))
-    # All of the page is read: it is the sequence's own memory, though its last rows may be of no token.
+    # The whole page is read: it is the sequence's own memory, even if its last rows hold no token.
     stored = tl.load(pool + token[:, None, None] * W + channel)
     for part in tl.static_range(PARTS):
         if DTYPE == "int4":

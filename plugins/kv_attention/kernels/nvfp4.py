@@ -62,9 +62,9 @@ def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, F
 
 @triton.jit
 def _of_words(blocks, T: tl.constexpr, C: tl.constexpr):
-    """Repeat what blocks (T / 2, C / 16) have for each of their four words: (T / 2, C / 4).
+    """Repeat the values of blocks (T / 2, C / 16) for each of their four words: (T / 2, C / 4).
 
-    Views alone, so that Triton loads values and scales in the places that the matrix product takes them in.
+    Uses only views, so that Triton loads values and scales in the layout that the matrix product needs.
     """
     repeated = tl.broadcast_to(tl.reshape(blocks, (T // 2, C // 16, 1)), (T // 2, C // 16, 4))
     return tl.reshape(repeated, (T // 2, C // 4))
@@ -94,7 +94,7 @@ def _scale_pairs(even, odd, FP8: tl.constexpr):
             pack=1,
         )
     else:
-        # The arithmetic of decode_e4m3.
+        # Same arithmetic as decode_e4m3.
         pairs = tl.inline_asm_elementwise(
             """{
             .reg .b32 pair, factor;
@@ -134,7 +134,7 @@ def moved(code):
 
 @triton.jit
 def value_e4m3(codes):
-    """Return the float32 of bits of positive E4M3, as int32. Normal float32 throughout: a GPU may take subnormal ones as 0."""
+    """Return positive E4M3 numbers, given as bits in int32, as float32. No float32 is subnormal: a GPU may flush those to 0."""
     normal = ((codes + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     return tl.where(codes < 8, codes.to(tl.float32) * 0.001953125, normal)
 
@@ -143,7 +143,7 @@ def value_e4m3(codes):
 def encode_e2m1(steps):
     """Return the nearest codes 0 to 15, as int32, of numbers in units of their scale: ties to even codes, saturating."""
     magnitude = tl.minimum(tl.abs(steps), 6.0)
-    # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
+    # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
     units = tl.where(magnitude < 2.0, magnitude * 2.0, tl.where(magnitude < 4.0, magnitude, magnitude * 0.5))
     above = tl.where(magnitude < 2.0, 0, tl.where(magnitude < 4.0, 2, 4))
     # The addition rounds, ties to even: see _encode of append.py.

@@ -62,13 +62,13 @@ class Variant:
     maxnreg: int | None = None
     """Largest number of registers per thread; None leaves it to ptxas."""
     shared_bytes: int = 0
-    """Shared memory of a program at most."""
+    """Maximum bytes of shared memory per program."""
     sm_shared: int = 100 * 1024
-    """Shared memory of an SM."""
+    """Bytes of shared memory per SM."""
     most: int = 8
-    """Programs that an SM is given at most."""
+    """Maximum programs per SM."""
     overlaps: bool = False
-    """Whether its programs may begin before the kernel before has ended."""
+    """Whether its programs may begin before the previous kernel has ended."""
 
     @property
     def resident(self) -> int:
@@ -227,7 +227,7 @@ def work_rows(programs: int, batch: Any, *, exact: bool) -> Any:
 
 
 def partial_dtype(query_dtype: str) -> str:
-    """Return torch's name of the type of partial means, which are of float16 where queries have 16 bits."""
+    """Return torch's name of the type of partial means: float16 for 16-bit queries, else float32."""
     return "float32" if query_dtype == "float32" else "float16"
 
 
