@@ -7,12 +7,10 @@ import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeline import __version__
 from pipeline.cli import console
-from pipeline.config import CONF
 from stages.core.errors import INTERRUPTED, UserError, exit_code
 from stages.core.redaction import open_closed, redact_output
 
@@ -20,33 +18,21 @@ if TYPE_CHECKING:
     from pipeline.config.compose import Plan
 
 
-OPTIONS = ("overrides", "help", "cfg", "multirun", "config_dir", "shell_completion")
-"""Arguments of Hydra's parser that kvgate takes."""
-
-
 def _refuse_argument(message: str) -> NoReturn:
     raise UserError(f"{message}; give KEY=VALUE, or an option that --help lists")
 
 
-class _GivenOnce(Namespace):
-    """Values of options that may be given only once: argparse would silently take the last value."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(vars(self).get(name), str):
-            raise UserError(f"--{name.replace('_', '-')}={value}: is given twice; give it once")
-        super().__setattr__(name, value)
-
-
-def _check_options(arguments: Namespace) -> None:
-    """Refuse Hydra options that would compose another configuration than kvgate's, or that concern Hydra itself."""
-    if arguments.cfg not in (None, "job"):
-        raise UserError(f"--cfg={arguments.cfg}: shows Hydra's configuration; give --cfg job")
-    for name, value in vars(arguments).items():
-        if name not in OPTIONS and value not in (None, False):
-            option = f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-            raise UserError(f"{option}: is an option of Hydra's; give one that --help lists")
-    if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
-        raise UserError(f"--config-dir={arguments.config_dir}: no such directory; give the one with your own kv/")
+def _parser() -> ArgumentParser:
+    """Return the parser of the options that kvgate shares with Hydra."""
+    parser = ArgumentParser(add_help=False)
+    parser.error = _refuse_argument  # type: ignore[method-assign]
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
+    return parser
 
 
 def _asked_mode(argv: Sequence[str]) -> str:
@@ -57,38 +43,31 @@ def _asked_mode(argv: Sequence[str]) -> str:
 
 def _by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
     """Let Hydra print its help, with the options of all groups, or a shell's completions."""
-    from hydra import version
-    from hydra._internal.utils import _run_hydra
+    from hydra.core.global_hydra import GlobalHydra
 
-    from pipeline.config import compose  # noqa: F401 - the import registers options that are not files
+    from pipeline.config.compose import initialized
 
-    if arguments.help:
-        arguments.overrides = []  # else a typo would hide the help
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a report of its own and exits with 1
-    version.setbase("1.3")
-    _run_hydra(arguments, parser, lambda _: None, str(CONF), "config")
+    with initialized():
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        if arguments.help:
+            hydra.app_help("config", parser, Namespace(overrides=[], resolve=False))
+        else:
+            hydra.shell_completion("config", arguments.overrides)
     return 0
 
 
 def _planned(argv: Sequence[str]) -> "Plan | int":
     """Return the checked jobs of a command line, or the exit code of an option or a dry run, which starts no job."""
-    from hydra._internal.utils import get_args_parser
-
-    parser = get_args_parser()
-    parser.error = _refuse_argument  # type: ignore[method-assign]
-    arguments = parser.parse_intermixed_args(argv, _GivenOnce())
+    parser = _parser()
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.shell_completion and not re.fullmatch("(un)?install=(bash|zsh|fish)|query=.*", " ".join(arguments.overrides)):
         raise UserError("--shell-completion: give install=bash, zsh or fish, or uninstall= of one")
-    _check_options(arguments)
     if arguments.help or arguments.shell_completion:
         return _by_hydra(parser, arguments)
     from pipeline.config.compose import configurations, plan
-    from pipeline.config.overrides import SEARCHPATH, names_searchpath, searching
 
-    if arguments.config_dir and any(map(names_searchpath, arguments.overrides)):
-        raise UserError(f"--config-dir={arguments.config_dir}: {SEARCHPATH} is given as well; name all folders there")
-    extra = [searching(arguments.config_dir)] if arguments.config_dir else []
-    planned = plan([*arguments.overrides, *extra], arguments.multirun)
+    planned = plan(arguments.overrides, arguments.multirun, arguments.config_dir)
     if arguments.cfg:
         print(*configurations(planned), sep="", end="")
         return 0
@@ -103,8 +82,8 @@ def _planned(argv: Sequence[str]) -> "Plan | int":
         check_inputs(*planned.jobs)
     from pipeline.cli import next_steps
 
-    folder = ["--config-dir", str(arguments.config_dir)] if arguments.config_dir else []
-    next_steps.remember([*folder, *arguments.overrides])
+    folders = [part for folder in arguments.config_dir for part in ("--config-dir", folder)]
+    next_steps.remember([*folders, *arguments.overrides])
     return planned
 
 
@@ -128,14 +107,9 @@ def main() -> int:
         if isinstance(planned, int):
             return planned
         from pipeline.chain.runner import run
-        from pipeline.chain.sweeps import sweep
         from pipeline.registry.summary import new_sweep
 
-        if planned.sweeping:
-            return sweep(planned, new_sweep())
-        (config,), (name,) = planned.jobs, planned.names
-        run(config, new_sweep(), console.RunningJob(config.stage, name))
-        return 0
+        return run(planned, new_sweep())
     except Exception as error:
         console.ended_by(error)
         return exit_code(error)

@@ -9,6 +9,7 @@ from pipeline.chain.inputs import check_inputs
 from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config import CONF
+from pipeline.config.compose import Plan
 from pipeline.config.policies import check_name
 from pipeline.registry import summary
 from stages.core.errors import GateRefusal, UserError
@@ -100,11 +101,10 @@ def evaluate(
         config = config.model_copy(update={"kv": kv})
     check_inputs(config)
 
-    job = console.RunningJob(config.stage, " ".join([config.kv.name, *(f"{key}={overrides[key]}" for key in own)]))
     sweep = summary.new_sweep()
     with nullcontext() if verbose else console.silent():
         try:
-            run(config, sweep, job)
+            run(Plan([config], ([f"{key}={overrides[key]}" for key in own],)), sweep)
         except GateRefusal:
             if not summary.load(config.work, sweep).candidates:  # refused without being judged
                 raise

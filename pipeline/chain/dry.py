@@ -131,7 +131,7 @@ def foretell(planned: Plan) -> int:
                     problems.look(job, partial(_say_questions, run))
                 if (reason := run.steps.too_few) is not None:
                     short.append(reason)
-            for title, artifact in run.steps.finished:
+            for title, artifact in run.chain.finished:
                 word = "made" if not artifact.reused else "reused" if artifact.exists else "made above"
                 style = "" if word == "made" else "dim"
                 rows.append(Row(title, (job, word), style=style))
@@ -158,7 +158,7 @@ def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
     if run.config.facts.judges and last.exists:
         report = load_report(last.path)
         verdicts[run.label] = decide(report, load_rows(last.path), run.config.gates)
-        if all(artifact.exists for _, artifact in run.steps.finished):  # the identity binds every artifact
+        if all(artifact.exists for _, artifact in run.chain.finished):  # the identity binds every artifact
             run.steps.identity(last, verdicts[run.label])
 
 

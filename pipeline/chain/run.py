@@ -5,6 +5,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli import console
 from pipeline.config.config import Config
@@ -38,7 +39,6 @@ class Run:
 
     config: Config
     sweep: str = ""
-    sweeping: bool = False
     label: str = ""
     """Display name of the candidate, unique within the sweep: the policy and the other overrides."""
 
@@ -46,20 +46,29 @@ class Run:
     """The work directory's store if None."""
 
     @cached_property
+    def chain(self) -> EngineSteps:
+        return EngineSteps(self.config, self.store or Store(self.config.artifacts))
+
+    @cached_property
     def steps(self) -> VerdictSteps:
-        return VerdictSteps(self.config, self.store or Store(self.config.artifacts))
+        return VerdictSteps(self.chain)
 
     def make(self) -> Artifact:
-        """Take the steps of the stage in order, and return the last artifact. The store of a dry run makes nothing."""
+        """Take the steps of the stage in order, and return the last artifact."""
         match self.config.stage:
             case "quantize":
-                return self.steps.exports(self.config.kv)
+                return self.chain.exports(self.config.kv)
             case "build":
-                return self.steps.bundle(self.config.kv)
+                return self.chain.bundle(self.config.kv)
             case "tune":
-                return self.steps.tuned()
+                return self.chain.tuned()
             case _:
                 return self.steps.report()
+
+    @property
+    def asking_s(self) -> float:
+        """Seconds that the questions took."""
+        return sum(artifact.seconds for _, artifact in self.chain.finished if artifact.stage in ("baseline", "round"))
 
     def engines(self) -> Engines:
         """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off."""

@@ -1,4 +1,4 @@
-"""Runs the stage of one job: STAGES maps the stage's name to its function. Start reading here.
+"""Runs a command: its jobs, and what follows from their verdicts. STAGES maps a stage to its function. Start reading here.
 
 The stages up to evaluate make the artifacts that they need, or reuse artifacts in the store. Promote, rollback and verify
 use the results of earlier commands.
@@ -6,84 +6,83 @@ use the results of earlier commands.
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
 from pipeline.chain import serving
+from pipeline.chain.launching import launch
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.run import Run, open_store
-from pipeline.chain.showing import remove_page, show
+from pipeline.chain.showing import compare_in_mlflow, remove_page, show, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.prune import prune
 from pipeline.cli.status import show_status
+from pipeline.config.compose import Plan, to_config
 from pipeline.config.config import Config
+from pipeline.config.launchers import BASIC, LOGS
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import judged_candidate
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.store.store import used
-from stages.core.errors import DEFECT, INTERRUPTED, CannotBeJudged, GateRefusal, exit_code
+from stages.core.errors import (
+    INTERRUPTED,
+    SEVERITY,
+    CannotBeJudged,
+    GateRefusal,
+    MissingRequirement,
+    describe,
+    exit_code,
+)
 from stages.core.files import store_of
+from stages.core.redaction import redact_output, redact_text
 from stages.verdict.candidate import Cited, not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 
 
 def quantize(run: Run) -> None:
-    exports = run.make()
+    exports = run.chain.exports(run.config.kv)
     checkpoint = exports.path / "checkpoint"
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
-    if not run.sweeping:
-        next_steps.show(next_steps.after_making("quantize", next_steps.typed()))
 
 
 def build(run: Run) -> None:
-    bundle = run.make()
+    bundle = run.chain.bundle(run.config.kv)
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
-    if not run.sweeping:
-        next_steps.show(next_steps.after_making("build", next_steps.typed()))
 
 
 def evaluate(run: Run) -> None:
-    """Judge the engine against the FP16-KV engine and register it; with stage=all, promote it if it passed.
-
-    Jobs of a sweep only register. Otherwise the job that finishes last would be promoted.
-    """
+    """Judge the engine against the FP16-KV engine, and register it."""
     config, steps = run.config, run.steps
     with console.progress("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
-        evaluation = run.make()
+        evaluation = steps.report()
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.progress("deciding"):
             verdict = decide(report, rows, config.gates)
         sealed = steps.identity(evaluation, verdict)
         cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
-        candidate = judged_candidate(read_identity(cited.path), cited, report, steps.store.root)
+        candidate = judged_candidate(read_identity(cited.path), cited, report, run.chain.store.root)
         candidate = candidate.model_copy(update={"name": run.label})
         if store is not None:
             with console.progress("registering the engine"):
                 candidate = store.conclude(run_id, candidate, rows)
-    last = summary.record(config.work, run.sweep, candidate)
-    look = next_steps.is_look(next_steps.typed()) and candidate.verdict == "INCONCLUSIVE"
-    tables.print_verdict(candidate, look=look)
-    if run.sweeping:
-        return
-    promotes = config.stage == "all" and config.tracking.enabled
-    show(config, [candidate], sweep=run.sweep, command=next_steps.whole())
-    if not (promotes and candidate.verdict == "PASS"):  # a promotion prints its own next step
-        asking = sum(artifact.seconds for _, artifact in steps.finished if artifact.stage in ("baseline", "round"))
-        next_steps.show(next_steps.after_judging(config, [candidate], next_steps.typed(), asking_s=asking))
-    if candidate.verdict != "PASS" and not look:
-        raise GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
-    if promotes:
-        serving.promote_from(run, last)
+    summary.record(config.work, run.sweep, candidate)
+    tables.print_verdict(candidate, look=next_steps.is_look(next_steps.typed()) and candidate.verdict == "INCONCLUSIVE")
 
 
 STAGES: dict[str, Callable[[Run], None]] = {
@@ -111,35 +110,167 @@ def holding(config: Config) -> AbstractContextManager[None]:
     return used(root, make=config.facts.makes or root.is_dir())
 
 
-def run(config: Config, sweep: str, job: console.RunningJob | None = None, *, sweeping: bool = False) -> None:
-    """Run one job, and record its candidate and its exit code in summary.json.
+def run(planned: Plan, sweep: str) -> int:
+    """Run the jobs of a command, show what follows from their verdicts, and return the exit code.
 
-    Raises UserError, GateRefusal or MissingRequirement for problems that a person or CI can act on. Other exceptions are
-    defects.
+    `sweep` is the id of the command's evaluations. An error of a job does not stop a sweep.
+
+    Raises:
+        UserError, GateRefusal, MissingRequirement: The only job ended with a problem that a person or CI can act on.
+        Exception: A defect.
     """
-    job, judging = job or console.RunningJob(config.stage, config.kv.name), config.facts.judges
-    if judging and not sweeping:
-        summary.begin(config.work, sweep, [job.policy], command=next_steps.whole())
-    code = DEFECT
+    job = Run(planned.jobs[0], sweep, planned.names[0])
+    config, sweeping = job.config, planned.sweeping
+    with holding(config):  # held between the jobs of a sweep too
+        if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
+            summary.begin(config.work, sweep, planned.names, command=next_steps.whole(sweep=sweeping))
+        try:
+            if sweeping:
+                return _conclude(planned, job, _sweep(planned, sweep))
+            with _recorded(config, sweep, console.RunningJob(config.stage, job.label)):
+                STAGES[config.stage](job)
+            last = summary.load(config.work, sweep) if config.stage == "all" and config.tracking.enabled else None
+            if last is not None and last.candidates[0].verdict == "PASS":
+                serving.promote_from(job, last)
+        except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
+            with warned("the interruption is not recorded"):
+                _conclude(planned, job, INTERRUPTED)
+            raise KeyboardInterrupt from error
+        except Exception as error:  # of the only job, or of the launcher
+            if sweeping:
+                console.ended_by(error)
+                return _conclude(planned, job, exit_code(error))
+            with warned("the end of the command is not recorded"):
+                _conclude(planned, job, exit_code(error))
+            raise
+        return _conclude(planned, job, 0)
+
+
+@contextmanager
+def _recorded(config: Config, sweep: str, job: console.RunningJob) -> Iterator[None]:
+    """Announce a job, and record the exit code of a job that judges in summary.json."""
+    console.begin(job, config.model.path if config.facts.makes or config.facts.plans else None)
     try:
-        console.begin(job, config.model.path if config.facts.makes or config.facts.plans else None)
-        with holding(config), required_libraries():
-            STAGES[config.stage](Run(config, sweep, sweeping, job.policy))
-        code = 0
+        with required_libraries():
+            yield
+    except BaseException as error:
+        if config.facts.judges:
+            with warned("the end of the job is not recorded"):  # a failure here must not replace the job's error
+                summary.finish(config.work, sweep, exit_code(error), job.number)
+        if isinstance(error, CannotBeJudged) and job.number == 1:  # the other jobs of a sweep have the same baseline
+            next_steps.show(next_steps.after_weak(config, error, next_steps.typed(), sweep=job.of > 1))
+        raise
+    if config.facts.judges:
+        summary.finish(config.work, sweep, 0, job.number)
+
+
+def _sweep(planned: Plan, sweep: str) -> int:
+    """Run the jobs of a sweep, in this process or with a launcher, and return the worst exit code."""
+    first, launcher, jobs = planned.jobs[0], planned.launcher, len(planned.jobs)
+    named = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
+    places = [console.RunningJob(one.stage, name, number, jobs) for number, (one, name) in named]
+    if launcher == BASIC:
+        ended = [_attempt(one, sweep, place) for one, place in zip(planned.jobs, places, strict=True)]
+    else:
+        has_logs = launcher.startswith("submitit")  # their jobs write into files
+        if has_logs:
+            console.LOGGER.info("jobs write their output below %s", first.work / LOGS)
+        ended = launch(planned, Task(sweep, planned.names, tuple(next_steps.typed())))
+        for place, (code, said) in zip(places, ended, strict=True) if has_logs else ():
+            for line in said.splitlines():  # refusals, which the jobs wrote to their log files
+                console.error(f"{place.name}{line}", exit_code=code)
+    return max((code for code, _ in ended), key=SEVERITY.index)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Callable that a launcher runs for a job, perhaps on another machine. The configuration is composed there."""
+
+    sweep: str
+    names: tuple[str, ...]
+    """Display names of all jobs."""
+    typed: tuple[str, ...]
+    """The arguments of the sweep's command, which a next command repeats."""
+
+    def __call__(self, composed: DictConfig) -> tuple[int, str]:
+        """Run the job of a composed configuration, and return its exit code and its error's message."""
+        redact_output()
+        next_steps.remember(self.typed)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # keep a handler that a cluster set
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        number, config = HydraConfig.get().job.num, to_config(composed)
+        console.configure(config.log)
+        with holding(config):
+            job = console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
+            return _attempt(config, self.sweep, job)
+
+
+def _attempt(config: Config, sweep: str, job: console.RunningJob) -> tuple[int, str]:
+    """Run a job of a sweep, and return its exit code and its error's message."""
+    try:
+        with _recorded(config, sweep, job):
+            STAGES[config.stage](Run(config, sweep, job.policy))
     except Exception as error:
-        code = exit_code(error)
-        if isinstance(error, CannotBeJudged) and not sweeping:
-            next_steps.show(next_steps.after_weak(config, error, next_steps.typed()))
-        raise
-    except (KeyboardInterrupt, SystemExit):
-        code = INTERRUPTED
-        raise
+        console.ended_by(error)
+        return exit_code(error), redact_text(describe(error))
     finally:
-        if judging:
-            last = summary.finish(config.work, sweep, code, job.number)
-            if not sweeping:
-                write_junit(config.work / JUNIT, last)
-                if not last.candidates:
-                    remove_page(config.work)
-        elif not sweeping and config.facts.recorded:
+        console.end()
+    return 0, ""
+
+
+def _conclude(planned: Plan, job: Run, code: int) -> int:
+    """Show the candidates of a command with the next step, and return the command's exit code.
+
+    `code` is the worst exit code of the jobs, or of the error that ended the command early.
+
+    Raises:
+        GateRefusal: The candidate of the only job did not pass. A sweep prints its refusal.
+    """
+    config, sweeping = job.config, planned.sweeping
+    if not config.facts.judges:
+        if config.stage in ("quantize", "build") and code == 0:
+            next_steps.show(next_steps.after_making(config.stage, next_steps.typed(), sweep=sweeping))
+        if config.facts.recorded:
             summary.finish(config.work, None, code)
+        return code
+    last = summary.load(config.work, job.sweep)
+    write_junit(config.work / JUNIT, last)
+    if not last.candidates:
+        remove_page(config.work)
+    elif last.champion is None:  # else the promotion has shown them
+        _show_judged(planned, job, last, advise=sweeping or code == 0)
+    refusal = _refusal(planned, last) if sweeping or code == 0 else None
+    codes = (code, last.exit_code, 0 if refusal is None else exit_code(refusal))
+    code = summary.note(config.work, job.sweep, exit_code=max(codes, key=SEVERITY.index)).exit_code
+    if refusal is not None and not sweeping:
+        raise refusal
+    if refusal is not None:
+        console.ended_by(refusal)
+    return code
+
+
+def _show_judged(planned: Plan, job: Run, last: summary.Summary, *, advise: bool) -> None:
+    """Show the candidates of a command, and the next step if `advise` is set."""
+    config, candidates = job.config, last.candidates
+    if planned.sweeping:
+        tables.print_comparison(candidates)
+    show(config, candidates, sweep=job.sweep, unfinished=last.unfinished, command=last.command)
+    if planned.sweeping:
+        compare_in_mlflow(config, candidates, job.sweep)
+    if advise:
+        typed, unfinished = next_steps.typed(), last.unfinished is not None
+        after = partial(next_steps.after_judging, swept=planned.swept, unfinished=unfinished, asking_s=job.asking_s)
+        next_steps.show(after(config, candidates, typed))
+
+
+def _refusal(planned: Plan, last: summary.Summary) -> Exception | None:
+    """Return the reason why a command whose jobs all ended well does not exit with 0."""
+    decent = {"PASS", "INCONCLUSIVE"} if next_steps.is_look(next_steps.typed()) else {"PASS"}
+    if planned.sweeping and last.unfinished is not None:
+        return MissingRequirement(f"{last.unfinished}; run it again to continue")
+    if not decent.isdisjoint(candidate.verdict for candidate in last.candidates):
+        return None
+    if planned.sweeping:
+        return GateRefusal("no candidate of the sweep passed") if last.candidates else None
+    candidate = last.candidates[0]
+    return GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import weight_bytes
 from pipeline.cli import console
+from pipeline.config.config import Config
 from pipeline.evidence.identity import Link, answers_input, make_identity, round_input, write_identity
 from pipeline.loading import open_backend
 from stages.checkpoints.description import inspect_checkpoint
@@ -33,18 +34,23 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class VerdictSteps(EngineSteps):
-    """The artifacts of one configuration, up to the evaluation of its engine against the FP16-KV engine."""
+class VerdictSteps:
+    """The artifacts from the engine of a chain to its evaluation against the FP16-KV engine."""
 
+    chain: EngineSteps
     _pair: "EnginePair | None" = field(default=None, init=False)
     """The engine that was used last, kept in memory."""
+
+    @property
+    def config(self) -> Config:
+        return self.chain.config
 
     def report(self) -> Artifact:
         """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
         policy = self.config.kv
         if self.too_few is not None:
             console.say(f"[yellow]note:[/] these questions {self.too_few} (docs/start.md#my-questions)")
-        made = {"baseline": self.bundle(FP16_POLICY), "encoded": self.encoded_samples}
+        made = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self.note_length(self._encoded)
         answers = made[answers_input(1)] = self.round(FP16_POLICY, 1)
@@ -53,7 +59,7 @@ class VerdictSteps(EngineSteps):
 
             require_able(self._in_round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
         made["baseline_once"] = self.once(FP16_POLICY, answers)
-        made["engine"] = self.bundle(policy)
+        made["engine"] = self.chain.bundle(policy)
         candidate = made[round_input(1)] = self.round(policy, 1, answers)
         made["once"] = self.once(policy, candidate, answers)
         for number in range(2, self._rounds + 1):
@@ -63,7 +69,7 @@ class VerdictSteps(EngineSteps):
             answers = made[answers_input(number)] = self.round(FP16_POLICY, number)
             made[round_input(number)] = self.round(policy, number, answers)
         self._pair = None
-        with self.making(self.recipe("evaluate", "joining", made), policy) as entry:
+        with self.chain.making(self.recipe("evaluate", "joining", made), policy) as entry:
             if entry.artifact is None:
                 self._joined(made).write(entry.scratch)
         return entry.made
@@ -71,8 +77,8 @@ class VerdictSteps(EngineSteps):
     @cached_property
     def encoded_samples(self) -> Artifact:
         """The tokens of every sample, shared by the engines of all policies."""
-        recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.bundle(FP16_POLICY)})
-        with self.making(recipe) as entry:
+        recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.chain.bundle(FP16_POLICY)})
+        with self.chain.making(recipe) as entry:
             if entry.artifact is None:
                 from stages.evaluate.inputs.tokens import encode_rounds, write_encoded
 
@@ -86,7 +92,7 @@ class VerdictSteps(EngineSteps):
         """
         stage, workloads = "baseline" if baseline is None else "round", self.config.workloads
         recipe = self.recipe(stage, "measure", self.inputs(policy, baseline), round=number)
-        with self.making(recipe, policy, f" {number}/{self._rounds}", resumable=True) as entry:
+        with self.chain.making(recipe, policy, f" {number}/{self._rounds}", resumable=True) as entry:
             if entry.artifact is None:
                 from stages.evaluate.measure import measure
 
@@ -111,7 +117,7 @@ class VerdictSteps(EngineSteps):
         """
         stage, config = "baseline_once" if baseline is None else "once", self.config.workloads
         inputs = {**self.inputs(policy, baseline), "measured": measured}
-        with self.making(self.recipe(stage, "measured_once", inputs), policy) as entry:
+        with self.chain.making(self.recipe(stage, "measured_once", inputs), policy) as entry:
             if entry.artifact is None:
                 from stages.evaluate.measured_once import measure_once
 
@@ -132,17 +138,17 @@ class VerdictSteps(EngineSteps):
     def identity(self, evaluation: Artifact, verdict: Verdict) -> Artifact:
         """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
         config = self.config
-        identity = make_identity(config, [Link.of(title, artifact) for title, artifact in self.finished], verdict)
+        identity = make_identity(config, [Link.of(title, artifact) for title, artifact in self.chain.finished], verdict)
         content = {"identity": json_digest(identity.model_dump(mode="json"))}
         recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
-        with self.making(recipe, config.kv) as entry:
+        with self.chain.making(recipe, config.kv) as entry:
             if entry.artifact is None:
                 write_identity(identity, evaluation.path, config.workloads, entry.scratch, config.signing)
         return entry.made
 
     def inputs(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
         """Return the inputs of a measurement by name: the engine, the samples, and the artifacts to compare with."""
-        engine = self.bundle(policy)
+        engine = self.chain.bundle(policy)
         inputs = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
         if self.config.workloads.conformance_samples:
             inputs["reference"] = self.reference(policy)
@@ -150,7 +156,7 @@ class VerdictSteps(EngineSteps):
 
     def recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
         """Return the recipe of an artifact that a module of `stages.evaluate` makes."""
-        workloads, backend = self.config.workloads, self.backend
+        workloads, backend = self.config.workloads, self.chain.backend
         digests = {name: artifact.digest for name, artifact in inputs.items()} | self._given_digests
         # Some workloads quote the documentation of the Python that runs.
         python = platform.python_version()
@@ -171,22 +177,22 @@ class VerdictSteps(EngineSteps):
         workloads, digests = self.config.workloads, dict[str, str]()
         if workloads.own is not None:
             for file in own_files(workloads.own_key, workloads.own):
-                self.watch(file)
+                self.chain.watch(file)
             digests[workloads.own_key] = hashlib.sha256(own_content(workloads.own_key, workloads.own)).hexdigest()
         if workloads.speculation is not None and workloads.speculation.draft is not None:
-            digests["draft"] = self.digest_of_model(locate_checkpoint(workloads.speculation.draft))
+            digests["draft"] = self.chain.digest_of_model(locate_checkpoint(workloads.speculation.draft))
         return digests
 
     def reference(self, policy: KVPolicy) -> Artifact:
         """Return the reference engine's bundle under `policy`, from the same weights and scales as the engine."""
-        return self.bundle(policy, self.reference_config)
+        return self.chain.bundle(policy, self.chain.reference_config)
 
     @cached_property
     def reference_device(self) -> str:
         """Device of the reference engine: `cpu` or `cuda`."""
         from stages.engines.reference.device import reference_device
 
-        given = self.given
+        given = self.chain.given
         size = given.stat().st_size if given.is_file() else weight_bytes(inspect_checkpoint(given))
         return reference_device(self.config.reference.device, size)
 
@@ -254,7 +260,7 @@ class VerdictSteps(EngineSteps):
     def _tokenizer(self) -> "BundleTokenizer":
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
-        return BundleTokenizer(self.bundle(FP16_POLICY).path)
+        return BundleTokenizer(self.chain.bundle(FP16_POLICY).path)
 
     @cached_property
     def _encoded(self) -> list["EncodedSample"]:
@@ -282,16 +288,16 @@ class EnginePair:
 
     def __post_init__(self) -> None:
         # The engine is loaded before its reference engine: on a GPU it may claim a share of all memory.
-        self.engine: Engine = self.steps.backend.load(self.steps.bundle(self.policy).path)
+        self.engine: Engine = self.steps.chain.backend.load(self.steps.chain.bundle(self.policy).path)
 
     @cached_property
     def reference(self) -> "ReferenceEngine":
         from stages.evaluate.conformance.engine import ReferenceEngine
 
-        steps, own = self.steps, self.steps.backend
-        backend: Any = open_backend(steps.reference_config)
+        steps, own = self.steps, self.steps.chain.backend
+        backend: Any = open_backend(steps.chain.reference_config)
         torch_engine = backend.load_reference(steps.reference(self.policy).path, steps.reference_device)
-        quantized = inspect_checkpoint(steps.checkpoint).quantized
+        quantized = inspect_checkpoint(steps.chain.checkpoint).quantized
         other = quantized is not None and quantized.inputs == "other"  # the reference engine does not round such inputs
         # Queries in 8-bit blocks may get neighbouring codes, as the cache may, but no engine shows them.
         other = other or (torch_engine.rounds_queries and not own.measures_rounding)

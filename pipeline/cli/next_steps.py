@@ -23,7 +23,6 @@ from pipeline.cli.console import duration
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, key_of, written
-from pipeline.config.overrides import searching_too
 from pipeline.config.policies import load_policies
 from stages.core.errors import CannotBeJudged
 from stages.core.strict import StrictModel
@@ -315,8 +314,8 @@ def see_status(config: Config) -> NextStep:
 def after_tuning(config: Config, chosen: str, folder: Path | None) -> NextStep:
     """Return the step that judges the chosen policy, from the configuration folder `folder` or, if None, from conf/."""
     base = typed() or carried(config)
-    if folder is not None:
-        base = searching_too(base, folder)
+    if folder is not None and str(folder) not in base:
+        base = ["--config-dir", str(folder), *base]
     base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
     return NextStep(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))
 

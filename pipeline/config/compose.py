@@ -1,26 +1,25 @@
 """Composition of command-line overrides into validated configurations. All jobs of a sweep are checked before the launch."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
 from math import prod
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.types import HydraContext, RunMode
+from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -29,7 +28,7 @@ from pydantic import ValidationError
 from pipeline.config import CONF
 from pipeline.config.config import STAGES, Config, StageFacts
 from pipeline.config.explain import explain_hydra, explain_validation
-from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep, launching
+from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep
 from pipeline.config.override_syntax import as_typed, key_of
 from pipeline.config.overrides import (
     MOST_JOBS,
@@ -40,6 +39,7 @@ from pipeline.config.overrides import (
     check_overrides,
     readable,
     refuse_code,
+    searching,
 )
 from pipeline.config.policies import check_name
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
@@ -53,7 +53,6 @@ ConfigStore.instance().store("default", Thresholds().model_dump(mode="json"), gr
 _OPTIONAL = {name: key.default for name, key in KVPolicy.model_fields.items() if not key.is_required()}
 ConfigStore.instance().store("policy", _OPTIONAL)
 
-T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
 MOST_DIGITS = 1000
 MOST_KEY, MOST_VALUE = 200, 1 << 15
@@ -113,13 +112,17 @@ class Plan:
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, changes, strict=True))
 
 
-def plan(overrides: Sequence[str], multirun: bool) -> Plan:
-    """Compose and validate the configurations of all jobs before the first job runs. Raises UserError with all problems."""
+def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path] = ()) -> Plan:
+    """Compose and validate the configurations of all jobs before the first job runs. Raises UserError with all problems.
+
+    `folders` have options of the user's own, as `--config-dir` names them.
+    """
+    places = searching(folders)
     try:
-        planned = _plan(overrides, multirun)
+        planned = _plan(overrides, multirun, places)
     except WrongOverrides as error:
         try:
-            _plan([override for number, override in enumerate(overrides) if number not in error.numbers], multirun)
+            _plan([override for number, override in enumerate(overrides) if number not in error.numbers], multirun, places)
         except UserError as more:
             raise UserError(f"{error}\n{more}") from None
         raise
@@ -143,19 +146,19 @@ def _refuse_override(override: str) -> None:
         _refuse_secrets(value, redact_text(key.lstrip("+~")))
 
 
-def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
+def _plan(overrides: Sequence[str], multirun: bool, places: list[str]) -> Plan:
     for override in overrides:
         _refuse_override(override)
     try:
-        with _hydra():
+        with initialized():
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # with the loader, it can expand kv=glob(*)
             overrides = [_added(readable(override, parser)) for override in overrides]
             parsed = parser.parse_overrides(overrides)
-            places = [str(o.input_line) for o in parsed if o.key_or_group == SEARCHPATH]
             check_overrides(parsed, lambda key: _options(key, places))
+            overrides, parsed = [*places, *overrides], [*parser.parse_overrides(places), *parsed]
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]
-            hydras = [str(o.input_line) for o in parsed if _is_hydras(o)]
+            hydras = [str(o.input_line) for o in parsed if is_hydras(o.key_or_group)]
             plain, composed = _suited(plain)
             refuse_code(composed.hydra)
             typed = [o.key_or_group.removeprefix(LAUNCHER_KEYS) for o in parsed if o.key_or_group.startswith(LAUNCHER_KEYS)]
@@ -172,7 +175,11 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
                 return Plan([to_config(composed)], (plain,))
             params = composed.hydra.sweeper.params or {}
             last = {o.key_or_group: o for o in parsed}
-            given = [o for o in parser.parse_overrides([f"{k}={v}" for k, v in params.items()]) + parsed if not _is_hydras(o)]
+            given = [
+                o
+                for o in parser.parse_overrides([f"{k}={v}" for k, v in params.items()]) + parsed
+                if not is_hydras(o.key_or_group)
+            ]
             keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
             each = tuple([*hydras, *job] for job in _jobs(given))
             jobs, each = _configs(each)
@@ -231,29 +238,12 @@ def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[s
     return configs, tuple(suited)
 
 
-def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) -> list[T]:
-    """Run the jobs of a sweep with its launcher and return the results of `task`, in the order of the command line.
-
-    Hydra sends `task` to the job's machine and composes the configuration there again, because some defaults depend on the
-    machine. `more` are overrides for the launcher's plugin.
-    """
-    with _hydra():
-        state = GlobalHydra.instance()
-        assert state.hydra is not None
-        composed = state.hydra.compose_config("config", [*planned.given, *more], RunMode.MULTIRUN, from_shell=False)
-        context = HydraContext(state.config_loader(), Callbacks())
-        jobs = [[o for o in job if not o.lstrip("+~").startswith(("hydra.", "hydra/"))] for job in planned.overrides]
-        with launching(planned.launcher):
-            returned = Plugins.instance().instantiate_launcher(context, task, composed).launch(jobs, initial_job_idx=0)
-    return [job.return_value for job in returned]  # raises what the job raised
-
-
 def configurations(planned: Plan) -> Iterator[str]:
     """Yield the configuration of every job as a document of a YAML stream, for `--cfg job`.
 
     In a sweep, a comment above the document lists the job's overrides.
     """
-    with _hydra():
+    with initialized():
         for number, overrides in enumerate(planned.overrides, start=1):
             arguments = " ".join(map(as_typed, overrides))
             head = f"---\n# job {number} of {len(planned.overrides)}: {arguments}\n" if planned.sweeping else ""
@@ -261,7 +251,7 @@ def configurations(planned: Plan) -> Iterator[str]:
 
 
 @contextmanager
-def _hydra() -> Iterator[None]:
+def initialized() -> Iterator[None]:
     """Initialize Hydra for kvgate, and restore the previous state of Hydra, which the calling application may use too."""
     state = GlobalHydra.instance()
     theirs, base = state.hydra, copy(VersionBase.instance())
@@ -275,8 +265,9 @@ def _hydra() -> Iterator[None]:
         VersionBase.set_instance(base)
 
 
-def _is_hydras(override: Override) -> bool:
-    return override.key_or_group.startswith(("hydra.", "hydra/"))
+def is_hydras(key: str) -> bool:
+    """Return whether a key configures Hydra itself."""
+    return key.startswith(("hydra.", "hydra/"))
 
 
 def _jobs(overrides: list[Override]) -> list[list[str]]:

@@ -1,31 +1,18 @@
-"""Launchers of a sweep: any installed Hydra plugin, changed only by keys on the command line; their errors, and their end.
+"""Checks of a sweep's launcher: any installed Hydra plugin, changed only by keys on the command line.
 
 A launcher's configuration can name code and shell commands (`_target_`, `setup`). Therefore `_target_` is always the plugin's
 own, and other keys come from the command line, never from files of --config-dir.
 """
 
-import atexit
-import logging
-import os
-import secrets
-import shutil
-import signal
-import sys
-import tempfile
-import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
 from importlib.util import find_spec
-from pickle import PicklingError
-from subprocess import CalledProcessError
 from typing import Any
 
-import psutil
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 
-from stages.core.errors import REFUSALS, MissingRequirement, UserError, short
+from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.redaction import leaves
 
 LAUNCHER_KEYS = "hydra.launcher."
@@ -90,102 +77,3 @@ def check_sweep(hydra: DictConfig, typed: Collection[str]) -> tuple[str, dict[st
         if changed and not any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in typed):
             raise UserError(f"hydra.launcher.{key}: is set by a file, and could name a command; give it on the command line")
     return name, launcher
-
-
-RAY = "ray"
-RAY_LINES = {
-    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",  # the lines already name their job, and may be JSON
-    "RAY_DEDUP_LOGS": "0",  # it would merge lines that differ only in numbers, even errors
-}
-"""Environment variables that make Ray print the jobs' lines unchanged."""
-RAY_HERE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all ports on 127.0.0.1, as on those systems, not on every address
-    "RAY_AUTH_MODE": "token",
-}
-"""Environment variables of a Ray instance that the command starts."""
-RAY_STORE_BYTES = 75 << 20
-"""Bytes of Ray's object store, which holds the results of tasks: Ray's minimum, since jobs return nothing."""
-RAY_OVERRIDES = [
-    "++hydra.launcher.ray.remote.max_retries=0",  # otherwise a job that ran out of memory is retried forever
-    "++hydra.launcher.ray.remote.max_calls=1",  # one process per job, which frees all its memory
-]
-
-NOT_OF_THE_LAUNCHER: tuple[type[Exception], ...] = (*REFUSALS, TypeError, AttributeError, PicklingError)
-"""Refusals, and the errors of pickle for a job that it cannot send, which are defects of kvgate."""
-ENDING_S = 5.0
-LAST_LINES_S = 1.0
-
-
-def start(name: str, launcher: Mapping[str, Any]) -> list[str]:
-    """Start Ray, before its plugin would, and return overrides for the plugin. Other launchers need no preparation."""
-    if name != RAY:
-        return []
-    options = {key: value for key, value in ((launcher.get("ray") or {}).get("init") or {}).items() if value is not None}
-    variables = dict(RAY_LINES)
-    if options.get("address", "local") == "local" and "RAY_ADDRESS" not in os.environ:
-        variables |= RAY_HERE
-        if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
-            variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray writes a token file into the home directory
-        folder = tempfile.mkdtemp(prefix="kvgate-ray-")  # logs and sockets, which Ray would not remove
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        options |= {"address": "local", "include_dashboard": False, "object_store_memory": RAY_STORE_BYTES, "_temp_dir": folder}
-    for variable, value in variables.items():
-        os.environ.setdefault(variable, value)
-    terminated = signal.getsignal(signal.SIGTERM)
-    try:
-        import ray
-
-        ray.init(**options, logging_level=logging.WARNING)
-    except SystemExit as error:  # Ray's reaction to SIGTERM
-        raise KeyboardInterrupt from error
-    except Exception as error:  # Ray has no specific class for a failed start
-        said = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
-        raise MissingRequirement(
-            f"hydra/launcher=ray: Ray did not start ({said}); run fewer other programs, or mend "
-            f"hydra.launcher.ray.init.* or the installation ({install(RAY)})"
-        ) from error
-    signal.signal(signal.SIGTERM, terminated)  # Ray's handler would abort this process
-    return RAY_OVERRIDES
-
-
-@contextmanager
-def launching(name: str) -> Iterator[None]:
-    """Turn an exception of a launcher into a refusal: a wrong key or a dead process."""
-    try:
-        yield
-    except NOT_OF_THE_LAUNCHER:
-        raise
-    except Exception as error:
-        command = error.__cause__ if isinstance(error.__cause__, CalledProcessError) else None  # such as sbatch
-        text = " ".join(command.stderr.split()) if command is not None and command.stderr else str(error)
-        lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
-        if isinstance(error, ValueError):
-            raise UserError(f"hydra/launcher={name}: {short(lines[0], 200)}; correct hydra.launcher.*") from error
-        raise MissingRequirement(
-            f"hydra/launcher={name}: the process of a job died, or the launcher failed ({short(lines[-1], 200)}); free some "
-            "memory, run fewer jobs at once, or correct hydra.launcher.*"
-        ) from error
-
-
-def end_workers() -> None:
-    """Stop the processes of jobs that would outlive the command."""
-    finish()
-    workers = []
-    for worker in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            # a resource tracker ignores signals, ends by itself after the command, and removes what killed workers left
-            if not any("resource_tracker" in argument for argument in worker.cmdline()):
-                worker.send_signal(signal.SIGINT)
-                workers.append(worker)
-    _, alive = psutil.wait_procs(workers, timeout=ENDING_S)
-    for worker in alive:
-        with suppress(psutil.NoSuchProcess):
-            worker.kill()
-
-
-def finish() -> None:
-    """Stop the command's Ray instance, or leave the Ray cluster, after the jobs' last lines have been printed."""
-    ray: Any = sys.modules.get(RAY)
-    if ray is not None and ray.is_initialized():
-        time.sleep(LAST_LINES_S)
-        ray.shutdown()

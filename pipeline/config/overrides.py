@@ -28,33 +28,22 @@ MOST_JOBS = 1000
 
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
-SEARCHPATH, SEARCHED = "hydra.searchpath", "file://"
+SEARCHPATH = "hydra.searchpath"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 PROMPT_LOOKUP = "workloads.speculation"
 """The only key that may be an empty dict: it enables prompt lookup."""
 
 
-def searching(*folders: str | Path) -> str:
-    """Return the override that adds folders of options to Hydra's search path, like `--config-dir` does for one folder."""
-    places = dict.fromkeys(f"{SEARCHED}{Path(folder).resolve()}" for folder in folders)
-    return f"{SEARCHPATH}={written(list(places))}"
-
-
-def searching_too(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return the arguments of a command with one more folder of options."""
-    folders, rest = list[str](), list(arguments)
-    if rest[:1] == ["--config-dir"]:  # --config-dir can only be given once
-        folders, rest = rest[1:2], rest[2:]
-    for override in OverridesParser.create().parse_overrides([one for one in rest if names_searchpath(one)]):
-        rest.remove(str(override.input_line))
-        places = override.value()
-        assert isinstance(places, list), "else the command would have been refused"
-        folders = [str(place).removeprefix(SEARCHED) for place in places]
-    return [searching(*folders, folder), *rest] if folders else ["--config-dir", str(folder), *rest]
-
-
-def names_searchpath(argument: str) -> bool:
-    return argument.lstrip("+").startswith(f"{SEARCHPATH}=")
+def searching(folders: Sequence[str | Path]) -> list[str]:
+    """Check the folders of --config-dir, and return the override that adds them to Hydra's search path."""
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise UserError(f"--config-dir={folder}: no such directory; give the one with your own kv/")
+        for path in (*folder.glob("config.yaml"), *folder.glob("*/*.y*ml")):
+            if (CONF / path.relative_to(folder)).parent.is_dir():  # other folders are not kvgate's
+                _check_option(path, folder)
+    places = dict.fromkeys(f"file://{Path(folder).resolve()}" for folder in folders)
+    return [f"{SEARCHPATH}={written(list(places))}"] if folders else []
 
 
 def readable(argument: str, parser: OverridesParser) -> str:
@@ -140,15 +129,6 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> 
 
 def _hydra_problem(override: Override, line: str) -> str | None:
     key, value = override.key_or_group, override.value()
-    if key == SEARCHPATH and isinstance(value, list):
-        for place in value:
-            if not (isinstance(place, str) and place.startswith(SEARCHED) and Path(place.removeprefix(SEARCHED)).is_dir()):
-                return f"{SEARCHPATH}={place}: no such directory; give one with --config-dir=DIR"
-            folder = Path(place.removeprefix(SEARCHED))
-            for path in (*folder.glob("config.yaml"), *folder.glob("*/*.y*ml")):
-                if (CONF / path.relative_to(folder)).parent.is_dir():  # other folders are not kvgate's
-                    _check_option(path, folder)
-        return None
     if key == SWEEPER:
         return f"{line}: {launchers.NO_NUMBER}"
     plain = not override.is_sweep_override() and not override.is_delete() and override.package is None

@@ -71,6 +71,8 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 
 
 def exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return INTERRUPTED
     known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
     if known is not None:
         return known

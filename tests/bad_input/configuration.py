@@ -1,9 +1,7 @@
 """Bad keys and values on the command line."""
 
-from pathlib import Path
-
 from bad_input.case import Case
-from bad_input.makers import both, place, text
+from bad_input.makers import text
 
 NAMED = {
     "": """
@@ -132,12 +130,6 @@ CASES = [
     ),
     case(f"seed={'9' * 5000}", "seed: holds a number of more than 1,000 digits"),
     case(f"model.path={'x' * 300}", "model.path", "too long"),
-    Case(
-        "two folders of own options",
-        ("--config-dir=a", "--config-dir", "b"),
-        ("--config-dir=b", "given twice"),
-        both(place("a", Path.mkdir), place("b", Path.mkdir)),
-    ),
     Case("a b=3", ("a b=3",), ("a b",)),
     Case("a line break", ("\n",), ("KEY=VALUE",)),
     Case("a value of 100,000 quotes", ("seed=" + "\"'" * 50_000,), ("seed:", "100,005 characters")),

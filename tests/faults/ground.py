@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,13 +16,13 @@ from unittest.mock import patch
 from faults.drill import Day, cost, serve
 from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
 from faults.record import Cost
+from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import EnginePair, VerdictSteps
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.loading import open_backend
 from pipeline.store.store import Store
-from stages.engines.backend import Backend
 from stages.engines.interface import Engine
 from stages.policies.policy import FP16_POLICY, POLICY_FILE, KVPolicy
 from stages.verdict.gates import conclude, decide
@@ -72,11 +72,10 @@ class FaultySteps(VerdictSteps):
     references: dict[str, Any]
     """Policy name -> reference engine."""
 
-    @cached_property
-    def backend(self) -> Backend:
-        backend = open_backend(self.config.backend)
+    def __init__(self, chain: EngineSteps) -> None:
+        super().__init__(chain)
+        backend = chain.backend
         backend.load = partial(self.load_faulty, backend.load)  # type: ignore[method-assign]
-        return backend
 
     def load_faulty(self, load: Callable[[Path], Engine], bundle: Path) -> Engine:
         """Load an engine and plant the fault, unless the engine is a baseline that does not share the fault."""
@@ -85,7 +84,7 @@ class FaultySteps(VerdictSteps):
         if fault is None or (policy == FP16_POLICY and not fault.shared):
             return set_up(load(bundle))
         if fault.holds and policy != FP16_POLICY:
-            bundle = self.bundle(policy_of(fault.holds)).path
+            bundle = self.chain.bundle(policy_of(fault.holds)).path
         with fault.loads():
             engine = load(bundle)
         engine.policy = policy
@@ -176,7 +175,7 @@ class Ground:
 
     def cost(self, fault: Fault) -> Cost:
         """Return a fault's cost in a short day of service, or in a long day if the short day shows none."""
-        chain = self._steps(self.config(fault.policy, fault.engine), fault)
+        chain = self._steps(self.config(fault.policy, fault.engine), fault).chain
         with _silence():
             bundle = chain.bundle(chain.config.kv).path
             for long in (False, True):
@@ -196,7 +195,7 @@ class Ground:
             (self.work / "sound" / stage).mkdir(parents=True, exist_ok=True)
             (own / stage).parent.mkdir(parents=True, exist_ok=True)
             (own / stage).symlink_to((self.work / "sound" / stage).resolve())
-        steps = FaultySteps(config, Store(own))
+        steps = FaultySteps(EngineSteps(config, Store(own)))
         steps.fault = fault
         steps.references = self._references.setdefault((str(config.model.path), config.backend.name, config.seed), {})
         return steps

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_job
 
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.runner import run
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from stages.core.errors import GateRefusal
@@ -34,6 +34,6 @@ def judge(job: Config, refused: str) -> tuple[Path, dict[str, Any]]:
     """Evaluate; return the report's directory and the candidate from summary.json."""
     check_inputs(job)
     with pytest.raises(GateRefusal, match=refused):
-        run(job, "sweep")
+        run_job(job)
     candidate, *_ = json.loads((job.work / "summary.json").read_text())["candidates"]
     return Path(candidate["report"]["path"]).parent, candidate

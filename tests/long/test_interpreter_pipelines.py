@@ -7,11 +7,11 @@ the cache. Engines of other libraries: tests/contract/test_interpreters.py, test
 from pathlib import Path
 
 import pytest
+from commands import run_job
 from fake_interpreter import make_interpreter
 from gate_reports import lines
 from short_evaluations import THREE, job_of, judge
 
-from pipeline.chain.runner import run
 from stages.core.errors import GateRefusal
 from stages.verdict.report import load_report
 
@@ -32,7 +32,7 @@ def test_an_engine_in_an_interpreter_of_its_own_is_judged_once_its_scale_changes
     given = (*FEW, "kv=fp8", "backend=trtllm", f"backend.python={make_interpreter(tmp_path / 'bin')}")
     refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"
     with pytest.raises(GateRefusal, match=refused):
-        run(job_of(tmp_path / "work", *given), "sweep")
+        run_job(job_of(tmp_path / "work", *given))
     job = job_of(tmp_path / "work", *given, "gates.allow_scale_changes=[defaulted]")
     directory, _ = judge(job, "fp8 is not decided: INCONCLUSIVE")
     report = load_report(directory)

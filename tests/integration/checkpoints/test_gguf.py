@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import run_job
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from gguf_files import (
@@ -30,7 +31,6 @@ from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 
 from pipeline.chain.inputs import check_draft, check_inputs
-from pipeline.chain.runner import run
 from pipeline.config.compose import plan
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.finite import EXPONENTS
@@ -288,7 +288,7 @@ def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path, 
     (job,) = plan(given, multirun=False).jobs
     for second in (False, True):
         check_inputs(job)
-        run(job, "sweep")
+        run_job(job)
         (line,) = (line for line in capsys.readouterr().err.splitlines() if line.strip().startswith("checkpoint "))
         assert ("reused" in line) == second
     (artifact,) = (tmp_path / "work" / "artifacts" / "checkpoint").glob("[!.]*")

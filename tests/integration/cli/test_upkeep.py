@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from commands import run_job
 from evidence_copies import edit
 from interruptions import FORK, attempt
 from judged_engine import candidate_of, config_of, judged_engine
 from rich.filesize import decimal
 from stores import make_artifact
 
-from pipeline.chain import runner
 from pipeline.chain.dry import foretell
 from pipeline.cli.needs import Piece, distinct_bytes, find, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
@@ -58,7 +58,7 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
 def command(work: Path, *overrides: str) -> None:
     """Run a stage in this process."""
     config = config_of(f"workdir={work}", MODEL, *overrides)
-    runner.run(config, "20260105-000000-1-e")
+    run_job(config, "20260105-000000-1-e")
 
 
 def write_one(out: Path) -> None:

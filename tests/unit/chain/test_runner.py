@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from commands import run_job
 from fake_stages import FakeBackend, use_fake_stages
 
-from pipeline.chain.runner import run
 from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement
 
@@ -24,6 +24,6 @@ def test_an_old_report_is_removed_with_a_line_and_never_hides_the_error(
     (config,) = plan([f"workdir={tmp_path}", "calibration.samples=4", "tracking=none", "stage=evaluate"], multirun=False).jobs
     for said in (is_file, False):
         with pytest.raises(MissingRequirement, match="no GPU"):
-            run(config, "20260101-000000-1-a")
+            run_job(config)
         assert ("report.html of an earlier command was removed" in capsys.readouterr().out) == said
     assert page.exists() == (not is_file)

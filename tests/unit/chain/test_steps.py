@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from stores import make_artifact
 
-from pipeline.chain import sweeps
+from pipeline.chain import runner
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.run import Run
@@ -109,7 +109,8 @@ def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
 def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
     steps = Run(job).steps
-    vars(steps).update(encoded_samples=Mock(), bundle=Mock())
+    vars(steps).update(encoded_samples=Mock())
+    vars(steps.chain).update(bundle=Mock())
     monkeypatch.setattr(VerdictSteps, "reference", lambda *_: pytest.fail("the reference engine is not asked for anything"))
     assert "reference" not in steps.inputs(job.kv, None)
 
@@ -117,7 +118,7 @@ def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pyt
 def test_a_sweep_of_a_stage_that_judges_nothing_leaves_the_candidates_of_the_last_one(tmp_path: Path) -> None:
     summary.begin(tmp_path, "judged", ["fp8"])
     planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
-    assert sweeps._conclude(planned, "built", [0, 4]) == 4
+    assert runner._conclude(planned, Run(planned.jobs[0], "built"), 4) == 4
     last = summary.load(tmp_path)
     assert (last.sweep, last.exit_code) == ("judged", 4)
     assert [path.name for path in (tmp_path / "summaries").iterdir()] == ["judged.json"]

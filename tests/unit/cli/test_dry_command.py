@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.config.compose import Plan, plan
 from pipeline.config.config import STAGES
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
 BRIEF = ["calibration.samples=4", "workloads.rounds=[0.5,1.0]", "tracking=none"]
 OF_STAGES: dict[str, list[str]] = {
@@ -40,14 +41,15 @@ def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
 def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
     """Run the jobs; return the requested artifacts as (job number, title, whether it was reused)."""
     found: list[tuple[int, str, bool]] = []
-    for number, config in enumerate(jobs.jobs, start=1):
+    for number, (config, overrides) in enumerate(zip(jobs.jobs, jobs.overrides, strict=True), start=1):
 
         def noted(title: str, _: Path, seconds: float | None, number: int = number) -> None:
             found.append((number, title, seconds is None))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(console, "step", noted)
-            run(config, "20260101-000000-1-a", sweeping=jobs.sweeping)
+            with suppress(GateRefusal):
+                run(Plan([config], (overrides,), swept=jobs.swept), "20260101-000000-1-a")
     return found
 
 

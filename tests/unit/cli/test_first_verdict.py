@@ -10,7 +10,6 @@ from fake_stages import use_fake_stages
 from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
 from pipeline.chain.showing import PAGE
-from pipeline.chain.sweeps import sweep
 from pipeline.cli import console, next_steps
 from pipeline.config.compose import Plan, plan
 from pipeline.registry.summary import new_sweep
@@ -65,15 +64,12 @@ def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
 
 def run_command(jobs: Plan) -> int:
     """Run a command; return its exit code."""
-    if jobs.sweeping:
-        return sweep(jobs, new_sweep())
     try:
-        run(jobs.jobs[0], new_sweep(), console.RunningJob(jobs.jobs[0].stage, jobs.names[0]))
+        return run(jobs, new_sweep())
     except REFUSALS as error:
         return exit_code(error)
     finally:
         console.end()
-    return 0
 
 
 def test_a_dry_run_says_that_few_questions_cannot_pass_and_exits_with_3(

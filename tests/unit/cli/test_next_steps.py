@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,8 @@ def composed(step: NextStep | None) -> Config:
     assert Path(words[0]).name.startswith("python")
     assert words[1:3] == ["-m", "pipeline"]
     arguments = words[3:]
-    if "--config-dir" in arguments:
-        place = arguments.index("--config-dir")
-        arguments[place : place + 2] = [f"hydra.searchpath=[file://{arguments[place + 1]}]"]
-    planned = plan([one for one in arguments if one != "-m"], "-m" in arguments)
+    folders = [folder for option, folder in pairwise(arguments) if option == "--config-dir"]
+    planned = plan([one for one in arguments if one not in ("-m", "--config-dir", *folders)], "-m" in arguments, folders)
     sweeps = {one for one in arguments if one.startswith("experiment=")} - {next_steps.QUICK}
     assert planned.sweeping == ("-m" in arguments or bool(sweeps))
     for job in planned.jobs:

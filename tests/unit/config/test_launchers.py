@@ -16,7 +16,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from refusals import refused
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from pipeline.chain import sweeps
+from pipeline.chain import launching, runner
 from pipeline.cli import console, next_steps
 from pipeline.cli.next_steps import standing
 from pipeline.config import compose, launchers
@@ -45,19 +45,19 @@ def test_the_jobs_of_a_sweep_are_named_in_the_order_of_the_command_line() -> Non
     assert [(job.kv.name, job.seed) for job in planned.jobs] == [("fp8", 1), ("fp8", 0), ("int8", 1), ("int8", 0)]
 
 
-def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object, **__: object) -> None:
+def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(*_: object) -> None:
         raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"], ["copy-1: asked ..."])
 
     monkeypatch.setattr(next_steps, "_given", [])  # as in a launcher's process
-    monkeypatch.setattr(sweeps, "run", run)
-    planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
-    ended = compose.launch(planned, [], sweeps.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
-    advised = [one.step.command for one in ended if one.step is not None]
-    assert [str(one).partition(" -m pipeline ")[2] for one in advised] == [
-        "-m kv=fp8,int8 model.path=/model workloads.samples.copy=0"
-    ] * 2
-    assert [one.step.wrong for one in ended if one.step is not None] == [["copy-1: asked ..."]] * 2
+    monkeypatch.setitem(runner.STAGES, "all", evaluate)
+    planned = plan([f"workdir={tmp_path}", "kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
+    ended = launching.launch(planned, runner.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
+    assert ended == [(3, "FP16 itself answers none")] * 2
+    said = capsys.readouterr().out
+    assert said.count("copy-1: asked ...") == said.count("-m kv=fp8,int8 model.path=/model workloads.samples.copy=0") == 1
     console.close()
 
 
@@ -161,7 +161,7 @@ def test_files_of_config_dir_bring_no_code_in_a_launchers_place(file: str, text:
     group, option = str(Path(file).parent), Path(file).stem
     (tmp_path / file).write_text(text if group != "experiment" else f"# @package _global_\nhydra: {{{text}}}\n")
     with refused(UserError, "", said):
-        plan([f"{group}={option}", "kv=fp8,int8", f"hydra.searchpath=[file://{tmp_path}]"], multirun=True)
+        plan([f"{group}={option}", "kv=fp8,int8"], multirun=True, folders=[tmp_path])
 
 
 @pytest.mark.parametrize(("name", "library"), [("joblib", "joblib"), ("submitit_slurm", "submitit"), ("ray", "ray")])
@@ -196,7 +196,7 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(
     ],
 )
 def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, code: int, said: str) -> None:
-    with pytest.raises((UserError, MissingRequirement), match=said) as caught, launchers.launching("joblib"):
+    with pytest.raises((UserError, MissingRequirement), match=said) as caught, launching.launcher_errors("joblib"):
         raise error
     assert exit_code(caught.value) == code
     assert "\n" not in str(caught.value)
@@ -204,26 +204,30 @@ def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, c
 
 
 def test_the_whole_output_of_sbatch_is_shown() -> None:
-    with refused(MissingRequirement, "", "invalid partition: nope sbatch: error: submission failed"), launchers.launching("x"):
+    with (
+        refused(MissingRequirement, "", "invalid partition: nope sbatch: error: submission failed"),
+        launching.launcher_errors("x"),
+    ):
         said = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
         raise FailedJobError(said) from subprocess.CalledProcessError(1, ["sbatch"], stderr=said)
 
 
 @pytest.mark.parametrize("error", [TypeError("cannot pickle"), PicklingError("of a task"), UserError("bad input")], ids=str)
 def test_a_refusal_or_a_job_that_cannot_be_pickled_is_no_failure_of_the_launcher(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, launchers.launching("joblib"):
+    with pytest.raises(type(error)) as caught, launching.launcher_errors("joblib"):
         raise error
     assert caught.value is error
 
 
 @pytest.mark.parametrize("error", [ValueError("ours"), TypeError("ours"), RuntimeError("ours")], ids=repr)
-def test_an_exception_of_a_job_is_passed_on_unchanged(error: Exception) -> None:
+def test_an_exception_of_a_job_is_passed_on_unchanged(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def task(_: object) -> None:
         raise error
 
+    monkeypatch.setattr(launching, "end_workers", lambda: None)  # it would end other processes of the tests
     planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
     with pytest.raises(type(error), match=r"^ours$"):
-        compose.launch(planned, [], task)
+        launching.launch(planned, task)
 
 
 def test_a_job_that_the_cluster_ends_may_continue() -> None:
@@ -238,7 +242,7 @@ INTERRUPTED = """
 import subprocess, sys
 import psutil
 from joblib.externals.loky.backend import resource_tracker
-from pipeline.config.launchers import end_workers
+from pipeline.chain.launching import end_workers
 resource_tracker.ensure_running()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
 end_workers()
@@ -270,7 +274,7 @@ class Ray:
         self.options = {}
 
 
-RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *launchers.RAY_LINES, *launchers.RAY_HERE)
+RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *launching.RAY_LINES, *launching.RAY_HERE)
 
 
 @pytest.fixture
@@ -281,7 +285,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
         monkeypatch.delenv(name)
     stand_in = Ray()
     monkeypatch.setitem(sys.modules, "ray", stand_in)
-    monkeypatch.setattr(launchers, "LAST_LINES_S", 0.0)
+    monkeypatch.setattr(launching, "LAST_LINES_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
     yield stand_in
     signal.signal(signal.SIGTERM, before)
@@ -289,7 +293,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
 
 def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: Ray) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    overrides = launchers.start("ray", {"ray": {"init": {"address": None, "num_cpus": 2}}})
+    overrides = launching.start_ray({"ray": {"init": {"address": None, "num_cpus": 2}}})
     assert "++hydra.launcher.ray.remote.max_retries=0" in overrides, "a job that died is not run again"
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "Ray's would abort the command"
     assert ray.options["address"] == "local", "it joins no other Ray that runs here"
@@ -303,15 +307,15 @@ def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: 
 def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "variable":
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    launchers.start("ray", {"ray": {"init": {"address": "10.0.0.1:6379" if place == "key" else None}}})
+    launching.start_ray({"ray": {"init": {"address": "10.0.0.1:6379" if place == "key" else None}}})
     assert set(ray.options) <= {"address", "logging_level"}, "Ray refuses others of a cluster"
-    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launchers.RAY_HERE} & set(os.environ)
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launching.RAY_HERE} & set(os.environ)
 
 
 def test_a_ray_that_does_not_start_is_the_machines_doing(ray: Ray) -> None:
     ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
     with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
-        launchers.start("ray", {})
+        launching.start_ray({})
 
 
 def test_the_examples_of_the_module_hold() -> None:

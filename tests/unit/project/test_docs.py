@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -182,10 +183,9 @@ def planned(command: str, places: dict[str, str]) -> Plan:
     for name, instead in places.items():
         command = re.sub(name, instead, command, count=1)
     arguments = shlex.split(command)
-    if "--config-dir" in arguments:
-        place = arguments.index("--config-dir")
-        arguments[place : place + 2] = [f"hydra.searchpath=[file://{ROOT / arguments[place + 1]}]"]
-    return plan([argument for argument in arguments if argument != "-m"], "-m" in arguments)
+    folders = [folder for option, folder in pairwise(arguments) if option == "--config-dir"]
+    overrides = [argument for argument in arguments if argument not in ("-m", "--config-dir", *folders)]
+    return plan(overrides, "-m" in arguments, [ROOT / folder for folder in folders])
 
 
 @pytest.mark.parametrize("command", commands())
