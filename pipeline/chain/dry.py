@@ -18,7 +18,7 @@ from pipeline.chain.inputs import checks
 from pipeline.chain.run import Run
 from pipeline.chain.serving import promoted_sweep, require_promotable
 from pipeline.cli import console
-from pipeline.cli.grids import Column, Grid, Row
+from pipeline.cli.grids import Column, Grid, Value, words
 from pipeline.cli.tables import verdict_lines
 from pipeline.config.compose import Plan
 from pipeline.config.config import Config
@@ -41,7 +41,7 @@ from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Verdict
 from stages.workloads.config import LONG, LONG_QUESTIONS
 
-COLUMNS = Column("job", "job"), Column("is", "is", words=True)
+COLUMNS = Column("artifact", "artifact", kind="text"), Column("job", "job"), *words("is")
 
 
 class _Words(dict[str, str]):
@@ -115,7 +115,7 @@ def foretell(planned: Plan) -> int:
 
     Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
     """
-    problems, rows, verdicts, short = Problems(), list[Row](), dict[str, Verdict](), list[str]()
+    problems, rows, verdicts, short = Problems(), list[list[Value]](), dict[str, Verdict](), list[str]()
     store, opened = DryStore(planned.jobs[0].artifacts), set[Path]()  # a sweep has one work directory
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {problems.look(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
@@ -133,12 +133,11 @@ def foretell(planned: Plan) -> int:
                     short.append(reason)
             for title, artifact in run.chain.finished:
                 word = "made" if not artifact.reused else "reused" if artifact.exists else "made above"
-                style = "" if word == "made" else "dim"
-                rows.append(Row(title, (job, word), style=style))
+                rows.append([title, job, word])
     if rows:
-        console.show("dry", Grid("", "artifact", COLUMNS, rows))
-        words = Counter(row.values[1] for row in rows)
-        console.say(f"{words['reused']} reused, {words['made']} made, later rounds run only if the gates are undecided")
+        console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
+        counts = Counter(word for *_, word in rows)
+        console.say(f"{counts['reused']} reused, {counts['made']} made, later rounds run only if the gates are undecided")
     for label, verdict in verdicts.items():
         console.say(f"{escape(label)} is judged already: {verdict.status}")
     if len(verdicts) == len(planned.jobs) and "PASS" not in [verdict.status for verdict in verdicts.values()]:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.run import Run
 from pipeline.cli import console, next_steps, tables
-from pipeline.cli.grids import Column, Grid, Row
+from pipeline.cli.grids import Column, Grid
 from pipeline.cli.next_steps import typed
 from pipeline.config.config import Config
 from pipeline.config.policies import labelled, policy_yaml
@@ -270,18 +270,13 @@ def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:
 
 def tuned_table(report: TuneReport, shape: KVShape) -> Grid:
     columns = (
+        tables.POLICY,
         Column("bytes_per_token", "bytes/\ntoken"),
         Column("bits_per_number", "bits/\nnumber", ".2f"),
         Column("kl", "mean\nKL", ".1e"),
     )
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    rows = [
-        Row(
-            one.policy.name,
-            (one.bytes_per_token, 8 * one.bytes_per_token / numbers, one.kl),
-            style="bold" if one.policy.name == report.chosen else "",
-        )
-        for one in sorted(report.measured, key=lambda one: -one.bytes_per_token)
-    ]
+    measured = sorted(report.measured, key=lambda one: -one.bytes_per_token)
+    rows = [[one.policy.name, one.bytes_per_token, 8 * one.bytes_per_token / numbers, one.kl] for one in measured]
     title = f"Mean KL from the FP16 cache on {report.tokens['check']:,} scored tokens, on the texts that chose the mixes"
-    return Grid(title, "policy", columns, rows)
+    return Grid(title, columns, rows, {str(report.chosen): "bold"})

@@ -1,8 +1,9 @@
-"""Tables with named rows. Terminals show formatted values; log collectors get the raw values."""
+"""Tables. Terminals show formatted values; log collectors get the values themselves."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -10,28 +11,26 @@ from rich.text import Text
 
 CELL_WIDTH, INTEGER_WIDTH = 12, 26
 """Maximum characters of a number without an exponent: of floats, and of integers (64 bits with commas fit)."""
-NAME_WIDTH, REMARK_WIDTH = 18, 26
-"""Minimum columns for names and for remarks, including the box. A table with less space gets wider than the terminal."""
+TEXT_WIDTH = 18
+"""Characters that a text has at least before it wraps. A table with less space gets wider than the terminal."""
 
 Value = float | str | None
 
 
-def _known(value: Value) -> bool:
-    return value not in (None, "") and not (isinstance(value, float) and not math.isfinite(value))
+def _known(value: Value) -> Value:
+    return None if value == "" or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers, or of a few fixed words."""
-
     key: str
     """Name in records."""
     heading: str
     """Heading, possibly with several lines."""
     form: str = ""
     """Format specification of numbers."""
-    words: bool = False
-    """Whether the column has words, which are aligned left."""
+    kind: Literal["number", "word", "text"] = "number"
+    """Content: numbers, which are aligned right, a few fixed words, or texts, which wrap."""
 
     def text(self, value: Value) -> str:
         """Return a value as text; `-` if it is missing or not finite."""
@@ -43,52 +42,40 @@ class Column:
         return text if len(text) <= (INTEGER_WIDTH if isinstance(value, int) else CELL_WIDTH) else format(value, ".2e")
 
 
-@dataclass(frozen=True)
-class Row:
-    name: str
-    values: Sequence[Value]
-    remark: str = ""
-    style: str = ""
+def words(*keys: str) -> list[Column]:
+    return [Column(key, key, kind="word") for key in keys]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: rows with a name, values and an optional remark."""
-
     title: str
-    heading: str
-    """Heading of the names."""
     columns: Sequence[Column]
-    rows: Sequence[Row]
-    remarks: str | None = None
-    """Heading of the remarks; None if no row has one."""
-    colours: Mapping[str, str] = field(default_factory=dict)
-    """Word -> style of the cells with this word."""
+    rows: Sequence[Sequence[Value]]
+    styles: Mapping[str, str] = field(default_factory=dict)
+    """Text -> style of the cells with this text."""
 
-    def records(self) -> list[dict[str, object]]:
+    def records(self) -> list[dict[str, Value]]:
         """Return the rows as records by column key; None for values that are empty or not finite."""
-        keys = [self.heading, *(column.key for column in self.columns), *([self.remarks] if self.remarks is not None else [])]
-        values = [[row.name, *(value if _known(value) else None for value in row.values), row.remark] for row in self.rows]
-        return [dict(zip(keys, row, strict=False)) for row in values]
+        return [{column.key: _known(value) for column, value in zip(self.columns, row, strict=True)} for row in self.rows]
 
     def texts(self) -> list[list[str]]:
-        """Return the table as text: the headings, then the name and the values of every row."""
-        rows = [[row.name, *map(Column.text, self.columns, row.values)] for row in self.rows]
-        return [[self.heading, *(" ".join(column.heading.split()) for column in self.columns)], *rows]
+        """Return the table as text: the headings, then the rows."""
+        headings = [" ".join(column.heading.split()) for column in self.columns]
+        return [headings, *([*map(Column.text, self.columns, row)] for row in self.rows)]
 
     def table(self, width: int) -> Table:
-        """Return the table for a terminal of `width` columns. Names and remarks wrap; numbers are never truncated."""
-        cells = [cells for _, *cells in self.texts()[1:]]
-        least = NAME_WIDTH + (REMARK_WIDTH if self.remarks is not None else 0)
+        """Return the table for a terminal of `width` columns. Texts wrap; numbers and words are never cut."""
+        _, *rows = self.texts()
         table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=self.title or None, title_justify="left")
-        table.add_column(self.heading, overflow="fold")
         for index, column in enumerate(self.columns):
-            table.add_column(column.heading, justify="left" if column.words else "right", no_wrap=True)
-            least += max(map(len, [*column.heading.split("\n"), *(row[index] for row in cells)])) + 1
-        if self.remarks is not None:
-            table.add_column(self.remarks, overflow="fold")
+            widest = max(map(len, [*column.heading.split("\n"), *(row[index] for row in rows)]))
+            if column.kind == "text":
+                table.add_column(column.heading, overflow="fold", min_width=min(widest, TEXT_WIDTH))
+            else:
+                side: Literal["left", "right"] = "left" if column.kind == "word" else "right"
+                table.add_column(column.heading, justify=side, no_wrap=True, min_width=widest)
+        least = sum((column.min_width or 0) + 1 for column in table.columns)
         table.width = least if least > width else None
-        for row, texts in zip(self.rows, cells, strict=True):
-            shown = [Text(text, style=self.colours.get(text, "")) for text in texts]
-            table.add_row(Text(row.name), *shown, *([Text(row.remark)] if self.remarks is not None else []), style=row.style)
+        for row in rows:
+            table.add_row(*(Text(text, style=self.styles.get(text, "")) for text in row))
         return table

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from pipeline.cli.grids import Column, Grid, Row
+from pipeline.cli.grids import Column, Grid, Value, words
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
@@ -82,8 +82,8 @@ def sizes(title: str, pieces: Iterable[Piece]) -> Grid:
     kinds: dict[str, list[Piece]] = {}
     for piece in pieces:
         kinds.setdefault(piece.kind, []).append(piece)
-    rows = [Row(kind, [len(found), decimal(distinct_bytes(found))]) for kind, found in kinds.items()]
-    return Grid(title, "kind", [Column("count", "count", ",d"), Column("size", "size", words=True)], rows)
+    rows: list[list[Value]] = [[kind, len(found), decimal(distinct_bytes(found))] for kind, found in kinds.items()]
+    return Grid(title, [*words("kind"), Column("count", "count", ",d"), *words("size")], rows)
 
 
 def _piece(root: Path, kind: str, path: Path) -> Piece:

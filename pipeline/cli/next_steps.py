@@ -14,13 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from pydantic import Field
 from rich.markup import escape
 
 from pipeline.cli import console
 from pipeline.cli.console import duration
 from pipeline.config import CONF
+from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, key_of, written
 from pipeline.config.policies import load_policies
@@ -29,7 +29,6 @@ from stages.core.strict import StrictModel
 from stages.engines.config import BackendConfig, InterpreterConfig
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
-from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, TRAINED, more_documents
 
 MOST_QUESTIONS = 100_000
@@ -88,7 +87,10 @@ def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = 
 
 def promoting(config: Config, *changes: str) -> str:
     """Return the command that promotes the candidates of a command, with the same gates."""
-    return standing(config, "promote", *changes, groups=("gates",))
+    backend = config.backend  # its Python is not in the evidence, and the command that serves the engine needs it
+    python = backend.python if isinstance(backend, InterpreterConfig) else None
+    known = [] if python is None else [f"backend={backend.name}", f"backend.python={written(python)}"]
+    return standing(config, "promote", *known, *changes, groups=("gates",))
 
 
 def carried(config: Config, *groups: str) -> list[str]:
@@ -100,15 +102,8 @@ def carried(config: Config, *groups: str) -> list[str]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """Return the default values of the keys that next commands repeat. Composing all keys would take 0.1 s."""
-
-    def load(name: str) -> dict[str, Any]:
-        values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=False)
-        assert isinstance(values, dict)
-        return {str(key): value for key, value in values.items()}
-
-    groups = {"model": load("model/tiny"), "tracking": load("tracking/mlflow"), "gates": Thresholds().model_dump(mode="json")}
-    return load("config") | groups
+    """Return the default values of all keys."""
+    return plan([], multirun=False).jobs[0].model_dump(mode="json")
 
 
 class NextStep(StrictModel):

@@ -7,7 +7,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.cli import console, next_steps
-from pipeline.cli.grids import Column, Grid, Row
+from pipeline.cli.grids import Column, Grid, words
 from pipeline.cli.needs import Found, distinct_bytes, find, last_sweeps, needs_of, sizes
 from pipeline.cli.next_steps import NextStep
 from pipeline.cli.tables import COLOURS
@@ -56,9 +56,9 @@ def _show_model(model: RegisteredModel, found: Found) -> None:
         covered = judged[digest].covered if digest in judged else None
         holds = ", ".join(filter(None, (covered, None if digest in found.evidence else "its evidence is not here")))
         made = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
-        rows.append(Row(alias, [version.number, version.name, version.tags.get("verdict", "unknown"), made], holds))
-    columns = _words("version", "engine", "verdict", "registered")
-    console.show("aliases", Grid(f"{model.name}: versions {len(model.versions)}", "alias", columns, rows, "holds", COLOURS))
+        rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), made, holds])
+    columns = *words("alias", "version", "engine", "verdict", "registered"), Column("holds", "holds", kind="text")
+    console.show("aliases", Grid(f"{model.name}: versions {len(model.versions)}", columns, rows, COLOURS))
     champion = pointed_at.get("champion")
     if champion is None:
         console.say(f"{escape(model.name)} has no champion yet")
@@ -76,12 +76,12 @@ def _show_sweep(sweep: Summary, found: Found) -> None:
     for one in sweep.candidates:
         gone = None if one.identity.digest in found.evidence else "its evidence is gone"
         because = "; ".join(filter(None, (gone, *one.reasons[:1], one.covered if one.verdict == "PASS" else None)))
-        rows.append(Row(one.name, [one.verdict, one.version or "-", one.model, one.backend], because))
+        rows.append([one.name, one.verdict, one.version or "-", one.model, one.backend, because])
     missing = f", which has not finished: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
     title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"
     if rows:
-        columns = _words("verdict", "version", "model", "backend")
-        console.show("sweep", Grid(title, "candidate", columns, rows, "because", COLOURS))
+        first, last = (Column(key, key, kind="text") for key in ("candidate", "because"))
+        console.show("sweep", Grid(title, (first, *words("verdict", "version", "model", "backend"), last), rows, COLOURS))
     else:
         console.say(escape(title))
 
@@ -102,7 +102,3 @@ def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | N
         champion=next(iter(here), None),
         prunable=any(piece.is_artifact and piece.place not in needed for piece in found.pieces),
     )
-
-
-def _words(*keys: str) -> tuple[Column, ...]:
-    return tuple(Column(key, key, words=True) for key in keys)

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from pipeline.cli import console
 from pipeline.cli.console import duration
-from pipeline.cli.grids import Column, Grid, Row, Value
+from pipeline.cli.grids import Column, Grid, Value, words
 from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
@@ -45,7 +45,8 @@ Columns of speculative decoding are shown only if a candidate has the metric.
 """
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
-COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
+COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow", BASELINE: "dim"}
+POLICY = Column("policy", "policy", kind="text")
 
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:
@@ -62,17 +63,14 @@ def comparison(candidates: Sequence[Candidate]) -> Grid:
         if "acceptance" not in own or any(own in engine.metrics for engine in candidates)
     ]
     baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
-    rows = [
-        Row(
-            "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}",
-            [BASELINE, *(_measured(judged, base) for *_, base in shown)],
-            style="dim",
-        )
-        for judged in reversed(baselines.values())
-    ]
-    rows += [Row(engine.name, [engine.verdict, *(_measured(engine, own) for _, own, _ in shown)]) for engine in candidates]
-    columns = (Column("verdict", "verdict", words=True), *(column for column, *_ in shown))
-    return Grid("KV caches against the FP16-KV engine, on the decode path", "policy", columns, rows, colours=COLOURS)
+    rows: list[list[Value]] = []
+    for judged in reversed(baselines.values()):
+        name = "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
+        rows.append([name, BASELINE, *(_measured(judged, base) for *_, base in shown)])
+    for judged in candidates:
+        rows.append([judged.name, judged.verdict, *(_measured(judged, own) for _, own, _ in shown)])
+    columns = (POLICY, *words("verdict"), *(column for column, *_ in shown))
+    return Grid("KV caches against the FP16-KV engine, on the decode path", columns, rows, COLOURS)
 
 
 def _measured(candidate: Candidate, name: str) -> Value:
@@ -83,10 +81,9 @@ def _measured(candidate: Candidate, name: str) -> Value:
 def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
     """Return a table of the findings of a replay, one row per finding, with differences last."""
     ordered = sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status))
-    rows = [Row(finding.name, [finding.status], finding.detail) for finding in ordered]
-    columns = (Column("replayed", "replayed", words=True),)
-    title = console.relative(f"{policy} of {model}: {directory}")
-    return Grid(title, "what", columns, rows, remarks="found", colours=FINDING_COLOURS)
+    columns = (*words("what", "replayed"), Column("found", "found", kind="text"))
+    rows = [[finding.name, finding.status, finding.detail] for finding in ordered]
+    return Grid(console.relative(f"{policy} of {model}: {directory}"), columns, rows, FINDING_COLOURS)
 
 
 def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
@@ -227,11 +224,9 @@ def capacity_table(capacity: Capacity) -> Grid:
         Column("requests", f"requests\nat {percent}", ","): lambda entry: entry.requests,
         Column("live_tokens", "their\ntokens", ","): lambda entry: entry.live_tokens,
     }
-    rows = []
-    for entry in capacity.policies:
-        style = "" if entry.requests >= capacity.use.concurrency else "dim"
-        rows.append(Row(entry.name, [value(entry) for value in columns.values()], style=style))
-    return Grid("What the memory holds", "policy", tuple(columns), rows)
+    rows: list[list[Value]] = [[entry.name, *(value(entry) for value in columns.values())] for entry in capacity.policies]
+    few = {entry.name: "dim" for entry in capacity.policies if entry.requests < capacity.use.concurrency}
+    return Grid("What the memory holds", (POLICY, *columns), rows, few)
 
 
 def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:

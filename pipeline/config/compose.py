@@ -34,12 +34,11 @@ from pipeline.config.overrides import (
     MOST_JOBS,
     OPTION,
     SEARCHPATH,
-    WrongOverrides,
     as_text,
-    check_overrides,
     readable,
     refuse_code,
     searching,
+    wrong,
 )
 from pipeline.config.policies import check_name
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
@@ -117,15 +116,7 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
 
     `folders` have options of the user's own, as `--config-dir` names them.
     """
-    places = searching(folders)
-    try:
-        planned = _plan(overrides, multirun, places)
-    except WrongOverrides as error:
-        try:
-            _plan([override for number, override in enumerate(overrides) if number not in error.numbers], multirun, places)
-        except UserError as more:
-            raise UserError(f"{error}\n{more}") from None
-        raise
+    planned = _plan(overrides, multirun, searching(folders))
     for job, name in zip(planned.jobs, planned.names, strict=True):
         check_name(job.kv, name)
     return planned
@@ -154,7 +145,13 @@ def _plan(overrides: Sequence[str], multirun: bool, places: list[str]) -> Plan:
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # with the loader, it can expand kv=glob(*)
             overrides = [_added(readable(override, parser)) for override in overrides]
             parsed = parser.parse_overrides(overrides)
-            check_overrides(parsed, lambda key: _options(key, places))
+            problems = [wrong(override, lambda key: _options(key, places)) for override in parsed]
+            if any(problems):
+                try:  # the other overrides may have problems too
+                    _plan([line for line, problem in zip(overrides, problems, strict=True) if not problem], multirun, places)
+                except UserError as more:
+                    problems.append(str(more))
+                raise UserError("\n".join(filter(None, problems)))
             overrides, parsed = [*places, *overrides], [*parser.parse_overrides(places), *parsed]
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -81,23 +81,8 @@ def as_text(argument: str) -> str:
     return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
 
 
-class WrongOverrides(UserError):
-    """Problems of some overrides, which have these `numbers` on the command line. The others may have problems, too."""
-
-    def __init__(self, problems: Mapping[int, str]) -> None:
-        super().__init__("\n".join(problems.values()))
-        self.numbers = problems.keys()
-
-
-def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
-    """Raise WrongOverrides for options that do not exist, and for overrides without effect or with a misleading meaning."""
-    found = {number: _problem(override, options_of) for number, override in enumerate(overrides)}
-    problems = {number: problem for number, problem in found.items() if problem is not None}
-    if problems:
-        raise WrongOverrides(problems)
-
-
-def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
+def wrong(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
+    """Return the problem of an option that does not exist, or of an override without effect or with a misleading meaning."""
     key, line = override.key_or_group, redact_text(as_typed(str(override.input_line)))
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return _hydra_problem(override, line)

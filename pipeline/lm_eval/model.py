@@ -23,11 +23,9 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from pipeline.config.compose import plan
-from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
-from pipeline.loading import open_backend
+from pipeline.api.engines import load
+from pipeline.evidence.identity import BUNDLE_FILE
 from pipeline.store.store import used
-from stages.checkpoints.files import named_ends
 from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError, short
 from stages.core.files import store_of
@@ -76,27 +74,19 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             options: Keys of the bundle's backend, for example `backend.threads=2`.
         """
         super().__init__()
-        for key, value in options.items():
-            if not key.startswith("backend."):
-                known = "bundle, max_length, max_gen_toks, backend.KEY, and --batch_size"
-                raise UserError(f"{key}={value}: the model kvgate does not know this argument; it takes {known}")
         if not bundle or len(bundle) > MOST_PATH:
             raise UserError(f"bundle={short(bundle)}: is no path; give --model_args bundle=DIR, the directory of an engine")
-        directory = Path(bundle)
-        store = store_of(directory.resolve() / BUNDLE_FILE)
+        store = store_of(Path(bundle).resolve() / BUNDLE_FILE)
         self._in_use = ExitStack()  # held until the process exits: stage=prune waits for it
         if store is not None:
             self._in_use.enter_context(used(store, make=False))
-        backend = read_bundle(directory).get("backend")
-        overrides = [f"backend={backend}", *(f"{key}={value}" for key, value in options.items())]
         self.batch_size = _at_least(1, "batch_size", batch_size)
         self.max_length = _at_least(2, "max_length", max_length)
         self.max_gen_toks = _at_least(1, "max_gen_toks", max_gen_toks)
-        self.engine: Engine = open_backend(plan(overrides, multirun=False).jobs[0].backend).load(directory)
-        self.tokenizer = load_tokenizer(directory)
-        if self.tokenizer.eos_token_id is None:
-            raise UserError(f"bundle={bundle}: its tokenizer has no eos_token; set it in tokenizer_config.json")
-        self._ends = {self.eot_token_id, *named_ends(directory)}
+        loaded = load(bundle, **options)
+        self.engine: Engine = loaded.engine
+        self.tokenizer = load_tokenizer(loaded.bundle)
+        self._ends = set(loaded.tokenizer.ends)
 
     @property
     def eot_token_id(self) -> int:

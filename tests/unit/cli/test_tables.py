@@ -9,7 +9,7 @@ from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
 from rich.console import Console
 
-from pipeline.cli.grids import Column, Grid, Row
+from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import comparison, print_verdict
 from stages.verdict.candidate import Candidate, not_passed
 from stages.verdict.thresholds import Check, Gate
@@ -33,8 +33,8 @@ def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
         first,
     )
     grid = comparison([judged])
-    assert [column.key for column in grid.columns][:2] == ["verdict", "recovery"]
-    assert [row.values[1] for row in grid.rows] == ["1", pytest.approx(1.008)]
+    assert [column.key for column in grid.columns][:3] == ["policy", "verdict", "recovery"]
+    assert [row[2] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
 def test_an_undecided_verdict_says_how_many_questions_would_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,23 +84,26 @@ def test_a_figure_of_some_candidates_is_a_column_with_gaps(
     without = judged_candidate(tmp_path, "int8", metrics=UNGRADED)
     grid = comparison([without, judged_candidate(tmp_path, "fp8", metrics=metrics)])
     place = [column.key for column in grid.columns].index(key)
-    cells = {row.name: grid.columns[place].text(row.values[place]) for row in grid.rows}
+    cells = {row[0]: grid.columns[place].text(row[place]) for row in grid.rows}
     assert (cells["fp8"], cells["int8"]) == (shown, "-")
     assert (key in [column.key for column in comparison([without]).columns]) == (key == "decode_tokens_per_s")
 
 
-COLUMNS = [Column(f"c{i}", f"column\n{i}", form) for i, form in enumerate((",", ".3f", ".1e"))]
-ROWS = [
-    Row("int4_streaming kv.sink_tokens=4", [2**63, 123456.789, 1e-9], "a remark of several words that wraps"),
-    Row("fp8", [1, float("nan"), None]),
+COLUMNS = [
+    Column("policy", "policy", kind="text"),
+    *(Column(f"c{i}", f"column\n{i}", form) for i, form in enumerate((",", ".3f", ".1e"))),
+    Column("why", "why", kind="text"),
+]
+ROWS: list[list[Value]] = [
+    ["int4_streaming kv.sink_tokens=4", 2**63, 123456.789, 1e-9, "a remark of several words that wraps"],
+    ["fp8", 1, float("nan"), None, ""],
 ]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_numbers_are_whole_and_names_and_remarks_wrap(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    grid = Grid("numbers", "policy", COLUMNS, ROWS, remarks="why")
-    console.print(grid.table(width), crop=False)
+    console.print(Grid("numbers", COLUMNS, ROWS).table(width), crop=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     assert {"9,223,372,036,854,775,808", "123456.789", "1.0e-09"} <= set(text.split())
@@ -108,6 +111,6 @@ def test_numbers_are_whole_and_names_and_remarks_wrap(width: int) -> None:
 
 
 def test_records_hold_the_values_themselves() -> None:
-    first, second = Grid("numbers", "policy", COLUMNS, ROWS, remarks="why").records()
-    assert (first["policy"], first["c1"], first["why"]) == ("int4_streaming kv.sink_tokens=4", 123456.789, ROWS[0].remark)
+    first, second = Grid("numbers", COLUMNS, ROWS).records()
+    assert (first["policy"], first["c1"], first["why"]) == ("int4_streaming kv.sink_tokens=4", 123456.789, ROWS[0][-1])
     assert (second["c0"], second["c1"], second["c2"]) == (1, None, None)
