@@ -17,7 +17,7 @@ import yaml
 from markupsafe import Markup
 
 from stages.report.exhibit import BASELINE, Exhibit
-from stages.report.text import quantity, shown
+from stages.report.text import shown
 from stages.verdict.report import EvaluationReport
 from stages.verdict.thresholds import Gate
 
@@ -32,29 +32,19 @@ Spec = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart and a table of its numbers."""
-
     title: str
     note: str
     svg: Markup
-    headings: list[str]
-    rows: list[list[str]]
-    """The first cell of a row is the policy's name."""
 
 
 def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
     """Return chart name -> chart, without charts that have no data."""
-    data = {name: numbers(exhibits) for name, (_, _, numbers, _) in CHARTS.items()}
+    data = {name: numbers(exhibits) for name, (_, _, numbers) in CHARTS.items()}
     data = {name: rows for name, rows in data.items() if any(row["verdict"] != BASELINE for row in rows)}
     specs = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     asked = [{**specs[name], "config": specs["config"], "data": {"values": rows}} for name, rows in data.items()]
     drawings = draw_svg(asked) if asked else []
-    charts = {}
-    for (name, rows), svg in zip(data.items(), drawings, strict=True):
-        title, note, _, columns = CHARTS[name]
-        cells = [[_cell(row[field]) for field in columns.values()] for row in rows]
-        charts[name] = Chart(title, note, Markup(svg), list(columns), cells)
-    return charts
+    return {name: Chart(*CHARTS[name][:2], Markup(svg)) for name, svg in zip(data, drawings, strict=True)}
 
 
 def draw_svg(specs: Sequence[Spec]) -> list[str]:
@@ -71,17 +61,9 @@ def draw_svg(specs: Sequence[Spec]) -> list[str]:
     return [str(svg) for svg in json.loads(drawn.stdout)]
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    if isinstance(value, int):
-        return f"{value:,}"
-    return quantity(value) if isinstance(value, float | None) else str(value)
-
-
 def _drawn(value: float | None) -> float | None:
-    """Return a value for a logarithmic axis: at least FLOOR, with three significant digits; None if missing or not finite."""
-    return None if value is None or not math.isfinite(value) else float(f"{max(value, FLOOR):.3g}")
+    """Return a value for a logarithmic axis, at least FLOOR; None if it is missing or not finite."""
+    return None if value is None or not math.isfinite(value) else max(value, FLOOR)
 
 
 def _readable(exhibits: Sequence[Exhibit]) -> Iterator[tuple[Exhibit, EvaluationReport, Datum]]:
@@ -153,40 +135,28 @@ def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
                 continue
             low, high = part.context
             tokens = [row.context_tokens for row in exhibit.rows if low <= row.context_tokens < (high or math.inf)]
-            data.append(
-                {**point, "samples": part.samples, "tokens": sum(tokens) / len(tokens) if tokens else low}
-                | {"context": f"{low:,} and more" if high is None else f"{low:,} to {high - 1:,}"}
-                | {"distance": _drawn(part.fidelity.kl_mean), "p99": _drawn(part.fidelity.kl_p99)}
-            )
+            length = sum(tokens) / len(tokens) if tokens else low
+            data.append({**point, "tokens": length, "distance": _drawn(part.fidelity.kl_mean)})
     return data
 
 
-CHARTS: dict[str, tuple[str, str, Callable[[Sequence[Exhibit]], list[Datum]], dict[str, str]]] = {
+CHARTS: dict[str, tuple[str, str, Callable[[Sequence[Exhibit]], list[Datum]]]] = {
     "recovery": (
         "How much of the probability of right answers each policy keeps",
         "Dot: the probability of the right answers under the policy divided by the same under FP16. The line ends at the "
         "one-sided bound. All of it is to the right of the limit, the tick, if the policy passes.",
         recovery_numbers,
-        {"policy": "policy", "work": "place", "recovery": "value", "bound": "bound", "limit": "limit", "line": "verdict"},
     ),
     "quality": (
         "How far each policy is from FP16, and how many bytes its cache takes",
         "Down and left is better. The line joins the policies that no other policy beats in both. Values below 1e−6 are "
         "drawn at 1e−6.",
         quality_numbers,
-        {"policy": "policy", "KiB/token": "kib", "mean KL": "exact", "limit": "limit", "on the front": "front"},
     ),
     "context": (
         "How far each policy is from FP16 as the context gets longer",
         "Mean KL of all questions with contexts of these lengths. The limit is on the mean of a whole workload.",
         context_numbers,
-        {
-            "policy": "policy",
-            "context [tokens]": "context",
-            "mean KL": "distance",
-            "99th percentile": "p99",
-            "samples": "samples",
-        },
     ),
 }
-"""Name -> (title, note, data, column heading -> field of the table of numbers)."""
+"""Name -> (title, note, data)."""
