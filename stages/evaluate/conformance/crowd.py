@@ -22,7 +22,7 @@ from stages.evaluate.decoding.system import STATM, resident_bytes
 from stages.policies.policy import PAGE_TOKENS, page_count
 
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
-"""(minimum prompt tokens, maximum prompt tokens, answer tokens) of short requests."""
+"""(minimum prompt tokens, maximum prompt tokens, mean answer tokens) of short requests."""
 LONG = ((130, 190), (370, 430), (220, 300))
 """(minimum, maximum) prompt tokens of long requests, a fifth of all. Later requests reuse their pages after the second."""
 LONG_STEPS = 24
@@ -36,13 +36,13 @@ WATCHED_LOGITS = 512
 NOISE = 4.0
 """Allowed change by strangers, as a multiple of the change in an unchanged repetition."""
 
-WEAR_STEPS = 12
+WEAR_STEPS = 8
 """Decode steps of a request in the wear test."""
 LEAK_BYTES = 512 << 10
 """Growth of the process in bytes that counts as a leak if all of the last three quarters of the requests reach it."""
 
-POOL_REQUESTS, POOL_STEPS = 8, 12
-"""Number of requests in the full pool, and number of tokens per request that are decoded across a page boundary."""
+POOL_REQUESTS, POOL_STEPS = 8, (8, 18)
+"""Number of requests in the full pool, and minimum and maximum tokens per request that are decoded across a page boundary."""
 
 Marks = npt.NDArray[np.float32]
 
@@ -77,7 +77,8 @@ def wear(test: StressTest) -> None:
     count = test.config.requests
     if isinstance(test.engine, SupportsRequests) or test.max_tokens < 4 * WEAR_STEPS:
         return
-    pair = [test.sequence(f"one of {count} equal requests", length, WEAR_STEPS) for length in (37, 5)[: test.largest]]
+    lengths = test.length(2 * WEAR_STEPS, min(PAGE_TOKENS - 1, test.max_tokens - WEAR_STEPS)), test.length(2, 9)
+    pair = [test.sequence(f"one of {count} equal requests", length, WEAR_STEPS) for length in lengths[: test.largest]]
     first, changed, resident = list[Marks](), list[float](), list[int]()
     for number in range(count):
         again = [ForcedSequence(one.name, one.prompt, list(one.ahead), watched=number == 0) for one in pair]
@@ -113,10 +114,11 @@ def full_pool(test: StressTest) -> None:
         return
     page, named = test.draw(PAGE_TOKENS), []
     for number in range(POOL_REQUESTS):
-        length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - POOL_STEPS + 6, PAGE_TOKENS - 1)
+        steps = test.length(*POOL_STEPS)
+        length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - steps // 2, PAGE_TOKENS - 1)
         begin = page if number % 2 else test.draw(PAGE_TOKENS)
-        tokens = [*begin, *test.draw(length - PAGE_TOKENS + POOL_STEPS)]
-        named.append((f"request {number} of {length} and {POOL_STEPS} tokens", (tokens, length)))
+        tokens = [*begin, *test.draw(length - PAGE_TOKENS + steps)]
+        named.append((f"request {number} of {length} and {steps} tokens", (tokens, length)))
     found = fill_pool(test.engine, named)
     test.counts["requests"] += found.requests
     test.counts["preempted"] += found.preempted
@@ -137,7 +139,11 @@ def _start_sleepers(test: StressTest) -> list[int]:
 def _kinds(test: StressTest) -> list[ForcedSequence]:
     """Return the watched requests, which are sent repeatedly."""
     most = test.max_tokens
-    shapes = [(test.length(low, high), steps) for low, high, steps in SHORT if high + steps <= most]
+    shapes = [
+        (test.length(low, high), test.length(steps // 2, 3 * steps // 2))
+        for low, high, steps in SHORT
+        if high + 2 * steps <= most
+    ]
     # Use three lengths for long requests, limited by the model and the engine. One of them ends with a full page.
     drawn = [test.length(*span) for span in LONG]
     full = test.length(0, len(LONG) - 1)

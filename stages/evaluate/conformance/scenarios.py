@@ -14,11 +14,11 @@ from stages.engines.interface import (
     SupportsForgetting,
     SupportsFork,
     SupportsFullPool,
-    SupportsRequests,
 )
 from stages.evaluate.conformance.crowd import crowd, full_pool, wear
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
+from stages.evaluate.conformance.walk import walk
 from stages.policies.policy import PAGE_TOKENS
 
 STEPS = 4
@@ -30,27 +30,16 @@ CLAIMED_STEPS = 12
 LEAVING = 32
 """Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
 
-FORKED_AT = (PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1)
-"""Lengths in tokens of forked sequences. The fork copies a nearly full page, no page, or a nearly empty page."""
-
-TURNS = ((60, 1, 5), (61, 9, 2), (20, 41, 60), (57, 62, 7))
-"""(tokens of the prompt, of the second turn, of the third turn). A turn is followed by three decoded tokens, so that the
-lengths are at and next to page boundaries."""
-
-TILES = (144, 176, 208, 240, 320, 384, 448, 512)
-"""Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, and so do larger tiles of 320 to 512 tokens."""
-
 CONTINUED = 6
 """Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
 
-KEPT_CHUNKS = 5
-"""Maximum number of chunks in a kept prefix."""
+KEPT_CHUNKS, HITS = 8, 9
+"""Maximum number of chunks in a kept prefix, and number of drawn prompts that reuse a part of it."""
 
-WAITING = 140
-"""Number of prompts in one call of `generate`."""
-
-OTHER_STOPS = 8
-"""Number of stop tokens that an answer does not contain, in addition to the one that ends it."""
+PROMPTS, SHORT, WAITING = 9, 30, 140
+"""Number of different prompts of free answers, of different short prompts, and of waiting prompts in one call."""
+CALLS, ANSWER = 5, 18
+"""Number of calls with the same prompts, and maximum tokens of their answers."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ def batch(test: StressTest) -> None:
     short random prompts repeat one token. The longest row gets none, so that it is prefilled only once.
     """
     sequences = ragged(test)
-    more = [test.sequence("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(test.largest // 2 + 1)]
+    more = [test.sequence("a prompt that joins", test.length(1, 41), test.length(1, 3)) for _ in range(test.largest // 2 + 1)]
     asked = [*sequences[1:], *more]
     limits = [min(2, len(sequence.ahead)) for sequence in sequences[1:]] + [len(sequence.ahead) for sequence in more]
     for place in range(max(1, len(sequences) - 2), len(sequences)):
@@ -138,46 +127,6 @@ def equal(test: StressTest) -> None:
         test.serve([test.sequence(role, [*page[:-1], *test.draw(STEPS)], STEPS) for _ in range(2)])
 
 
-def turns(test: StressTest) -> None:
-    """Decode sequences with three turns together: prompt, decode, chunk, decode, chunk, decode. Fork every second sequence."""
-    drawn: tuple[int, int, int] = tuple(test.rng.integers(1, PAGE_TOKENS + 1, 3).tolist())
-    fitting = [turn for turn in (*TURNS, drawn) if sum(turn) + 9 <= test.max_tokens]
-    forks = isinstance(test.engine, SupportsFork) and test.largest > 1
-    for begin in range(0, len(fitting), each := max(1, test.largest // (1 + forks))):
-        together = fitting[begin : begin + each]
-        sequences = [test.sequence(f"turns of {', '.join(map(str, turn))} tokens", turn[0]) for turn in together]
-        chunks = [turn[1:] for turn in together]
-        test.prefill(*sequences)
-        for number in range(2):
-            test.decode(*sequences, steps=3)
-            if number == 1 and forks:
-                sequences += [test.fork(sequence, f"{sequence.name}, forked before the last") for sequence in sequences[::2]]
-                chunks += chunks[::2]
-            for sequence, chunk in zip(sequences, chunks, strict=True):
-                test.extend(sequence, chunk[number])
-        test.decode(*sequences, steps=3)
-        test.release(*sequences)
-
-
-def fork(test: StressTest) -> None:
-    """Decode both branches of a fork, release the origin, reuse its pages, and fork a fork twice."""
-    for length in FORKED_AT:
-        if length + 16 > test.max_tokens or test.largest < 3:
-            return
-        origin = test.sequence(f"origin forked at {length} tokens", length, STEPS)
-        test.prefill(origin)
-        branch = test.fork(origin, f"fork at {length} tokens", 2 * STEPS)
-        test.decode(branch, origin, steps=STEPS)
-        test.release(origin)
-        other = test.sequence("a new sequence on an origin's pages", length, STEPS)
-        test.prefill(other)
-        rows = [test.fork(branch, f"fork of a fork at {length} tokens"), branch, other]
-        if test.largest > 3:
-            rows = [test.fork(rows[0], f"fork of a fork of a fork at {length} tokens"), *rows]
-        test.decode(*rows, steps=STEPS)
-        test.release(*rows)
-
-
 def evicted_fork(test: StressTest) -> None:
     """Evict a page from the origin of a fork, start a new sequence, and decode the branch, which still reads the page."""
     policy, shape = test.engine.policy, test.engine.shape
@@ -200,7 +149,7 @@ def prefix(test: StressTest) -> None:
     chunk = test.engine.prefill_chunk
     if not test.engine.keeps_prefixes or chunk + PAGE_TOKENS > test.max_tokens:
         return
-    count = min(KEPT_CHUNKS, (test.max_tokens - PAGE_TOKENS) // chunk)
+    count = min(test.length(KEPT_CHUNKS // 2, KEPT_CHUNKS), (test.max_tokens - PAGE_TOKENS) // chunk)
     beginning = test.draw(count * chunk)
     alike = [
         (f"prompt {number} with one beginning", [*beginning[: kept * chunk], *test.draw(more)])
@@ -225,6 +174,21 @@ def prefix(test: StressTest) -> None:
             test.decode(sequence)
             test.extend(sequence, test.length(1, STEPS))
         test.finish([sequence])
+    for number in range(0, HITS, together := min(3, test.largest)):
+        rests = (1, chunk - 1, chunk, chunk + 1, test.length(2, chunk), test.length(2, 2 * chunk))
+        prompts = [
+            [*beginning[: test.length(1, count) * chunk], *test.draw(rests[(number + i) % len(rests)])] for i in range(together)
+        ]
+        room = test.max_tokens - 2 * STEPS
+        rows = [test.sequence("a drawn part of a kept beginning", prompt[: room - 1], STEPS) for prompt in prompts]
+        test.prefill(*rows)
+        test.counts["prefixes"] += together
+        if isinstance(test.engine, SupportsExtend):
+            test.decode(*rows)
+            test.extend(rows[0], test.length(1, min(2 * PAGE_TOKENS, room - len(rows[0].tokens) + 1)))
+        if isinstance(test.engine, SupportsFork) and together < test.largest:
+            rows.append(test.fork(rows[-1], "a fork of a prompt with a kept beginning", STEPS))
+        test.finish(rows)
     live = test.sequence("a prompt whose kept beginning is dropped", [*beginning[:chunk], *test.draw(5)], STEPS)
     test.prefill(live)
     if isinstance(test.engine, SupportsForgetting):
@@ -232,36 +196,6 @@ def prefix(test: StressTest) -> None:
     other = test.sequence("a new prompt afterwards", chunk + 5, STEPS)
     test.prefill(other)
     test.finish([live, other])
-
-
-def talk(test: StressTest) -> None:
-    """Run a conversation of up to all tokens, most of them in the first later turn; fork it before the last turn.
-
-    The fourth later turn ends with a page. If the policy evicts or has a window, the longest turn is shorter and the prompt
-    longer.
-    """
-    policy, all_kept = test.engine.policy, test.max_tokens
-    window = all_kept if policy.window is None else policy.window.tokens
-    # The cache would drop some tokens of a longer turn before they can be recorded.
-    longest = min(window, policy.latest_tokens(test.engine.shape) or all_kept)
-    lengths = [min(longest, test.length(*span)) for span in ((63, 66), (1, 9), (64, 64), (63, 120), (70, 130))]
-    room = test.max_tokens - sum(lengths) - 40
-    if room < 2:
-        return
-    lengths.insert(0, min(longest, room - test.length(1, min(2 * PAGE_TOKENS, room // 2))))
-    origin = test.sequence("a long conversation", room - lengths[0])
-    test.prefill(origin)
-    for number, length in enumerate(lengths[:-1]):
-        test.decode(origin, steps=3)
-        test.extend(origin, min(length, PAGE_TOKENS - len(origin.tokens) % PAGE_TOKENS) if number == 3 else length)
-    test.decode(origin, steps=3)
-    rows = [origin]
-    if isinstance(test.engine, SupportsFork) and test.largest > 1:
-        rows.append(test.fork(origin, "a fork of a long conversation"))
-        test.decode(*rows[::-1], steps=STEPS)
-    test.extend(rows[-1], lengths[-1])
-    test.decode(*rows, steps=STEPS)
-    test.release(*rows)
 
 
 def shared(test: StressTest) -> None:
@@ -292,60 +226,6 @@ def shared(test: StressTest) -> None:
     test.release(*kept, *fresh)
 
 
-def schedule(test: StressTest) -> None:
-    """Reorder rows, let rows skip steps and pause, cancel a row after its prompt, and release a row whose pages are full."""
-    if isinstance(test.engine, SupportsRequests) or test.largest < 4 or test.max_tokens < 4 * PAGE_TOKENS:
-        return
-    rows = [test.sequence(f"row {number}", test.length(1, 2 * PAGE_TOKENS)) for number in range(min(4, test.largest - 2))]
-    test.prefill(*rows)
-    test.decode(*rows, steps=2)
-    cancelled = test.sequence("cancelled after its prompt", test.length(1, 90))
-    test.prefill(cancelled)
-    test.release(cancelled)
-    length = test.length(1, 3) * PAGE_TOKENS - STEPS
-    full, beside = (test.sequence(role, length) for role in ("ends with a full page", "beside a full page"))
-    test.prefill(full, beside)
-    test.decode(full, beside, steps=STEPS)
-    test.release(full)
-    late = test.sequence("begins on a full page", test.length(70, 150))
-    test.prefill(late)
-    test.decode(late, beside, steps=STEPS + 2)
-    test.release(late, beside)
-    for _ in range(6):
-        order = test.rng.permutation(len(rows))[: test.length(1, len(rows))]
-        test.decode(*(rows[place] for place in order))
-    test.decode(*rows)
-    test.decode(rows[0], *rows[-2:0:-1], rows[-1])  # only the middle rows change places
-    test.decode(*rows[:2], steps=PAGE_TOKENS - 20)
-    test.decode(*rows[::-1], steps=3)
-    test.release(*rows)
-
-
-def lengths(test: StressTest) -> None:
-    """Decode prompts of whole tiles, whole chunks and random lengths across their boundaries, then a batch of their forks."""
-    chunk = test.engine.prefill_chunk
-    drawn = (chunk + test.length(1, 8), test.length(430, 980))
-    fitting = sorted((length for length in (*TILES, chunk, *drawn) if length + 8 <= test.max_tokens), reverse=True)
-    rows = [test.sequence(f"a prompt of {length} tokens", length, STEPS + 2) for length in fitting[: test.largest]]
-    if rows and isinstance(test.engine, SupportsRequests):
-        test.serve(rows)
-    if not rows or isinstance(test.engine, SupportsRequests):
-        return
-    test.prefill(*rows)
-    test.decode(*rows, steps=STEPS)
-    for number in range(test.largest - len(rows) if isinstance(test.engine, SupportsFork) else 0):
-        row = rows[number % min(CONTINUED, len(fitting))]
-        branch = test.fork(row, f"{row.name}, forked")
-        branch.ahead = list(row.ahead)  # equal tokens, so that one replay serves all
-        rows.append(branch)
-    # Neighbours differ in their tokens: a row that reads its neighbour's page must show.
-    blocks = [range(begin, min(begin + CONTINUED, len(rows))) for begin in range(0, len(rows), CONTINUED)]
-    for _ in range(2):
-        order = [place for block in test.rng.permutation(len(blocks)) for place in test.rng.permutation(blocks[block])]
-        test.decode(*(rows[place] for place in order))
-    test.release(*rows)
-
-
 def offsets(test: StressTest) -> None:
     """Decode short prompts of the page offsets at which no other scenario's prompt ended."""
     short = range(1, min(PAGE_TOKENS, test.max_tokens - STEPS) + 1)
@@ -356,35 +236,38 @@ def offsets(test: StressTest) -> None:
 
 
 def answers(test: StressTest) -> None:
-    """Generate answers to a long queue with different limits, equal beginnings, equal prompts, and answers with stop tokens."""
+    """Generate answers to the same prompts in several calls: in other orders and batches, with other limits and stop tokens.
+
+    Three prompts begin alike, one of them only within the first page. One call has a long queue of short prompts.
+    """
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
-    waiting = [test.sequence("one of many that wait", test.length(2, 5)) for _ in range(WAITING)]
-    test.ask(waiting, test.rng.integers(1, 3, WAITING).tolist(), at_once=max(1, test.largest // 2))
     beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
-    parts = (len(beginning), len(beginning), test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1))  # the last within the first page
+    parts = (len(beginning), len(beginning), test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1))
     prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in parts]
-    alike = [test.sequence("prompts with one beginning", prompt) for prompt in prompts]
-    asked = zip(alike, test.ask(alike, [10] * len(alike)), strict=True)
-    again, answer = max(asked, key=lambda pair: len(set(pair[1])))  # a random prompt's answer may repeat one token
-    test.ask([again], [4])
-    others = [token for token in test.rng.permutation(test.engine.vocab_size).tolist() if token not in answer][:OTHER_STOPS]
-    ends = list(dict.fromkeys(answer))
-    for stop in dict.fromkeys([*ends[:2], *ends[test.length(2, 9) :][:1], *ends[-1:]]):
-        test.ask([again], [10], [*others, stop])
+    prompts += [test.draw(int(length)) for length in np.geomspace(10, 2 * PAGE_TOKENS, PROMPTS)]
+    asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]
+    known = test.ask(asked, [test.length(10, ANSWER) for _ in asked])
+    for call in range(CALLS):
+        order = test.rng.permutation(len(asked))[: test.length(1, len(asked))].tolist()
+        limits = [test.length(1, len(known[i])) if call % 2 else len(known[i]) for i in order]
+        ends = {known[i][test.length(0, len(known[i]) - 1)] for i in order[: test.length(1, 3)]}
+        others = [token for token in test.draw(8) if not any(token in answer for answer in known)]
+        stops = [*others, *sorted(ends)][call % 3 :]
+        test.ask([asked[i] for i in order], limits, stops, test.length(1, test.largest), [known[i] for i in order])
+    short = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]
+    short += [short[i] for i in test.rng.integers(0, SHORT, WAITING - SHORT)]
+    limits = np.minimum(test.rng.geometric(0.4, WAITING), PAGE_TOKENS).tolist()
+    test.ask(short, limits, at_once=max(1, test.largest // test.length(2, 6)))
 
 
 SCENARIOS = (
     Scenario(batch),
     Scenario(equal),
-    Scenario(turns, (SupportsExtend,)),
-    Scenario(fork, (SupportsFork,)),
+    Scenario(walk),
     Scenario(evicted_fork, (SupportsFork,)),
     Scenario(prefix),
-    Scenario(talk, (SupportsExtend,)),
     Scenario(shared, (SupportsFork,)),
-    Scenario(schedule),
-    Scenario(lengths),
     Scenario(answers),
     Scenario(full_pool, (SupportsFullPool,)),
     Scenario(crowd),

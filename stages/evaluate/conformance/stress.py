@@ -5,7 +5,7 @@ reference engine replays its sequences together over these codes.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +23,9 @@ from stages.evaluate.decoding.system import allocation
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.engine_tests import Allocation
 from stages.workloads.config import StressTestConfig
+
+BEGINNING = 4
+"""Number of first tokens that group sequences with a common beginning."""
 
 
 @dataclass
@@ -153,18 +156,25 @@ class StressTest:
         return branch
 
     def ask(
-        self, sequences: Sequence[ForcedSequence], limits: Sequence[int], stops: Sequence[int] = (), at_once: int | None = None
+        self,
+        sequences: Sequence[ForcedSequence],
+        limits: Sequence[int],
+        stops: Sequence[int] = (),
+        at_once: int | None = None,
+        known: Sequence[Sequence[int]] | None = None,
     ) -> list[list[int]]:
         """Generate and return free answers. Their tokens are checked at the end of the scenario.
 
-        If there are several stop tokens, answers are expected to end with the last stop token.
+        `known`: answers to the same prompts without stop tokens, which are at least as long. They tell which stop token ends an
+        answer. Otherwise, answers are expected to end with the last stop token.
         """
         at_once = at_once or self.largest
         answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
         self.counts["requests"] += len(sequences)
         self._advance(sum(len(sequence.prompt) for sequence in sequences) + sum(map(len, answers)))
-        for sequence, answer, limit in zip(sequences, answers, limits, strict=True):
-            stopped = [] if len(answer) >= limit else list(stops[-1:])
+        for sequence, answer, limit, longer in zip(sequences, answers, limits, known or [()] * len(answers), strict=True):
+            follows = [token for token in longer[len(answer) :][:1] if token in stops]
+            stopped = [] if len(answer) >= limit else follows or list(stops[-1:])
             wrong = []
             if (len(answer) < limit and not stopped) or len(answer) > limit:
                 wrong.append(f"{len(answer)} tokens instead of {limit}")
@@ -256,7 +266,10 @@ class StressTest:
 
     def compare(self, least: int = 0) -> None:
         """Compare ended sequences with the reference engine, if they have at least `least` tokens in total."""
+        # Forks and prompts with one beginning become neighbors, which share tokens of a replay.
         ended = [sequence for sequence in self.ended if sequence.logits]
+        beginnings = list(dict.fromkeys(tuple(sequence.prompt[:BEGINNING]) for sequence in ended))
+        ended.sort(key=lambda sequence: (beginnings.index(tuple(sequence.prompt[:BEGINNING])), sequence.positions[0]))
         if sum(len(sequence.tokens) for sequence in ended) >= least:
             self.ended = []
             self.deviations.compare(ended)
@@ -282,6 +295,13 @@ class StressTest:
 
         A single flipped code may change an answer. Answers that look wrong are therefore forced on the engine, and compared.
         """
+        # An answer that begins like a longer answer to the same prompt is checked with the longer answer.
+        longest = defaultdict[tuple[int, ...], list[tuple[ForcedSequence, list[int]]]](list)
+        for sequence, answer in sorted(answers, key=lambda pair: -len(pair[1])):
+            same_prompt = longest[tuple(sequence.prompt)]
+            if not any(longer[: len(answer)] == answer for _, longer in same_prompt):
+                same_prompt.append((sequence, answer))
+        answers = [pair for pairs in longest.values() for pair in pairs]
         feds = [
             Fed([*sequence.prompt, *answer[:-1]], [(len(sequence.prompt), False), (len(answer) - 1, True)])
             for sequence, answer in answers

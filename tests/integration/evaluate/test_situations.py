@@ -19,14 +19,14 @@ from stages.workloads.config import StressTestConfig
 CONFIG = StressTestConfig(max_tokens=1024, decode_steps=8, offset_steps=1, max_batch=32, requests=1, seed=0)
 
 SCENARIOS = {
-    "turn_slots_end_at_294": "talk",
+    "turn_slots_end_at_294": "walk",
     "fork_of_depth_4_shares_partial_page": "shared",
     "rows_on_a_prefix_read_as_far_as_the_first": "shared",
     "scales_of_a_page_with_17_users": "shared",
     "forks_get_one_new_page": "shared",
-    "prompt_of_tiles_of_320": "lengths",
-    "prompt_of_tiles_of_208": "lengths",
-    "step_known_by_its_outer_rows": "schedule",
+    "prompt_of_tiles_of_320": "walk",
+    "prompt_of_tiles_of_208": "walk",
+    "step_known_by_its_outer_rows": "walk",
     "first_41_tokens_share_a_page": "equal",
     "stops_seen_in_blocks": "answers",
     "queue_of_73": "answers",

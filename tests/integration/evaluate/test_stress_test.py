@@ -167,7 +167,7 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("generate_other_callers", WIDE, "batch", "generate: the first token of the answer"),
     ("logits_of_last_prompt", WIDE, "batch", "(a prompt that joins)"),
     ("rows_above_16_beyond_192", FAR, "", "(page offset 63, row 16 of a batch of 18), layer 0"),
-    ("second_turn_one_early", WIDE, "turns", "turns: turns of "),
+    ("second_turn_one_early", WIDE, "walk", "walk: "),
     (
         "equal_prompts_never_part",
         WIDE,
@@ -283,12 +283,12 @@ def leaks(engine: Any) -> None:
 
 
 def a_step_is_off(engine: Any) -> None:
-    """Change one step in 67 by too little for any distance to show."""
+    """Change one step in 29 by too little for any distance to show."""
     decode, steps = engine._decode, count(1)
 
     def off(handles: Sequence[int], tokens: Sequence[int]) -> Any:
         logits = decode(handles, tokens)
-        return logits * np.float32(1 + 1e-6) if next(steps) % 67 == 0 else logits
+        return logits * np.float32(1 + 1e-6) if next(steps) % 29 == 0 else logits
 
     engine._decode = off
 
@@ -313,10 +313,10 @@ IN_LATER_SCENARIOS = [
     (stop_tokens_ignored, "answers", "generate: the stop token, and more, to a prompt of"),
     (three_stop_tokens, "answers", "generate: the stop token, and more, to a prompt of"),
     (limits_of_the_place, "answers", "generate: "),
-    (rows_by_handle, "schedule", "schedule: row"),
-    (long_turns_cut, "talk", "talk: a long conversation"),
+    (rows_by_handle, "walk", "walk: a "),
+    (long_turns_cut, "walk", "walk: a conversation"),
     (many_forks_share, "shared", "shared: row"),
-    (FAULTS["third_fork_loses_a_token"].plant, "fork", "fork: fork of a fork of a fork"),
+    (FAULTS["third_fork_loses_a_token"].plant, "walk", "walk: "),
 ]
 
 
@@ -358,7 +358,8 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(int8: Path, reference
     limit("batch", "prefix")
     engine: Any = load_engine(int8, threads=1, prefill_chunk=PAGE_TOKENS, prefix_tokens=4 * PAGE_TOKENS)
     sound = run_stress_test(engine, reference, SMALL, 4, 150, no_progress)
-    assert (sound.failures, sound.prefixes) == ([], 2)
+    assert sound.failures == []
+    assert sound.prefixes > 2
     assert engine.pool.in_use == (0, 0)
     begin = engine.prefixes.begin
     alike = PAGE_TOKENS + 5
@@ -408,7 +409,7 @@ def test_a_float16_copy_that_the_engine_does_not_report_shows_in_its_process(int
 def test_the_stress_test_goes_no_further_than_the_engine_was_built_for(
     int8: Path, reference: ReferenceEngine, limit: Limit
 ) -> None:
-    limit("batch", "schedule", "lengths", "crowd")
+    limit("batch", "walk", "crowd")
     engine: Any = load_engine(int8, threads=1)
     engine.max_tokens, engine.max_batch, engine.max_sequences = 128, 3, 3
     found: StressResult = run_stress_test(engine, reference, SMALL, 16, 700, no_progress)

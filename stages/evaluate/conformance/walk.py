@@ -1,0 +1,209 @@
+"""A random walk over all operations of an engine, on sequences of all lengths.
+
+Many faults need a combination, for example a turn of a fork after an eviction. The walk draws operations, lengths and order
+from the seed of the run. Lengths come from decks, so that short walks have all residues modulo 16 and 64, too.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from stages.engines.interface import SupportsExtend, SupportsFork, SupportsRequests
+from stages.evaluate.conformance.sequence import ForcedSequence
+from stages.evaluate.conformance.stress import StressTest
+from stages.policies.policy import PAGE_TOKENS
+
+TILES = (144, 176, 208, 240, 320, 384, 448, 512)
+"""Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, and so do larger tiles of 320 to 512 tokens."""
+
+JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES = 11, 44, 22, 12, 5, 10
+"""Number of operations of each kind."""
+BORDERS = (-1, 0, 1, -2, 2)
+"""Distance from a page's end, in tokens, at which the runs end and a fork is taken."""
+LAST_STEPS = 4
+"""Number of decode steps that remain for every sequence at the end of the walk."""
+PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
+LATE = ((130, 600), (300, 900))
+"""Minimum and maximum lengths of long prompts that join a running batch. The other long prompts begin together."""
+CONTINUED = 6
+"""Number of different rows among the forks of the last batch. Forks with equal tokens share a replay."""
+
+
+def walk(test: StressTest) -> None:
+    """Start, decode, rest, extend, fork and release sequences in random order; end with a full batch of the longest rows."""
+    chunk, most = test.engine.prefill_chunk, test.max_tokens - PAGE_TOKENS // 2
+    lengths = [length for length in (*TILES, chunk, chunk + test.length(1, 8), test.length(430, 980)) if length <= most]
+    long = [test.sequence("a long prompt", int(length)) for length in test.rng.permutation(lengths)]
+    if isinstance(test.engine, SupportsRequests):
+        for sequence in long[: test.largest]:
+            sequence.ahead = test.draw(LAST_STEPS)
+        if long:
+            test.serve(long[: test.largest])
+        return
+    walker = Walk(test, long)
+    operations = [*[walker.join] * JOINS, *[walker.step] * STEPS, *[walker.run] * RUNS, *[walker.leave] * DEPARTURES]
+    if isinstance(test.engine, SupportsExtend):
+        operations += [*[walker.turn] * TURNS, walker.long_turn]
+    if isinstance(test.engine, SupportsFork):
+        operations += [walker.fork] * FORKS
+    for place in test.rng.permutation(len(operations)):
+        operations[place]()
+    walker.finish()
+
+
+class Walk:
+    """The live sequences of a random walk, and its operations."""
+
+    def __init__(self, test: StressTest, long: list[ForcedSequence]) -> None:
+        """Start a conversation that stays to the end, and most of the long prompts, in one call."""
+        self.test, self.rng = test, test.rng
+        policy, most = test.engine.policy, test.max_tokens
+        window = most if policy.window is None else policy.window.tokens
+        self.longest_turn = min(window, policy.latest_tokens(test.engine.shape) or most)
+        """The cache would drop some tokens of a longer turn before they can be recorded."""
+        self.short = self._lengths(PAGE_TOKENS, min(3 * PAGE_TOKENS, most // 2))
+        self.turns = self._lengths(16, min(self.longest_turn, most // 4))
+        self.borders = iter(BORDERS * RUNS)
+        begins = max(next(self.short), most - self.longest_turn - most // 4)
+        self.talker = test.sequence("a conversation", begins)
+        late = [min(test.length(*span), most // 2) for span in LATE]
+        self.late = [*long[test.largest - 1 :], *(test.sequence("a long prompt", length) for length in late)]
+        self.last: list[ForcedSequence] = []
+        self.beginnings: list[list[int]] = []
+        self.rows: list[ForcedSequence] = []
+        self._start([self.talker, *long[: test.largest - 1]])
+
+    def _lengths(self, modulus: int, most: int) -> Iterator[int]:
+        """Yield lengths up to `most`, short ones more often, with all residues of `modulus` in random order."""
+        while True:
+            for residue in self.rng.permutation(modulus).tolist():
+                size = int(math.exp(self.rng.uniform(0, math.log(most))))
+                yield min(most, size - size % modulus + residue or modulus)
+
+    def _start(self, sequences: Sequence[ForcedSequence]) -> None:
+        self.test.prefill(*sequences)
+        self.rows += sequences
+        self.beginnings += [sequence.prompt for sequence in sequences]
+
+    def _room(self, row: ForcedSequence) -> int:
+        return self.test.max_tokens - LAST_STEPS - len(row.tokens)
+
+    def _pick(self) -> ForcedSequence:
+        """Return the conversation, one of the longest rows, or any row that has room for more tokens."""
+        rows = [row for row in self.rows if self._room(row) > 0] or self.rows
+        longest = sorted(rows, key=lambda row: -len(row.tokens))[:CONTINUED]
+        rows = (rows[:1], longest, rows, rows)[self.test.length(0, 3)]  # the conversation is the first row
+        return rows[self.test.length(0, len(rows) - 1)]
+
+    def _decode(self, rows: Sequence[ForcedSequence], steps: int = 1) -> None:
+        rows = [row for row in rows if self._room(row) >= steps]
+        if rows:
+            self.test.decode(*rows, steps=steps)
+            self.last = rows
+
+    def join(self) -> None:
+        """Start several prompts in one call. Some are long, some begin like an earlier prompt."""
+        joining, count = list[ForcedSequence](), self.test.length(1, PROMPTS_AT_ONCE)
+        self._make_room(count)
+        for _ in range(min(self.test.largest - len(self.rows), count)):
+            if self.late and self.rng.random() < 1 / 3:
+                joining.append(self.late.pop())
+                continue
+            rest, begin = next(self.short), list[int]()
+            if self.rng.random() < 1 / 3:
+                begin = self.beginnings[self.test.length(0, len(self.beginnings) - 1)]
+                most = len(begin) if self.test.engine.keeps_prefixes else 2 * PAGE_TOKENS
+                begin = begin[: self.test.length(1, most)][: self.test.max_tokens // 2 - rest]
+            joining.append(
+                self.test.sequence(
+                    "a prompt that begins like another" if begin else "a short prompt", [*begin, *self.test.draw(rest)]
+                )
+            )
+        if joining:
+            self._start(joining)
+
+    def step(self) -> None:
+        """Decode a token of some or all rows, in the order of the last step or in another order."""
+        same = [*(row for row in self.last if row in self.rows), *(row for row in self.rows if row not in self.last)]
+        mixed = [self.rows[place] for place in self.rng.permutation(len(self.rows))]
+        middle = [row for row in mixed if row not in (same[0], same[-1])]
+        by_length = sorted(self.rows, key=lambda row: len(row.tokens))
+        orders = (same, mixed, [same[0], *middle, same[-1]][: len(same)], by_length, by_length[::-1])
+        kind = self.test.length(0, 2 * len(orders) - 1)
+        self._decode(orders[kind] if kind < len(orders) else mixed[: self.test.length(1, len(mixed))])
+
+    def run(self) -> None:
+        """Decode one row, or two, to the end of a page while the others rest; then fork the first."""
+        row, other = self._pick(), self._pick()
+        steps = (next(self.borders) - len(row.tokens)) % PAGE_TOKENS
+        self._decode(list(dict.fromkeys((row, other))), steps)
+        self._fork(row)
+
+    def turn(self) -> None:
+        """Extend a row once, or twice in succession. A fourth of the turns end with a page."""
+        row = self._pick()
+        for _ in range(1 + (self.rng.random() < 1 / 4)):
+            length = next(self.turns)
+            if self.rng.random() < 1 / 4:
+                length += -(len(row.tokens) + length) % PAGE_TOKENS
+            self._extend(row, length)
+
+    def long_turn(self) -> None:
+        """Extend the conversation by a turn that leaves room for some short turns."""
+        self._extend(self.talker, self._room(self.talker) - self.test.max_tokens // 4)
+
+    def _extend(self, row: ForcedSequence, count: int) -> None:
+        if isinstance(self.test.engine, SupportsExtend) and (count := min(count, self.longest_turn, self._room(row))) > 0:
+            self.test.extend(row, count)
+
+    def fork(self) -> None:
+        """Fork a row several times, or fork it, its fork, the fork's fork, and so on."""
+        row, chain, count = self._pick(), self.rng.random() < 1 / 2, self.test.length(1, FORKS_AT_ONCE)
+        self._make_room(count, row)
+        for _ in range(count):
+            branch = self._fork(row)
+            row = branch if chain else row
+
+    def _fork(self, row: ForcedSequence) -> ForcedSequence:
+        """Return a fork; the row itself if the engine cannot fork or has no room."""
+        if not isinstance(self.test.engine, SupportsFork) or len(self.rows) >= self.test.largest:
+            return row
+        self.rows.append(self.test.fork(row, row.name if row.name.endswith("forked") else f"{row.name}, forked"))
+        return self.rows[-1]
+
+    def leave(self) -> None:
+        """Release some rows. Often, prompts join at once."""
+        self._release(self.test.length(1, LEAVING_AT_ONCE))
+        if self.rng.random() < 1 / 2:
+            self.join()
+
+    def _make_room(self, count: int, *staying: ForcedSequence) -> None:
+        self._release(count - (self.test.largest - len(self.rows)), *staying)
+
+    def _release(self, count: int, *staying: ForcedSequence) -> None:
+        """Release up to `count` rows in random order, of the longest only a few."""
+        longest = sorted(self.rows, key=lambda row: -len(row.tokens))[: self.test.largest // 3]
+        kept = {self.talker, *staying, *(row for row in longest if self.rng.random() < 15 / 16)}
+        leaving = [row for row in self.rows if row not in kept]
+        leaving = [leaving[place] for place in self.rng.permutation(len(leaving))[: max(0, count)]]
+        self.rows = [row for row in self.rows if row not in leaving]
+        self.test.release(*leaving)
+
+    def finish(self) -> None:
+        """End the conversation with a turn up to the maximum length; decode the longest rows with forks in a full batch."""
+        test = self.test
+        test.decode(*self.rows)
+        self._extend(self.talker, test.max_tokens)
+        rows = sorted(self.rows, key=lambda row: -len(row.tokens))[: max(1, 2 * test.largest // 3)]
+        test.release(*(row for row in self.rows if row not in rows))
+        for row in rows:
+            row.ahead = test.draw(LAST_STEPS - 1)
+        for number in range(test.largest - len(rows) if isinstance(test.engine, SupportsFork) else 0):
+            row = rows[number % CONTINUED % len(rows)]
+            rows.append(test.fork(row, row.name))
+            rows[-1].ahead = list(row.ahead)
+        # Neighbours differ in their tokens: a row that reads its neighbour's page must show.
+        blocks = [range(begin, min(begin + CONTINUED, len(rows))) for begin in range(0, len(rows), CONTINUED)]
+        for _ in range(3):
+            order = [place for block in self.rng.permutation(len(blocks)) for place in self.rng.permutation(blocks[block])]
+            test.decode(*(rows[place] for place in order))
+        test.release(*rows)
