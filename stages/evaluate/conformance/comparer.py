@@ -17,7 +17,7 @@ import torch
 from stages.engines.interface import Engine, SupportsStored, SupportsStoredRequest
 from stages.engines.reference.replay import Errors, Replay
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.conformance.sequence import ForcedSequence
+from stages.evaluate.conformance.sequence import ForcedSequence, common
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.spec import E4M3
@@ -89,11 +89,13 @@ class Comparer:
         problems, chunk = [self.problem(sequence) for sequence in sequences], self.engine.prefill_chunk
         caches = [[] if problem else sequence.layers for sequence, problem in zip(sequences, problems, strict=True)]
         feds = [sequence.fed for sequence in sequences]
-        shared = [
-            [(i, sequence.shared_tokens(other, chunk)) for i, other in enumerate(sequences[:number])]
-            for number, sequence in enumerate(sequences)
-        ]
-        origins = [max(counts, key=lambda one: one[1], default=(0, 0)) for counts in ([] if any(problems) else shared)]
+        origins = [(0, 0)] * len(sequences)
+        for number, sequence in enumerate([] if any(problems) else sequences):
+            alike = [common(sequence.tokens, other.tokens) for other in sequences[:number]]
+            for i in sorted(filter(alike.__getitem__, range(number)), key=lambda i: -alike[i]):
+                if count := sequence.shared_tokens(sequences[i], chunk):
+                    origins[number] = i, count
+                    break
         return list(zip(self.reference.replay(feds, caches, disturbed=disturbed, origins=origins), problems, strict=True))
 
     def compare(self, sequence: ForcedSequence, replay: Replay, problem: str) -> ComparedSequence:

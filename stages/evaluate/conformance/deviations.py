@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from stages.evaluate.conformance.comparer import ComparedSequence, Comparer
-from stages.evaluate.conformance.sequence import ForcedSequence
+from stages.evaluate.conformance.sequence import ForcedSequence, common
 from stages.evaluate.distances.distance import Array
 from stages.verdict.conformance import Distance
 from stages.verdict.record import or_infinite
@@ -87,7 +87,7 @@ class Deviations:
     ) -> list[ForcedSequence]:
         """Replay sequences and compare all sequences `alike`; return the sequences whose rounding must be measured."""
         unclear = []
-        for group in passes(chosen):
+        for group in passes(chosen, shared=True):
             for first, (replay, problem) in zip(group, self.comparer.replay(group, disturbed=disturbed), strict=True):
                 compared = [self.comparer.compare(sequence, replay, problem) for sequence in alike[first]]
                 if disturbed:
@@ -145,15 +145,17 @@ class Deviations:
             yield from far_medians(self.kl, self.comparer.reference.limit**2 * usual_rounding)
 
 
-def passes(sequences: Sequence[S]) -> list[list[S]]:
-    """Group sequences into passes of at most PASS_TOKENS tokens."""
+def passes(sequences: Sequence[S], *, shared: bool = False) -> list[list[S]]:
+    """Group sequences into passes of at most PASS_TOKENS tokens. `shared`: equal first tokens of a pass are computed once."""
     groups: list[list[S]] = []
-    tokens = 0
+    total = 0
     for sequence in sequences:
-        tokens += len(sequence.tokens)
-        if not groups or tokens > PASS_TOKENS:
+        group = groups[-1] if groups and shared else []
+        equal = max((common(sequence.tokens, other.tokens) for other in group), default=0)
+        total += len(sequence.tokens) - equal
+        if not groups or total > PASS_TOKENS:
             groups.append([])
-            tokens = len(sequence.tokens)
+            total = len(sequence.tokens)
         groups[-1].append(sequence)
     return groups
 

@@ -69,9 +69,7 @@ class ForcedSequence:
 
         It ends before the sequence's first row of logits, at a chunk of a prefill or a decoded token.
         """
-        pairs = zip(self.tokens[: self.positions[0]], origin.tokens, strict=False)
-        most = next((place for place, (one, other) in enumerate(pairs) if one != other), self.positions[0])
-        most, shared = min(most, len(origin.tokens)), 0
+        most, shared = common(self.tokens[: self.positions[0]], origin.tokens), 0
         for (count, decoded), (other, other_decoded) in zip(self.pieces, origin.pieces, strict=False):
             equal = min(count, other, most - shared) if decoded == other_decoded else 0
             whole = equal == count == other
@@ -104,6 +102,12 @@ class ForcedSequence:
             before | {side: _after(before.get(side, copy), copy) for side, copy in layer.items()}
             for before, layer in zip(held, shown, strict=True)
         ]
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of equal first tokens."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (token, other_token) in pairs if token != other_token), min(len(one), len(other)))
 
 
 def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:

@@ -91,7 +91,7 @@ class Walk:
         """Return the conversation, one of the longest rows, or any row that has room for more tokens."""
         rows = [row for row in self.rows if self._room(row) > 0] or self.rows
         longest = sorted(rows, key=lambda row: -len(row.tokens))[:CONTINUED]
-        rows = (rows[:1], longest, rows, rows)[self.test.length(0, 3)]  # the conversation is the first row
+        rows = (rows[:1], longest, *[rows] * 4)[self.test.length(0, 5)]  # the conversation is the first row
         return rows[self.test.length(0, len(rows) - 1)]
 
     def _decode(self, rows: Sequence[ForcedSequence], steps: int = 1) -> None:
@@ -129,6 +129,8 @@ class Walk:
         by_length = sorted(self.rows, key=lambda row: len(row.tokens))
         orders = (same, mixed, [same[0], *middle, same[-1]][: len(same)], by_length, by_length[::-1])
         kind = self.test.length(0, 2 * len(orders) - 1)
+        if kind == 2:
+            self._decode(same)  # so that only the middle rows change places
         self._decode(orders[kind] if kind < len(orders) else mixed[: self.test.length(1, len(mixed))])
 
     def run(self) -> None:
@@ -140,7 +142,7 @@ class Walk:
 
     def turn(self) -> None:
         """Extend a row once, or twice in succession. A fourth of the turns end with a page."""
-        row = self._pick()
+        row = self.rows[0] if self.rng.random() < 1 / 6 else self._pick()
         for _ in range(1 + (self.rng.random() < 1 / 4)):
             length = next(self.turns)
             if self.rng.random() < 1 / 4:
