@@ -117,7 +117,7 @@ def offsets_and_borders(test: StressTest, size: int, most: int) -> list[int]:
 def equal(test: StressTest) -> None:
     """Decode equal prompts that diverge within a page and past its end, prompts that differ from the last token of a page on,
     and prompts that differ before an equal second page."""
-    prompt = test.draw(PAGE_TOKENS - STEPS)
+    prompt = test.draw(PAGE_TOKENS - test.length(1, 2 * STEPS - 1))
     role = f"equal prompts of {len(prompt)} tokens that part"
     test.serve([test.sequence(role, prompt, 2 * STEPS) for _ in range(2)])
     page, role = test.draw(PAGE_TOKENS), "prompts that differ before an equal page"
@@ -203,7 +203,7 @@ def shared(test: StressTest) -> None:
 
     The prefix ends 1 to 3 tokens before the end of a page, so that many rows need a new page in the same step.
     """
-    count, pages = test.largest - 1, min(test.length(2, 4), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
+    count, pages = test.largest - 1, min(test.length(1, 5), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
     if count < 3:
         return
     length = pages * PAGE_TOKENS - test.length(1, 3)
@@ -245,7 +245,7 @@ def answers(test: StressTest) -> None:
     beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
     parts = (len(beginning), len(beginning), test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1))
     prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in parts]
-    prompts += [test.draw(int(length)) for length in np.geomspace(10, 2 * PAGE_TOKENS, PROMPTS)]
+    prompts += [test.draw(int(length)) for length in np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), PROMPTS))]
     asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]
     known = test.ask(asked, [test.length(10, ANSWER) for _ in asked])
     for call in range(CALLS):

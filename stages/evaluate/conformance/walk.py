@@ -159,7 +159,8 @@ class Walk:
 
     def fork(self) -> None:
         """Fork a row several times, or fork it, its fork, the fork's fork, and so on."""
-        row, chain, count = self._pick(), self.rng.random() < 1 / 2, self.test.length(1, FORKS_AT_ONCE)
+        row = min(self._pick(), self._pick(), key=lambda row: len(row.tokens))  # forks of short rows cost less
+        chain, count = self.rng.random() < 1 / 2, self.test.length(1, FORKS_AT_ONCE)
         self._make_room(count, row)
         for _ in range(count):
             branch = self._fork(row)
