@@ -46,8 +46,8 @@ MODELOPT_FILE = "hf_quant_config.json"
 ADAPTER = "adapter_config.json"
 """File of a LoRA adapter, which transformers would apply to the weights if PEFT is installed."""
 
-NOT_READ = ("num_labels", "id2label", "label2id")
-"""Keys of classifiers, which do not affect a decoder. transformers would expand them into tables of labels."""
+NOT_READ = ("num_labels", "id2label", "label2id", "return_dict", "use_return_dict", "torchscript")
+"""Keys of classifiers, which transformers would expand into tables, and the form in which transformers returns its results."""
 
 
 @dataclass(frozen=True)

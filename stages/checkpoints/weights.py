@@ -199,7 +199,9 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
                 yield name, part.get_dtype(), tuple(part.get_shape())
     except Unreadable as error:
         raise UserError(f"model.path={path}: {file} {error}") from None
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise UserError(f"model.path={path}: {file} cannot be read ({error.strerror}); give a file that can be") from None
+    except SafetensorError as error:
         raise UserError(f"model.path={path}: {file} is not a complete safetensors file ({error}); download it again") from None
 
 

@@ -195,20 +195,13 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
     for name, shape, number, offset in entries:
         if name in tensors:
             raise _Unreadable(f"tensor {name} appears twice")
-        if offset % alignment:
-            raise _Unreadable(f"tensor {name} begins at byte {offset:,}, which is no multiple of its alignment, {alignment}")
         tensors[name] = _tensor(name, shape, number, start + offset, size)
-    _refuse_overlap(tensors)
-    return Header(path, metadata, tensors)
-
-
-def _refuse_overlap(tensors: dict[str, GGUFTensor]) -> None:
-    """Refuse tensors that share bytes, since at least one tensor would have another tensor's weights."""
-    end, before = 0, ""
+    end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if tensor.offset < end:
-            raise _Unreadable(f"tensors {before} and {name} lie in the same bytes")
-        end, before = tensor.offset + tensor.nbytes, name
+        if tensor.offset != -(-end // alignment) * alignment:
+            raise _Unreadable(f"tensor {name} begins at byte {tensor.offset:,}, and the tensor before it ends at byte {end:,}")
+        end = tensor.offset + tensor.nbytes
+    return Header(path, metadata, tensors)
 
 
 def _refuse_part(metadata: dict[str, Any]) -> None:

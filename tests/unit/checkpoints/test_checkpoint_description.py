@@ -11,7 +11,7 @@ from quantized_checkpoints import FORMS, quantize_checkpoint
 from safetensors.torch import load_file, save_file
 from shipped import SHIPPED
 
-from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.description import inspect_checkpoint, read_config
 from stages.checkpoints.files import INDEX
 from stages.checkpoints.finite import check_finite
 from stages.checkpoints.loading import expected_tensors, load_causal_lm
@@ -29,6 +29,24 @@ def test_head_dim_defaults_to_hidden_over_heads_and_kv_heads_to_query_heads(tmp_
     assert inspect_checkpoint(make(tmp_path)).shape == KVShape(layers=3, kv_heads=2, head_dim=32)
     assert inspect_checkpoint(make(tmp_path, head_dim=64)).shape.head_dim == 64
     assert inspect_checkpoint(make(tmp_path, drop="num_key_value_heads")).shape.kv_heads == 4
+
+
+def test_a_snapshot_in_hugging_faces_cache_links_to_blobs_of_its_own_model_alone(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in make(blobs).iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert inspect_checkpoint(snapshot).weight_files == ("model.safetensors",)
+    (tmp_path / "private.json").write_text("{}")
+    (snapshot / "added_tokens.json").symlink_to("../../../private.json")
+    with pytest.raises(UserError, match=r"added_tokens\.json is a link that leaves the directory"):
+        inspect_checkpoint(snapshot)
+
+
+def test_the_form_in_which_transformers_returns_its_results_is_not_the_checkpoints(tmp_path: Path) -> None:
+    make(tmp_path, return_dict=False, torchscript=True)
+    assert not {"return_dict", "torchscript"} & read_config(tmp_path).keys()
 
 
 def test_files_are_the_known_ones_and_never_pickles(tmp_path: Path) -> None:

@@ -50,19 +50,10 @@ def moved(content: bytes, name: str, offset: Callable[[int], int]) -> bytes:
     return content[:at] + struct.pack("<Q", offset(old)) + content[at + 8 :]
 
 
-@pytest.mark.parametrize(
-    ("offset", "problem"),
-    [
-        (lambda _: 0, "lie in the same bytes"),
-        (lambda old: old - 32, "lie in the same bytes"),
-        (lambda old: old + 4, "which is no multiple of its alignment, 32"),
-    ],
-)
-def test_tensors_that_share_bytes_or_lie_off_their_alignment_are_refused(
-    small: Path, tmp_path: Path, offset: Callable[[int], int], problem: str
-) -> None:
+@pytest.mark.parametrize("offset", [lambda _: 0, lambda old: old - 32, lambda old: old + 4, lambda old: old + 32])
+def test_tensors_that_share_bytes_or_leave_a_gap_are_refused(small: Path, tmp_path: Path, offset: Callable[[int], int]) -> None:
     (tmp_path / "m.gguf").write_bytes(moved(small.read_bytes(), "blk.1.attn_norm.weight", offset))
-    assert problem in refusal(tmp_path / "m.gguf")
+    assert "and the tensor before it ends at byte" in refusal(tmp_path / "m.gguf")
 
 
 def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes() -> None:
