@@ -22,12 +22,10 @@ ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 
 
 def show_status(config: Config) -> None:
-    """Print the status of a work directory."""
+    """Print the status of a work directory. Raises UserError or MissingRequirement at the end if a part could not be read."""
     found = find(config)
     reasons, missing = needs_of(found, config.prune.keep_sweeps)
-    for problem in found.problems:
-        console.say(f"[yellow]cannot be read:[/] {escape(str(problem).splitlines()[0])}")
-    if not (found.pieces or found.sweeps or found.models):
+    if not (found.pieces or found.sweeps or found.models or found.problems):
         console.say(f"{escape(str(config.work))}: nothing was built or judged here yet")
     if not config.tracking.enabled:
         console.say("tracking.enabled=false: what serves is not shown")
@@ -43,6 +41,8 @@ def show_status(config: Config) -> None:
         console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
     for who, what in missing.items():
         console.say(f"[yellow]note:[/] {escape(who)}: {escape(what)} is not in this work directory")
+    if found.problems:
+        raise type(found.problems[0])("\n".join(str(problem).splitlines()[0] for problem in found.problems))
     step = _step(config, found, reasons)
     if step is not None:
         next_steps.show(step)

@@ -93,6 +93,7 @@ def wrong(override: Override, options_of: Callable[[str], Sequence[str]]) -> str
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
         (key == "workdir" and override.is_sweep_override(), "a sweep compares candidates of one work directory; give one"),
         (key == "log" and override.is_sweep_override(), "a command speaks in one way; give one"),
+        (key.startswith("tracking") and override.is_sweep_override(), "a sweep's candidates are in one registry; give one"),
     ):
         if wrong:
             return f"{line}: {problem}"

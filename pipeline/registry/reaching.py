@@ -18,6 +18,8 @@ DRIVERS = {"psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary", "MySQL
 """Module of a database driver -> its distribution, if the names differ."""
 PYTHONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Exceptions that MLflow raises if the store has a value that MLflow did not write."""
+MLFLOWS = ("alembic_version", "experiments", "registered_models")
+"""Tables of MLflow's; an interrupted first command may leave only some."""
 HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
 """Codes of MLflow's errors that callers handle as answers."""
 ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (
@@ -32,7 +34,11 @@ ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (
         "does not answer to this host name (403); start it with --allowed-hosts and the name, or give a name that it allows",
     ),
     (("PERMISSION_DENIED",), UserError, "does not permit this (403); use an account that may write there"),
-    (("ENDPOINT_NOT_FOUND", "not in a valid JSON format"), UserError, "is no server of MLflow; give the root of one"),
+    (
+        ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
+        UserError,
+        "is no server of MLflow; give the root of one",
+    ),
     (("Invalid url",), UserError, "is no address: special characters of a password are percent-encoded there (/ is %2F)"),
     (
         ("timed out", "timeout exception", "database is locked"),
@@ -116,6 +122,10 @@ def check_reachable(location: Location) -> None:
                 with engine.connect() as connection:
                     if kind == "sqlite":  # SQLite opens its file at the first statement
                         connection.exec_driver_sql("BEGIN IMMEDIATE")
-                        connection.exec_driver_sql("PRAGMA schema_version")
+                        tables = set(
+                            connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars()
+                        )
+                        if tables and tables.isdisjoint(MLFLOWS):
+                            raise UserError(f"{named(location)} is a database of another program; name another file")
             finally:
                 engine.dispose()

@@ -56,6 +56,8 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("--config-dir nowhere", "--config-dir=nowhere", "no such directory"),
     ("--frobnicate",),
     ("stage=status -m seed=0,1", "stage=status", "leave -m out"),
+    ("-m kv=int8 tracking.uri=a,b", "tracking.uri=a,b: a sweep's candidates are in one registry; give one"),
+    ("-m kv=int8 tracking=none,mlflow", "tracking=none,mlflow: a sweep's candidates are in one registry; give one"),
     ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
     ("stage=verify", "bundle: missing; stage=verify needs the directory of an engine"),
     ("stage=audit", "backend=onnxruntime: loads no scales"),

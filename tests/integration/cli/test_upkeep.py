@@ -23,6 +23,7 @@ from stores import make_artifact
 from pipeline.chain.dry import foretell
 from pipeline.cli.needs import Piece, distinct_bytes, find, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
+from pipeline.cli.status import show_status
 from pipeline.config.compose import plan
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
@@ -297,7 +298,7 @@ def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
     assert any(piece.kind == "tune" for piece in copied.plan("prune.keep_sweeps=0").gone)
 
 
-def test_pipes_that_replace_evidence_are_reported_without_waiting(tmp_path: Path) -> None:
+def test_pipes_that_replace_evidence_are_reported_without_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("summaries/20260301-025900-1-a.json", f"artifacts/identity/{'b' * 32}/identity.json", "summary.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         os.mkfifo(tmp_path / name)
@@ -305,6 +306,10 @@ def test_pipes_that_replace_evidence_are_reported_without_waiting(tmp_path: Path
     write(json.dumps({"key": "x", "files": {}, "seconds": 1, "parts": {"inputs": {}}}))
     problems = find(config_of(f"workdir={tmp_path}", MODEL, "stage=prune")).problems
     assert ["no regular file" in str(problem) for problem in problems] == [True] * 3
+    with pytest.raises(UserError) as caught:
+        show_status(config_of(f"workdir={tmp_path}", MODEL, "stage=status"))
+    assert [line in str(caught.value) for line in map(str, problems)] == [True] * 3
+    assert "identity" in capsys.readouterr().out, "the rest is shown"
 
 
 def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from refusals import refused
 
 from pipeline.registry import reaching
 from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
 from stages.core.errors import MissingRequirement, UserError
 
@@ -54,6 +55,7 @@ def answering(*answers: tuple[int, bytes] | Callable[[BaseHTTPRequestHandler], N
                 return
             self.send_response(answer[0])
             self.send_header("Content-Length", str(len(answer[1])))
+            self.send_header("Location", "/login")
             self.end_headers()
             self.wfile.write(answer[1])
 
@@ -108,6 +110,21 @@ def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
     assert "a request may take until" in caplog.text
 
 
+def test_the_database_of_another_program_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "places.sqlite") as other:
+        other.execute("create table moz_places (url)")
+    before = (tmp_path / "places.sqlite").read_bytes()
+    text = refusal(f"sqlite:///{tmp_path}/places.sqlite", tmp_path, UserError)
+    assert text.endswith("is a database of another program; name another file")
+    assert (tmp_path / "places.sqlite").read_bytes() == before
+
+
+def test_a_store_whose_first_command_was_interrupted_is_completed(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "mlflow.db") as half:
+        half.execute("create table experiments (experiment_id integer primary key)")
+    check_reachable(locate(Tracking(), tmp_path, "tiny", {ENVIRONMENT: f"sqlite:///{tmp_path}/mlflow.db"}))
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
@@ -137,6 +154,7 @@ def test_a_driver_that_is_missing_or_unknown_is_named(uri: str, kind: type[Excep
         (403, b"Invalid Host header - possible DNS rebinding attack detected", UserError, "start it with --allowed-hosts"),
         (404, b"<html>", UserError, "is no server of MLflow"),
         (200, b"<html>", UserError, "is no server of MLflow"),
+        (302, b"", UserError, "is no server of MLflow"),
         (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "an error of its own (5xx)"),
     ],
 )
