@@ -39,6 +39,7 @@ from stages.core.errors import (
     CannotBeJudged,
     GateRefusal,
     MissingRequirement,
+    UserError,
     describe,
     exit_code,
 )
@@ -139,6 +140,9 @@ def run(planned: Plan, sweep: str) -> int:
         except Exception as error:  # of the only job, or of the launcher
             if sweeping:
                 console.ended_by(error)
+                if isinstance(error, UserError) and config.facts.judges and not summary.load(config.work, sweep).exit_codes:
+                    summary.forget(config.work, sweep)  # the launcher refused its keys before any job
+                    return exit_code(error)
                 return _conclude(planned, job, exit_code(error))
             with warned("the end of the command is not recorded"):
                 _conclude(planned, job, exit_code(error))

@@ -131,6 +131,16 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None =
     return note(workdir, sweep, names=tuple(names), began=time.time(), command=command and redact_text(command))
 
 
+def forget(workdir: Path, sweep: str) -> None:
+    """Remove the summary of a sweep that started no job, and make the sweep before it the last one again."""
+    (workdir / FOLDER / f"{sweep}.json").unlink()
+    before = max((workdir / FOLDER).glob("[!.]*.json"), default=None)
+    if before is None:
+        (workdir / FILE).unlink()
+    else:
+        write_whole(workdir / FILE, before.read_text(encoding="utf-8"))
+
+
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     """Add a judged candidate to its sweep's summary. It replaces the candidate of the same model and name."""
 
