@@ -96,6 +96,12 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.set_threshold(10_000)  # else collecting cycles during MLflow's import takes a tenth of a command's time
     open_closed()
+    results = sys.__stdout__
+    if (
+        results is not None and sys.stdout is results
+    ):  # native code of libraries prints on descriptor 1; only results belong on stdout
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=results.encoding, errors=results.errors)
+        os.dup2(2, 1)
     redact_output()
     argv = sys.argv[1:]
     if "--version" in argv:

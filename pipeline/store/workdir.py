@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import psutil
+from rich.filesize import decimal
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import ARTIFACTS
@@ -57,7 +58,6 @@ def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
             ) from None
 
 
-GIB = 1 << 30
 COPIES = 2
 """Minimum number of copies of the weights that a first evaluation writes: the quantized checkpoint and the engine."""
 
@@ -83,5 +83,4 @@ def check_memory(key: str, cache_bytes: int) -> None:
 
 def lacks(what: str, needed: int, where: str, there: int, of: str) -> str:
     """Return a message that the `needed` bytes exceed the `there` bytes."""
-    missing = (needed - there) / GIB
-    return f"{what} {needed / GIB:,.1f} GiB, {where} {there / GIB:,.1f} GiB {of}: {missing:,.1f} GiB are missing"
+    return f"{what} {decimal(needed)}, {where} {decimal(there)} {of}: {decimal(needed - there)} are missing"

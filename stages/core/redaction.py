@@ -149,7 +149,7 @@ class RedactedStream:
 
     def _lost(self, error: OSError) -> None:
         nobody_reads(self._stream.fileno())
-        if self._stream.fileno() == 1 and not isinstance(error, BrokenPipeError):
+        if self is sys.stdout and not isinstance(error, BrokenPipeError):
             print(f"pipeline: warning: stdout: {error.strerror}; what is written there is lost", file=sys.stderr)
 
     def writelines(self, lines: Sequence[str]) -> None:

@@ -109,6 +109,19 @@ def test_a_whole_command_under_json_is_objects_alone(commands: Commands, tmp_pat
     assert all(isinstance(json.loads(line), dict) for line in done.stderr.splitlines())
 
 
+PRINTS = """
+import os
+from pipeline import __main__
+__main__._planned = lambda argv: print("result") or 0 * os.write(1, b"noise")
+__main__.main()
+"""
+
+
+def test_what_native_code_of_a_library_prints_is_not_on_stdout() -> None:
+    done = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("result\n", "noise")
+
+
 def test_quiet_shows_results_and_errors_alone(commands: Commands, tmp_path: Path) -> None:
     shown, quiet = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", begins=True) for mode in ("human", "quiet"))
     assert quiet.stderr == ""

@@ -19,6 +19,7 @@ import stages
 from pipeline.store import locks
 from pipeline.store.locks import locked, locked_at_once
 from pipeline.store.store import MANIFEST, USERS, Store, alone, read_manifest, used
+from pipeline.store.workdir import lacks
 from stages.core import digest
 from stages.core.artifact import Recipe
 from stages.core.errors import MissingRequirement, UserError
@@ -133,6 +134,11 @@ def test_a_store_says_who_uses_it_and_lets_other_users_say_it_too(tmp_path: Path
         assert users == []
     with used(tmp_path / "nothing", make=False):
         assert not (tmp_path / "nothing").exists()
+
+
+def test_missing_memory_is_told_in_a_unit_that_shows_it() -> None:
+    said = lacks("the artifacts take", 4_600_000, "its disk has", 1_000_000, "free")
+    assert said == "the artifacts take 4.6 MB, its disk has 1.0 MB free: 3.6 MB are missing"
 
 
 def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
