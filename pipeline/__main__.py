@@ -107,7 +107,7 @@ def main() -> int:
     if "--version" in argv:
         print(f"kvgate {__version__}", flush=True)
         return 0
-    console.speak(_asked_mode(argv))
+    console.configure(_asked_mode(argv))
     try:
         planned = _planned(argv)
         if isinstance(planned, int):

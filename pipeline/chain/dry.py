@@ -8,7 +8,6 @@ stand-in has made-up digests that depend only on its recipe: the second job of a
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -69,26 +68,22 @@ class DryStore(Store):
 
     makes = False
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.needed: set[str] = set()
-        """Keys of the stand-ins."""
-
     @contextmanager
     def making(self, recipe: Recipe, *, resumable: bool = False) -> Iterator[Entry]:  # noqa: ARG002
-        path, key, found = self.path(recipe), recipe.key, self.verified(recipe)
-        if found is None:
-            found = StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, key in self.needed, 0.0)
-            self.needed.add(key)
+        path, key = self.path(recipe), recipe.key
+        found = self.verified(recipe) or StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
         yield Entry(found, path)
 
 
-@dataclass
-class Problems:
-    found: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-    """(exit code, line of the message) -> numbers of the affected jobs."""
+def foretell(planned: Plan) -> int:
+    """Print the artifacts that the jobs would make or reuse, and their failures.
 
-    def look(self, job: int, check: Callable[[], object]) -> int:
+    Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
+    """
+    problems: dict[tuple[int, str], list[int]] = {}  # (exit code, line of the message) -> numbers of the affected jobs
+    every = list(range(1, len(planned.jobs) + 1))
+
+    def look(job: int, check: Callable[[], object]) -> int:
         """Run a check, record its error and return its exit code: 0 if the check passes. Defects are raised."""
         try:
             with required_libraries():
@@ -98,67 +93,61 @@ class Problems:
             if code == DEFECT:
                 raise
             for line in describe(error).splitlines():
-                jobs = self.found.setdefault((code, line), [])
+                jobs = problems.setdefault((code, line), [])
                 jobs += [job] if job not in jobs else []
             return code
         return 0
 
-    def report(self, sweeping: bool) -> int:
-        for (_, line), jobs in self.found.items():
-            where = f"job {', '.join(map(str, jobs))}: " if sweeping else ""
-            console.error(f"{where}{line}")
-        return max((code for code, _ in self.found), key=SEVERITY.index, default=0)
-
-
-def foretell(planned: Plan) -> int:
-    """Print the artifacts that the jobs would make or reuse, and their failures.
-
-    Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
-    """
-    problems, rows, verdicts, short = Problems(), list[list[Value]](), dict[str, Verdict](), list[str]()
+    rows, verdicts, short, seen = list[list[Value]](), dict[str, Verdict](), list[str](), set[str]()
     store, opened = DryStore(planned.jobs[0].artifacts), set[Path]()  # a sweep has one work directory
-    for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
-        codes = {problems.look(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
+    for job, config, label in zip(every, planned.jobs, planned.names, strict=True):
+        codes = {look(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if not config.facts.makes:
             console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
             run = Run(config, label=label, store=store)
-            walked = problems.look(job, partial(_walk, run, verdicts)) == 0
-            if config.facts.judges and walked:
+            if look(job, partial(_walk, run, verdicts)) == 0 and config.facts.judges:
                 if job == 1:
-                    problems.look(job, partial(_say_questions, run))
-                if (reason := run.steps.too_few) is not None:
-                    short.append(reason)
+                    look(job, partial(_say_questions, run))
+                short += [run.steps.too_few] if run.steps.too_few is not None else []
             for title, artifact in run.chain.finished:
-                word = "made" if not artifact.reused else "reused" if artifact.exists else "made above"
-                rows.append([title, job, word])
+                rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in seen else "made"])
+                seen.add(artifact.key)
     if rows:
         console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
         counts = Counter(word for *_, word in rows)
         console.say(f"{counts['reused']} reused, {counts['made']} made, later rounds run only if the gates are undecided")
     for label, verdict in verdicts.items():
         console.say(f"{escape(label)} is judged already: {verdict.status}")
-    if len(verdicts) == len(planned.jobs) and "PASS" not in [verdict.status for verdict in verdicts.values()]:
+    if len(verdicts) == len(every) and "PASS" not in [verdict.status for verdict in verdicts.values()]:
         (label, verdict), *_ = verdicts.items()
         no = "no candidate of the sweep passed" if planned.sweeping else not_passed(label, verdict.status, verdict.checks)
-        problems.found[EXIT_CODES[GateRefusal], no] = list(range(1, len(planned.jobs) + 1))
-    elif len(short) == len(planned.jobs):
-        problems.found[EXIT_CODES[GateRefusal], f"workloads: {short[0]}"] = list(range(1, len(planned.jobs) + 1))
-    code = problems.report(planned.sweeping)
+        problems[EXIT_CODES[GateRefusal], no] = every
+    elif len(short) == len(every):
+        problems[EXIT_CODES[GateRefusal], f"workloads: {short[0]}"] = every
+    for (_, line), jobs in problems.items():
+        console.error(f"job {', '.join(map(str, jobs))}: {line}" if planned.sweeping else line)
     console.say("dry=true: nothing was written")
-    return code
+    return max((code for code, _ in problems), key=SEVERITY.index, default=0)
 
 
 def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
     """Take all steps of a job's stage, and record the verdict if it is already known."""
-    last = run.make()
-    if run.config.facts.judges and last.exists:
-        report = load_report(last.path)
-        verdicts[run.label] = decide(report, load_rows(last.path), run.config.gates)
-        if all(artifact.exists for _, artifact in run.chain.finished):  # the identity binds every artifact
-            run.steps.identity(last, verdicts[run.label])
+    match run.config.stage:
+        case "quantize":
+            run.chain.exports(run.config.kv)
+        case "build":
+            run.chain.bundle(run.config.kv)
+        case "tune":
+            run.chain.tuned()
+        case _:
+            last = run.steps.report()
+            if last.exists:
+                verdicts[run.label] = decide(load_report(last.path), load_rows(last.path), run.config.gates)
+            if all(artifact.exists for _, artifact in run.chain.finished):  # the identity binds every artifact
+                run.steps.identity(last, verdicts[run.label])
 
 
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:

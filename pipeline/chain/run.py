@@ -14,7 +14,6 @@ from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import Engines
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.store.store import Store
-from stages.core.artifact import Artifact
 from stages.core.errors import UserError
 from stages.verdict.gates import decide
 
@@ -52,18 +51,6 @@ class Run:
     @cached_property
     def steps(self) -> VerdictSteps:
         return VerdictSteps(self.chain)
-
-    def make(self) -> Artifact:
-        """Take the steps of the stage in order, and return the last artifact."""
-        match self.config.stage:
-            case "quantize":
-                return self.chain.exports(self.config.kv)
-            case "build":
-                return self.chain.bundle(self.config.kv)
-            case "tune":
-                return self.chain.tuned()
-            case _:
-                return self.steps.report()
 
     @property
     def asking_s(self) -> float:

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -263,8 +262,9 @@ def _show_judged(planned: Plan, job: Run, last: summary.Summary, *, advise: bool
         compare_in_mlflow(config, candidates, job.sweep)
     if advise:
         typed, unfinished = next_steps.typed(), last.unfinished is not None
-        after = partial(next_steps.after_judging, swept=planned.swept, unfinished=unfinished, asking_s=job.asking_s)
-        next_steps.show(after(config, candidates, typed))
+        swept, asking_s = planned.swept, job.asking_s
+        step = next_steps.after_judging(config, candidates, typed, swept=swept, unfinished=unfinished, asking_s=asking_s)
+        next_steps.show(step)
 
 
 def _refusal(planned: Plan, last: summary.Summary) -> Exception | None:

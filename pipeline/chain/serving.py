@@ -86,7 +86,11 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     candidates += [rival] if rival is not None else []
     with warned(f"{move.message}; {TOLD}"):
         summary.note(config.work, last.sweep, champion=move.champion)
-        tables.print_promotion(candidates, move)
+        passed_over = tables.passed_over(candidates, move)
+        tables.print_comparison(candidates)
+        console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
+        for rejected, reason in passed_over.items():
+            console.result("not_chosen", f"  not {escape(rejected)}: {escape(reason)}", candidate=rejected, reason=reason)
         show(
             config,
             candidates,
@@ -95,7 +99,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
             unfinished=unfinished,
             champion=move.champion,
             message=move.message,
-            passed_over=tables.passed_over(candidates, move),
+            passed_over=passed_over,
         )
         compare_in_mlflow(config, candidates, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)

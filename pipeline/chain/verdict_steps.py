@@ -151,7 +151,7 @@ class VerdictSteps:
         engine = self.chain.bundle(policy)
         inputs = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
         if self.config.workloads.conformance_samples:
-            inputs["reference"] = self.reference(policy)
+            inputs["reference"] = self.chain.bundle(policy, self.chain.reference_config)
         return {**inputs, "encoded": self.encoded_samples}
 
     def recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
@@ -182,10 +182,6 @@ class VerdictSteps:
         if workloads.speculation is not None and workloads.speculation.draft is not None:
             digests["draft"] = self.chain.digest_of_model(locate_checkpoint(workloads.speculation.draft))
         return digests
-
-    def reference(self, policy: KVPolicy) -> Artifact:
-        """Return the reference engine's bundle under `policy`, from the same weights and scales as the engine."""
-        return self.chain.bundle(policy, self.chain.reference_config)
 
     @cached_property
     def reference_device(self) -> str:
@@ -233,13 +229,14 @@ class VerdictSteps:
 
     def _joined(self, made: Mapping[str, Artifact]) -> "JoinedEvaluation":
         from stages.evaluate.decoding.stored import MeasuredOnce, read_round
+        from stages.evaluate.inputs.tokens import workloads_digest
         from stages.evaluate.joining import join
 
         ran = [number for number in range(1, self._rounds + 1) if round_input(number) in made]
         rounds = [(read_round(made[answers_input(n)].path), read_round(made[round_input(n)].path)) for n in ran]
         once = MeasuredOnce.read(made["baseline_once"].path), MeasuredOnce.read(made["once"].path)
         digests = {name: made[name].digest for name in ("engine", "baseline")}
-        return join(self._encoded, rounds, once, self.config.workloads, samples=self._samples_digest, **digests)
+        return join(self._encoded, rounds, once, self.config.workloads, samples=workloads_digest(self._encoded), **digests)
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Return whether the gates need no further round."""
@@ -269,12 +266,6 @@ class VerdictSteps:
 
         return read_encoded(self.encoded_samples.path)
 
-    @cached_property
-    def _samples_digest(self) -> str:
-        from stages.evaluate.inputs.tokens import workloads_digest
-
-        return workloads_digest(self._encoded)
-
     def _in_round(self, number: int) -> list["EncodedSample"]:
         return [item for item in self._encoded if item.round == number]
 
@@ -296,7 +287,8 @@ class EnginePair:
 
         steps, own = self.steps, self.steps.chain.backend
         backend: Any = open_backend(steps.chain.reference_config)
-        torch_engine = backend.load_reference(steps.reference(self.policy).path, steps.reference_device)
+        bundle = steps.chain.bundle(self.policy, steps.chain.reference_config)
+        torch_engine = backend.load_reference(bundle.path, steps.reference_device)
         quantized = inspect_checkpoint(steps.chain.checkpoint).quantized
         other = quantized is not None and quantized.inputs == "other"  # the reference engine does not round such inputs
         # Queries in 8-bit blocks may get neighbouring codes, as the cache may, but no engine shows them.

@@ -85,22 +85,13 @@ class RunningJob:
         return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.of}
 
 
-@dataclass
-class _Speech:
-    """The output format and the job of this process."""
-
-    mode: str = "human"
-    job: RunningJob | None = None
-
-
-_speech = _Speech()
 _showing = threading.Lock()
 
 
 def _write(fields: Mapping[str, object]) -> None:
     """Write a JSON object with the time and the job: a result to stdout, other objects to stderr."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    job = _speech.job.fields if _speech.job is not None else {}
+    job = HANDLER.job.fields if HANDLER.job is not None else {}
     text = json.dumps({"time": now, **job, **fields}, ensure_ascii=False, default=str)
     # one write, because jobs and threads share the streams
     print(f"{redact_text(text)}\n", end="", file=sys.stdout if RESULT in fields else sys.stderr, flush=True)
@@ -109,16 +100,21 @@ def _write(fields: Mapping[str, object]) -> None:
 class _Handler(logging.Handler):
     """Writes log records to stderr: lines for people, or JSON objects with the record's `fields`."""
 
+    mode = "human"
+    """Value of `log=`."""
+    job: RunningJob | None = None
+    """The job of this process."""
+
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         fields: dict[str, object] = getattr(record, "fields", {})
         if record.exc_info:
             fields = {"traceback": redact_text(logging.Formatter().formatException(record.exc_info))}
-        if _speech.mode == "json":
+        if self.mode == "json":
             _write({"level": record.levelname.lower(), "message": " ".join(text.split()), **fields})
             return
         prefix = PREFIXES.get(record.levelno, "  " if "step" in fields else "")
-        name = _speech.job.name if _speech.job is not None else ""
+        name = self.job.name if self.job is not None else ""
         err.print(relative(str(fields.get("traceback", f"{prefix}{name}{text}"))), soft_wrap=True, markup=False)
 
 
@@ -141,15 +137,12 @@ LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False
 
 
-def speak(mode: str) -> None:
-    """Set the output format of this module. Prints of other modules do not change."""
-    _speech.mode = mode
-    LOGGER.setLevel(logging.WARNING if mode == "quiet" else logging.INFO)
-
-
 def configure(mode: str) -> None:
     """Set the format of all output. With `json`, warnings and log records of libraries become JSON lines too."""
-    speak(mode)
+    if mode != HANDLER.mode:
+        close()
+    HANDLER.mode = mode
+    LOGGER.setLevel(logging.WARNING if mode == "quiet" else logging.INFO)
     if mode == "quiet":
         warnings.simplefilter("ignore")
     if mode == "json":
@@ -159,11 +152,11 @@ def configure(mode: str) -> None:
 
 def close() -> None:
     """Undo what `configure` did to the process, except for ignored warnings."""
-    if _speech.mode == "json":
+    if HANDLER.mode == "json":
         logging.captureWarnings(False)
         logging.getLogger().removeHandler(HANDLER)
-    _speech.job = None
-    speak("human")
+    HANDLER.mode, HANDLER.job = "human", None
+    LOGGER.setLevel(logging.INFO)
 
 
 def begin(job: RunningJob, model: str | None = None) -> None:
@@ -171,12 +164,12 @@ def begin(job: RunningJob, model: str | None = None) -> None:
     end()
     if model is not None:
         _event(logging.INFO, f"{job.place}{job.stage} {job.policy} of {model}", **job.fields)
-    _speech.job = job
+    HANDLER.job = job
 
 
 def end() -> None:
     """End the job: later lines do not name it."""
-    _speech.job = None
+    HANDLER.job = None
 
 
 def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> None:
@@ -188,7 +181,7 @@ def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> Non
         paste: Whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
         fields: Content of the object.
     """
-    if _speech.mode == "json":
+    if HANDLER.mode == "json":
         _write({RESULT: kind, **fields})
         return
     for text in map(relative, lines):
@@ -197,13 +190,13 @@ def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> Non
 
 def say(text: str, *, paste: bool = False) -> None:
     """Print a line for people, or write a result of kind `text`. Arguments: see `result`."""
-    if text.strip() or _speech.mode != "json":
+    if text.strip() or HANDLER.mode != "json":
         result("text", text, paste=paste, message=Text.from_markup(text.strip()).plain)
 
 
 def show(kind: str, grid: "Grid") -> None:
     """Print a table, or write its rows as a JSON object."""
-    if _speech.mode == "json":
+    if HANDLER.mode == "json":
         _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
     else:
         out.print(grid.table(out.width), crop=False)
@@ -353,8 +346,8 @@ def progress(title: str) -> "Iterator[Progress]":
     if _showing.locked():
         yield lambda label, _, total: None if total else said(label, {})
         return
-    job = _speech.job
-    drawn = _speech.mode == "human" and err.is_terminal and not (job is not None and job.beside_others)
+    job = HANDLER.job
+    drawn = HANDLER.mode == "human" and err.is_terminal and not (job is not None and job.beside_others)
     phases = Phases(f"{job.place if job is not None else ''}{title}", err if drawn else None)
     lines = _repeated(lambda: said(*described(phases.task)))
     with _showing, phases.bars if drawn else lines:

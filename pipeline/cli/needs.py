@@ -7,8 +7,7 @@ A version or a candidate needs the artifacts of the identity that it cites. The 
 | needed by | artifacts of the chain that stay |
 |---|---|
 | champion, previous, routes | inputs of a promotion, a replay and a rollback: both engines, report, identity |
-| candidates of the last sweeps | also the artifacts that the engines were built from: another policy may reuse them |
-| candidates of the last sweep | also the measurements: the baseline's log-probabilities, and the rounds against it |
+| candidates of the last sweeps | their whole chain: a next evaluation may reuse builds and measurements |
 | an unfinished sweep | every artifact made since the sweep began, because no identity names it yet |
 
 Single evaluations are counted separately from sweeps, with the same limit.
@@ -98,8 +97,6 @@ def _piece(root: Path, kind: str, path: Path) -> Piece:
     return Piece(path.relative_to(root).as_posix(), kind, path, files, made)
 
 
-MEASURED = ("baseline", "round", "baseline_once", "once")
-"""Stages that measure. Their artifacts are the largest, and only another evaluation on the same samples reads them."""
 NO_IDENTITY = "its identity"
 REGISTERED_LAST = "candidate"
 """Alias that does not serve: it points at a version of the last sweep."""
@@ -182,14 +179,13 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
     reasons, missing = dict[str, str](), dict[str, str]()
     there = {piece.place for piece in found.pieces if piece.is_artifact}
 
-    def keep(digest: str, who: str, *, built: bool = False, measured: bool = False) -> None:
+    def keep(digest: str, who: str, *, whole: bool = False) -> None:
         held = found.evidence.get(digest)
         if held is None:
             missing.setdefault(who, NO_IDENTITY)
             return
         read = {link.place for link in held.identity.reads}
-        also = {link.place for link in held.identity.chain if (measured if link.place.partition("/")[0] in MEASURED else built)}
-        for place in (*held.places, *read, *also):
+        for place in (*held.places, *read, *(link.place for link in held.identity.chain if whole)):
             if place in there:
                 reasons.setdefault(place, who)
             elif place in read:
@@ -206,10 +202,10 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
                 keep(version.identity_digest, f"{alias} of {model.name}")
                 for place in builds.get(model.engines.get(version.number) or "", ()):
                     reasons.setdefault(place, f"{alias} of {model.name}")
-    recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)
+    recent = last_sweeps(found.sweeps, keep_sweeps)
     for sweep in recent:
         for candidate in sweep.candidates:
-            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.sweep}", built=True, measured=sweep in newest)
+            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.sweep}", whole=True)
     unfinished = (sweep for sweep in recent if sweep.unfinished)
     first = min(unfinished, key=lambda sweep: sweep.began, default=None)
     for piece in found.pieces:

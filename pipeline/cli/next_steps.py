@@ -53,7 +53,7 @@ def typed() -> list[str]:
 
 def whole(*, sweep: bool = False) -> str | None:
     """Return this process's complete command; None outside a command."""
-    return command_line(typed(), (), sweep=sweep) if _given else None
+    return command_line(typed(), sweep=sweep) if _given else None
 
 
 def begun() -> str:
@@ -63,26 +63,22 @@ def begun() -> str:
     return f"{'python' if same else shlex.quote(str(running))} -m pipeline"
 
 
-def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
-    """Return the command with `arguments` added to `base`, replacing arguments with the same keys.
+def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
+    """Return the command with the arguments `base`, in which `changes` replace arguments with the same keys.
 
-    An argument for a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`.
+    A change of a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`. Only a sweep keeps its
+    launcher.
     """
-    changed = {key_of(argument) for argument in arguments}
-    kept = [argument for argument in base if not {key_of(argument), key_of(argument).partition(".")[0]} & changed]
-    return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
-
-
-def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
-    """Return the command of a stage that works on a checkpoint: `base` with changes. Only a sweep has a launcher."""
-    if not sweep:
-        base = [part for part in base if not part.lstrip("+~").startswith(("hydra/launcher", "hydra.launcher"))]
-    return command_line(base, changes, sweep=sweep)
+    changed = {key_of(change) for change in changes}
+    left_out = () if sweep else ("hydra/launcher", "hydra.launcher")
+    keys = [(part, key_of(part)) for part in base]
+    kept = [part for part, key in keys if not {key, key.partition(".")[0]} & changed and not key.startswith(left_out)]
+    return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *changes])}".rstrip()
 
 
 def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = ()) -> str:
     """Return the command of a stage that works on earlier results."""
-    return command_line(carried(config, *groups), [f"stage={stage}", *changes])
+    return command_line(carried(config, *groups), f"stage={stage}", *changes)
 
 
 def promoting(config: Config, *changes: str) -> str:
@@ -135,7 +131,7 @@ def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> Nex
         "build": ("evaluate", "judge it against the FP16-KV engine"),
         "capacity": ("recommend", "ask which policy has evidence for this use"),
     }[stage]
-    return NextStep(why=why, command=judging(base, f"stage={following}", sweep=sweep))
+    return NextStep(why=why, command=command_line(base, f"stage={following}", sweep=sweep))
 
 
 def is_look(base: Sequence[str]) -> bool:
@@ -158,7 +154,7 @@ def after_judging(
     """
     sweep, verdicts = bool(swept), {candidate.verdict for candidate in candidates}
     if unfinished:
-        return NextStep(why="finish the sweep; finished work is reused", command=judging(base, sweep=sweep))
+        return NextStep(why="finish the sweep; finished work is reused", command=command_line(base, sweep=sweep))
     if all(candidate.is_blind for candidate in candidates):
         return NextStep(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and "
@@ -167,13 +163,13 @@ def after_judging(
     if is_look(base) and verdicts != {"FAIL"}:
         takes = f", about {duration(FULL_TIMES * asking_s)} more if all rounds run" if asking_s else ""
         why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
-        return NextStep(why=why, command=judging([part for part in base if part != QUICK], sweep=sweep))
+        return NextStep(why=why, command=command_line([part for part in base if part != QUICK], sweep=sweep))
     if "PASS" in verdicts and config.tracking.enabled:
         return NextStep(why="make the best that passed the champion", command=promoting(config))
     if "PASS" in verdicts:
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
-        return NextStep(why=why, command=judging(without, "stage=evaluate", sweep=sweep))
+        return NextStep(why=why, command=command_line(without, "stage=evaluate", sweep=sweep))
     undecided = [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]
     return _ask_more(config, undecided, base, swept) if undecided else _finer(config, candidates, base, swept)
 
@@ -197,7 +193,7 @@ def after_weak(config: Config, error: CannotBeJudged, base: Sequence[str], *, sw
             "If its answers are right in other words, word the references as the model does, or use check mention "
             "(docs/start.md#my-questions)"
         )
-    return NextStep(wrong=list(error.wrong), why=why, command=judging(base, *changes, sweep=sweep) if changes else None)
+    return NextStep(wrong=list(error.wrong), why=why, command=command_line(base, *changes, sweep=sweep) if changes else None)
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
@@ -232,7 +228,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
     add = f"; add questions to {config.workloads.jsonl} (about {', '.join(own)})" if own else ""
-    command = judging(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
+    command = command_line(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
     return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
 
 
@@ -261,7 +257,7 @@ def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swe
     if finer is not None:
         still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
         first = ["gates.attempt=1"] if config.gates.attempt > 1 else []  # of another candidate
-        command = judging(base, f"kv={finer.name}", *first, sweep=still)
+        command = command_line(base, f"kv={finer.name}", *first, sweep=still)
         return NextStep(why=f"judge {finer.name}, which keeps more", command=command)
     why = "no finer uniform policy is left: search formats by layer and side"
     return NextStep(why=why, command=standing(config, "tune"))
@@ -291,7 +287,7 @@ def serving(engine: Path, backend: BackendConfig | None = None) -> str:
 def after_promotion(config: Config, engine: Path) -> NextStep:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
     bundle = f"bundle={written(str(engine))}"
-    return NextStep(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
+    return NextStep(why="verify the engine that serves", command=command_line(trusted, "stage=verify", bundle))
 
 
 def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> NextStep:
@@ -312,7 +308,7 @@ def after_tuning(config: Config, chosen: str, folder: Path | None) -> NextStep:
     if folder is not None and str(folder) not in base:
         base = ["--config-dir", str(folder), *base]
     base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
-    return NextStep(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))
+    return NextStep(why=f"judge {chosen}", command=command_line(base, "stage=evaluate", f"kv={chosen}"))
 
 
 def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> NextStep | None:
@@ -334,7 +330,7 @@ def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen
     """Return the step that promotes the recommended policy, if the last sweep registered it."""
     if chosen is None:
         why = "make the evidence with a command from above, and ask again"
-        return NextStep(why=why, command=judging(typed(), "stage=recommend"))
+        return NextStep(why=why, command=command_line(typed(), "stage=recommend"))
     if any(candidate.name == chosen and candidate.version for candidate in candidates):
         return NextStep(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
     return see_status(config)

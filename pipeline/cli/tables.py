@@ -128,14 +128,6 @@ def _few_questions(candidate: Candidate) -> list[str]:
     return [f"{asked:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
 
 
-def print_promotion(candidates: Sequence[Candidate], move: PromotionMove) -> None:
-    """Print the engine that serves now, and the reason why every other candidate does not serve."""
-    print_comparison(candidates)
-    console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
-    for name, reason in passed_over(candidates, move).items():
-        console.result("not_chosen", f"  not {escape(name)}: {escape(reason)}", candidate=name, reason=reason)
-
-
 def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
     """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
     champion = next((one for one in candidates if one.name == move.champion), None)
@@ -255,7 +247,7 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
     if more:
         lines.append(f"  {NO_EVIDENCE}: {escape(', '.join(f'{one.name} ({one.live_tokens:,})' for one in more))}; make it with")
         shipped = ",".join(one.name for one in more if " " not in one.name)  # others are variants
-        lines.append(f"    {escape(command_line(base, ['stage=evaluate', f'kv={shipped}'], sweep=',' in shipped))}")
+        lines.append(f"    {escape(command_line(base, 'stage=evaluate', f'kv={shipped}', sweep=',' in shipped))}")
     if len(more) < len(unjudged):
         lines.append(f"  and {len(unjudged) - len(more)} more that have no evidence and hold fewer live tokens")
     if unserved:

@@ -14,7 +14,6 @@ from pipeline.chain import runner
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.run import Run
-from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.evidence.reading import USER_INPUTS
@@ -106,13 +105,13 @@ def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
     assert (advice in said) is noted
 
 
-def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compared_requests_no_reference_engine_is_built() -> None:
     (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
     steps = Run(job).steps
     vars(steps).update(encoded_samples=Mock())
     vars(steps.chain).update(bundle=Mock())
-    monkeypatch.setattr(VerdictSteps, "reference", lambda *_: pytest.fail("the reference engine is not asked for anything"))
     assert "reference" not in steps.inputs(job.kv, None)
+    steps.chain.bundle.assert_called_once_with(job.kv)  # type: ignore[attr-defined]
 
 
 def test_a_sweep_of_a_stage_that_judges_nothing_leaves_the_candidates_of_the_last_one(tmp_path: Path) -> None:

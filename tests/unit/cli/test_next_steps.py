@@ -324,8 +324,8 @@ def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_s
 def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
     """A launcher is refused without a sweep."""
     base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
-    assert "hydra" not in next_steps.judging(base, "kv=int8")
-    assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in next_steps.judging(base, sweep=True)
+    assert "hydra" not in next_steps.command_line(base, "kv=int8")
+    assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in next_steps.command_line(base, sweep=True)
 
 
 def test_no_ending_is_left_out_here() -> None:
