@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from stages.core.files import write_whole
-from stages.report.answers import changed_answers
+from stages.report.answers import MOST_ANSWERS, changed_answers
 from stages.report.charts import draw_charts
 from stages.report.exhibit import BASELINE, Exhibit, Occasion
 from stages.report.text import quantity, shown
@@ -32,8 +32,7 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
         "lead": _lead([exhibit.candidate for exhibit in exhibits], occasion.champion),
         "rows": list(_overview(exhibits, occasion)),
         "charts": draw_charts(full),
-        "answers": changed_answers(full),
-        "engines": full,
+        "engines": [(exhibit, *changed_answers(exhibit, MOST_ANSWERS // max(1, len(full)))) for exhibit in full],
     }
 
 

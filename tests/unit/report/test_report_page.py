@@ -117,12 +117,11 @@ def test_the_page_leads_with_what_is_kept_of_the_probability_of_right_answers(ju
 
 
 def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibit]) -> None:
-    answers = changed_answers(judged)
-    cards = {card.row.id: card for card in answers.cards}
-    assert len(cards) == 20 + 20 + 2
-    assert [(flip.policy, flip.kind) for flip in cards["copy-0"].flips] == [(1, "lost"), (2, "lost")]
-    assert [(flip.policy, flip.kind) for flip in cards["copy-39"].flips] == [(0, "gained"), (1, "gained"), (2, "gained")]
-    assert "(copy-0)" in cards["copy-0"].prompt[0][1].head
+    fp8, int8, int4 = (changed_answers(exhibit, 30)[0] for exhibit in judged)
+    assert [(answer.row.id, answer.kind) for answer in fp8] == [("retrieval-39", "gained"), ("copy-39", "gained")]
+    assert [answer.kind for answer in int8] == ["lost", "lost", "gained", "gained"]
+    assert (len(int4), {answer.kind for answer in int4}, changed_answers(judged[2], 30)[1]) == (30, {"lost"}, 12)
+    assert "(copy-0)" in int8[1].prompt[0][1].head
     before, after = differences('{"key": "blue door"}', '{"key": "red door"}')
     assert before == [("same", '{"key": "'), ("only", "blue"), ("same", ' door"}')]
     assert after == [("same", '{"key": "'), ("only", "red"), ("same", ' door"}')]
