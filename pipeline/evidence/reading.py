@@ -36,7 +36,6 @@ from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Limits
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.tracked import flat_metrics
 
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents", "draft")
 """Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""
@@ -188,7 +187,7 @@ def judged_candidate(identity: Identity, cited: Cited, report: EvaluationReport,
         model=identity.model,
         backend=identity.backend,
         **Candidate.decided(identity.verdict),
-        metrics=flat_metrics(report),
+        metrics=report.metrics,
         engine=Cited(path=store / engine.place, digest=engine.digest),
         baseline=Cited(path=store / baseline.place, digest=baseline.digest),
         report=Cited(path=store / evaluation.place / REPORT_FILE, digest=files_digest(reported)),

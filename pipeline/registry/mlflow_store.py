@@ -151,7 +151,8 @@ class MlflowStore:
         """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its version."""
         version, model_id = self._register(candidate, run_id)
         tables = {name: table for name, table in pages.run_tables(candidate, rows).items() if table}
-        said = f"{pages.description(candidate)}\n\n{pages.registered_as(self.location.model_name, version)}"
+        model, about = self.location.model_name, pages.description(candidate)
+        fetch = f"mlflow artifacts download --artifact-uri models:/{model}/{version} --dst-path engine"
         tags = {
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
@@ -159,7 +160,7 @@ class MlflowStore:
             "model_version": version,
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": pages.COLOURS.get(candidate.verdict, pages.UNDECIDED),
-            "mlflow.note.content": said,
+            "mlflow.note.content": f"{about}\n\nRegistered as version {version} of `{model}`:\n\n```sh\n{fetch}\n```",
             # MLflow's own `log_table` sends eight requests per table.
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }

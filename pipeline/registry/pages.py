@@ -114,12 +114,6 @@ def description(candidate: Candidate) -> str:
     return "\n\n".join(filter(None, (head, "\n".join(reasons))))
 
 
-def registered_as(model_name: str, version: str) -> str:
-    """Return the end of a run's description: the version of its engine, with a download command."""
-    fetch = f"mlflow artifacts download --artifact-uri models:/{model_name}/{version} --dst-path engine"
-    return f"Registered as version {version} of `{model_name}`:\n\n```sh\n{fetch}\n```"
-
-
 def collect_evidence(candidate: Candidate, folder: Path) -> None:
     """Copy the evidence of a version into `folder`. With `engine/` in the same folder, stage=verify can replay it.
 

@@ -4,7 +4,7 @@ Units: KL and NLL in nats per token, times in milliseconds, memory in KiB or byt
 because JSON has no NaN; the gates treat null as a failure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -268,6 +268,32 @@ class EvaluationReport(Record):
     def limits(self) -> Limits | None:
         """Limits that a verdict on this report covers; None if no sample's steps were recorded."""
         return covered(self.coverage, self.tests)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The finite numbers that are tracked, by name: `quality/kl_mean`, `perf/...`, `memory/...`."""
+        found = dict(_numbers("noise/", self.noise)) | {"quality/samples": float(self.samples)}
+        for part in self.slices:
+            if part.context is None:
+                prefix = f"quality/{part.workload}/" if part.workload else "quality/"
+                found.update(_numbers(prefix, part.fidelity))
+                found.update(_numbers(f"{prefix}accuracy_", part.accuracy))
+                if part.accuracy is not None and part.accuracy.recovery is not None:
+                    found[f"{prefix}recovery"] = part.accuracy.recovery
+                found.update({f"{prefix}{name}": length for name, length in part.acceptance_lengths.items()})
+        found.update(_numbers("quality/covered_", self.limits))
+        for name, value in _numbers("", self.system):
+            found[("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name] = value
+        for name in ("decode_tokens_per_s", "others_share", "kib_per_token"):
+            if (value := getattr(self.baseline_system, name)) is not None:
+                found[f"baseline/{name}"] = value
+        return found
+
+
+def _numbers(prefix: str, record: Record | None) -> Iterator[tuple[str, float]]:
+    for name, value in record.model_dump().items() if record is not None else ():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", float(value)
 
 
 def load_report(directory: Path) -> EvaluationReport:

@@ -17,7 +17,6 @@ from stages.report.exhibit import Exhibit, Occasion
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
 from stages.verdict.report import SampleRow
-from stages.verdict.tracked import flat_metrics
 
 EDGES = [0, 256]
 STEPS = 8
@@ -68,7 +67,7 @@ def exhibit(
             "planned_workloads": dict.fromkeys((one.workload for one in of), True),
         }
     )
-    candidate: Candidate = judged_candidate(folder, sha256(name.encode()).hexdigest()[:8], metrics=flat_metrics(made))
+    candidate: Candidate = judged_candidate(folder, sha256(name.encode()).hexdigest()[:8], metrics=made.metrics)
     decided = Candidate.decided(decide(made, of, GATES))
     return Exhibit(
         candidate.model_copy(update={"name": name, **decided}),

@@ -85,7 +85,7 @@ def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
 
 
 def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
-    """Yield INCONCLUSIVE if the policy evicts, ages or rounds tokens only in sequences longer than every sample."""
+    """Yield INCONCLUSIVE if the policy changes only tokens of sequences that are longer than every sample."""
     longest = max((row.context_tokens + row.scored_tokens - 1 for row in evidence.rows), default=0)
     tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
     if longest < tokens:

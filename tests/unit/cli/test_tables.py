@@ -13,7 +13,6 @@ from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import comparison, print_verdict
 from stages.verdict.candidate import Candidate, not_passed
 from stages.verdict.thresholds import Check, Gate
-from stages.verdict.tracked import flat_metrics
 
 UNGRADED = {"quality/accuracy_baseline": 0.9}
 
@@ -22,7 +21,7 @@ def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = answered("copy", 64, lost=1, candidate_probability=0.252)
-    metrics = flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0, "baseline/kib_per_token": 2.0}
+    metrics = sliced(rows).metrics | {"memory/kib_per_token": 1.0, "baseline/kib_per_token": 2.0}
     judged = judged_candidate(tmp_path, "fp8", metrics=metrics).model_copy(update=Candidate.decided(verdict(rows)))
     print_verdict(judged)
     first = " ".join(capsys.readouterr().out.split())

@@ -17,7 +17,6 @@ from stages.evaluate.decoding.system import _processor_seconds, measure_system
 from stages.verdict.gates import decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.thresholds import Thresholds, Verdict
-from stages.verdict.tracked import flat_metrics
 from stages.workloads.config import CONTROL_FACTOR, LoadConfig
 
 GATES = Thresholds()
@@ -95,7 +94,7 @@ def test_a_row_holds_the_probability_of_the_right_answer_as_the_product_over_its
     assert whole is not None
     assert whole.baseline_probability == pytest.approx(np.mean([r.baseline_probability for r in rows if r.judged]))
     kept = sum(r.candidate_probability or 0 for r in rows) / sum(r.baseline_probability or 0 for r in rows)
-    assert flat_metrics(report)["quality/recovery"] == whole.recovery == pytest.approx(kept)
+    assert report.metrics["quality/recovery"] == whole.recovery == pytest.approx(kept)
 
 
 def test_slices_cover_workloads_and_bins_and_leave_out_empty_ones(same: Judged) -> None:
@@ -104,14 +103,14 @@ def test_slices_cover_workloads_and_bins_and_leave_out_empty_ones(same: Judged) 
     assert len(sizes) == len(report.slices)
     assert sizes[None, (0, 6)] + sizes[None, (6, 12)] == sizes[None, None] == len(SAMPLES)
     assert ("copy", (6, 12)) not in sizes
-    assert flat_metrics(report)["quality/find/accuracy_baseline"] == pytest.approx(79 / 80)
+    assert report.metrics["quality/find/accuracy_baseline"] == pytest.approx(79 / 80)
 
 
 def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> None:
     report, rows, verdict = candidate(baseline, tmp_path, not_a_number=True)
     assert verdict.status == "FAIL"
     assert report.overall.fidelity.kl_mean is None
-    assert "quality/kl_mean" not in flat_metrics(report), "a metric is a number"
+    assert "quality/kl_mean" not in report.metrics, "a metric is a number"
     assert rows[0].non_finite_steps == rows[0].scored_tokens
     assert rows[0].baseline_probability is not None
     assert rows[0].candidate_probability is None

@@ -16,7 +16,6 @@ from stages.evaluate.decoding.speculation import draft_passes, lookup_passes
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Check, Verdict
-from stages.verdict.tracked import flat_metrics
 
 STOP = 0
 
@@ -115,8 +114,8 @@ def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Pat
     assert by_id["copy-3"].acceptance["lookup"].candidate_tokens > by_id["copy-3"].acceptance["lookup"].baseline_tokens
     counted = [row.acceptance["lookup"] for row in rows if row.judged]
     lengths = sum(c.baseline_tokens for c in counted) / sum(c.baseline_passes for c in counted)
-    assert flat_metrics(written)["quality/acceptance_lookup_baseline"] == pytest.approx(lengths)
-    assert "quality/find/acceptance_lookup_candidate" in flat_metrics(written)
+    assert written.metrics["quality/acceptance_lookup_baseline"] == pytest.approx(lengths)
+    assert "quality/find/acceptance_lookup_candidate" in written.metrics
     assert written.drafters == ["lookup"]
     lines = [check for check in decide(written, rows, GATES).checks if check.gate == "max_acceptance_loss"]
     assert [(line.where, line.status) for line in lines] == [

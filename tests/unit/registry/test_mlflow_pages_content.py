@@ -9,12 +9,11 @@ from judged_candidates import judged_candidate
 from pipeline.registry.pages import FIRST, LIMIT, chosen, of_baseline, run_tables
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
-from stages.verdict.tracked import flat_metrics
 
 
 def judged(folder: Path, rows: list[SampleRow]) -> Candidate:
     """Return a candidate with the metrics and the verdict of the given samples."""
-    candidate = judged_candidate(folder, "fp8", metrics=flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0})
+    candidate = judged_candidate(folder, "fp8", metrics=sliced(rows).metrics | {"memory/kib_per_token": 1.0})
     return candidate.model_copy(update=Candidate.decided(verdict(rows)))
 
 
