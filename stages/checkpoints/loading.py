@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from stages.checkpoints.description import NUMBERS, READ, inspect_checkpoint, read_config
-from stages.checkpoints.files import TOKENIZER_FILES, refusal
+from stages.checkpoints.files import INDEX, TOKENIZER_FILES, read_json, refusal
 from stages.checkpoints.rope import BESIDE, compose_rope, read_rope
 from stages.core.errors import UserError, short
 
@@ -38,6 +38,9 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
     with _staged(directory, info.other_files, info.weight_files) as staged:
         config = compose_rope(directory, read_config(directory))
         (staged / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if INDEX in info.other_files:  # transformers needs its metadata, and ignores the content
+            index = {"weight_map": read_json(directory, INDEX)["weight_map"], "metadata": {}}
+            (staged / INDEX).write_text(json.dumps(index), encoding="utf-8")
         loaded = load(staged, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
     check_rotary(directory, config, loaded[0] if options.get("output_loading_info") else loaded)
     return loaded

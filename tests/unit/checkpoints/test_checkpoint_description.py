@@ -1,12 +1,14 @@
 """inspect_checkpoint reads shape, files, windows and quantized weights from JSON. tests/bad_input tests refusals."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import MISTRAL, make
+from judged_engine import TINY
 from quantized_checkpoints import FORMS, quantize_checkpoint
 from safetensors.torch import load_file, save_file
 from shipped import SHIPPED
@@ -56,6 +58,15 @@ def test_files_are_the_known_ones_and_never_pickles(tmp_path: Path) -> None:
     info = inspect_checkpoint(tmp_path)
     assert info.weight_files == ("model.safetensors",)
     assert info.other_files == ("config.json", "generation_config.json", "tokenizer.json")
+
+
+def test_an_index_needs_no_metadata(tmp_path: Path) -> None:
+    for file in TINY.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(TINY / "model.safetensors", tmp_path / "a.safetensors")
+    names = load_file(tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    assert load_causal_lm(tmp_path).state_dict()["model.norm.weight"].equal(names["model.norm.weight"])
 
 
 def test_shards_come_from_the_index(tmp_path: Path) -> None:
