@@ -146,9 +146,9 @@ def find(config: Config) -> Found:
                 digest = file_digest(piece.path / IDENTITY_FILE)
                 known = evidence.get(digest) or Held(read_lineage(piece.path / IDENTITY_FILE), ())
                 evidence[digest] = Held(known.identity, (*known.places, piece.place))
-    for path in (config.work / summary.FOLDER).glob("[!.]*.json"):
+    for sweep in summary.sweeps(config.work):
         with noting():
-            sweeps.append(summary.load(config.work, path.stem))
+            sweeps.append(summary.load(config.work, sweep))
     with noting():
         if config.tracking.enabled and (location := locate(config.tracking, config.work, config.model.label)).exists:
             from pipeline.registry.mlflow_client import Client  # importing MLflow takes 2 s

@@ -70,6 +70,11 @@ def new_sweep() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
 
 
+def sweeps(workdir: Path) -> list[str]:
+    """Return the ids of all sweeps, the oldest first. Files of other names, such as conflicted copies, are ignored."""
+    return sorted(path.stem for path in (workdir / FOLDER).glob("*.json") if SWEEP.fullmatch(path.stem))
+
+
 def load(workdir: Path, sweep: str | None = None) -> Summary:
     """Return the summary of a sweep, by default the last sweep. If there was no sweep, return an empty summary.
 
@@ -79,7 +84,7 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
         return _read(workdir, FILE) or Summary()
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
     if found is None:
-        known = sorted(path.stem for path in (workdir / FOLDER).glob("[!.]*.json"))
+        known = sweeps(workdir)
         latest = f"; give one, such as {', '.join(known[-3:])}" if known else "; leave it out"
         raise UserError(f"promote.sweep={sweep}: there is no such sweep in {workdir / FOLDER}{latest}")
     return found
@@ -87,7 +92,7 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
 
 def last_judged(workdir: Path) -> Summary | None:
     """Return the summary of the last sweep with candidates; None if no sweep has candidates."""
-    summaries = (load(workdir, path.stem) for path in sorted((workdir / FOLDER).glob("[!.]*.json"), reverse=True))
+    summaries = (load(workdir, sweep) for sweep in reversed(sweeps(workdir)))
     return next((found for found in summaries if found.candidates), None)
 
 
@@ -134,11 +139,10 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None =
 def forget(workdir: Path, sweep: str) -> None:
     """Remove the summary of a sweep that started no job, and make the sweep before it the last one again."""
     (workdir / FOLDER / f"{sweep}.json").unlink()
-    before = max((workdir / FOLDER).glob("[!.]*.json"), default=None)
-    if before is None:
-        (workdir / FILE).unlink()
+    if before := sweeps(workdir):
+        write_whole(workdir / FILE, (workdir / FOLDER / f"{before[-1]}.json").read_text(encoding="utf-8"))
     else:
-        write_whole(workdir / FILE, before.read_text(encoding="utf-8"))
+        (workdir / FILE).unlink()
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from refusals import refused
 
 from pipeline.cli.needs import last_sweeps
-from pipeline.registry.summary import Summary, begin, finish, forget, load, note, record
+from pipeline.registry.summary import Summary, begin, finish, forget, last_judged, load, note, record, sweeps
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.thresholds import Check, Gate, Verdict
@@ -79,6 +79,14 @@ def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path:
     assert finish(tmp_path, "one", 1, job=3).exit_code == 1
     assert finish(tmp_path, None, 0).exit_code == 0
     assert finish(tmp_path, "two", 0).exit_code == 0
+
+
+def test_files_that_are_no_sweeps_are_ignored(tmp_path: Path) -> None:
+    begin(tmp_path, "20260101", ["fp8"])
+    for name in (".hidden.json", "20260101 (conflicted copy).json"):
+        (tmp_path / "summaries" / name).write_text("{")
+    assert sweeps(tmp_path) == ["20260101"]
+    assert last_judged(tmp_path) is None
 
 
 def test_a_sweep_that_started_no_job_leaves_the_one_before_it_as_the_last(tmp_path: Path) -> None:
