@@ -55,7 +55,7 @@ CLUSTERS = ("submitit",)
 """Libraries that raise in the middle of a job when the cluster ends the job, for example at its time limit."""
 
 OS_FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room there, or give another workdir"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room there, or give another workdir or TMPDIR"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user the permission, or another path"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR), "move away what lies there, or give another path"),

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 
+from stages.core.errors import MissingRequirement
 from stages.core.records import PREFILL_CHUNK
 from stages.engines.base import Mode, check_positive
 from stages.engines.onnx.bundle import NOT_FINITE, Bundle, open_bundle
@@ -53,7 +54,13 @@ class GraphSession:
         # Otherwise ONNX Runtime inserts another quantize-dequantize pair between a dequantized pool and the gather.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         if library is not None:
-            options.register_custom_ops_library(str(library))
+            try:
+                options.register_custom_ops_library(str(library))
+            except Exception as error:  # ONNX Runtime's own class
+                raise MissingRequirement(
+                    f"backend.attention=native: {library} cannot be loaded ({str(error).rpartition(': ')[2]}): name a folder "
+                    "of a file system that may hold programs with XDG_CACHE_HOME, or set backend.attention=graph"
+                ) from error
         if model is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
         source = str(path) if model is None else model.SerializeToString()

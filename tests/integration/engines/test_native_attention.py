@@ -13,6 +13,7 @@ from stages.core.errors import MissingRequirement, UserError
 from stages.engines.onnx.backend import OnnxBackend
 from stages.engines.onnx.bundle import open_bundle
 from stages.engines.onnx.config import OnnxRuntimeConfig
+from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.native import compiler
 from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler
 from stages.engines.onnx.native.rewrite import refusals, use_kernel
@@ -218,6 +219,12 @@ def test_a_compiler_that_refuses_the_sources_is_named_with_its_reason(own_cache:
     with pytest.raises(MissingRequirement, match=r"pretended 1\.0 cannot compile the attention kernel: operator\.c:1: error"):
         compiled_kernel(64, 2)
     assert list(own_cache.iterdir()) == []
+
+
+def test_a_library_that_cannot_be_loaded_is_named_with_a_fix(tmp_path: Path) -> None:
+    (tmp_path / "kernel.so").write_text("on a file system without programs, as with the option noexec")
+    with pytest.raises(MissingRequirement, match=r"kernel\.so cannot be loaded \(.+\): .* XDG_CACHE_HOME"):
+        GraphSession(tmp_path / "decode.onnx", 1, library=tmp_path / "kernel.so")
 
 
 def test_a_library_is_compiled_once_and_anew_when_its_digest_differs(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
