@@ -171,7 +171,7 @@ def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
 
 
 def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Return place of a piece -> who needs it first, and who needs something -> the missing place.
+    """Return two mappings: place of a piece -> its first user, and user -> a place that is needed but missing.
 
     If an alias's identity is not found (it was altered or removed, or lies in another work directory), only its engine is kept.
     `keep_sweeps` is the `number` of `last_sweeps`.

@@ -123,7 +123,7 @@ def bundle_of(directory: Path, role: Role, identity: Lineage) -> Path | None:
 
 def identities(store: Path) -> dict[str, Path]:
     """Return the evidence in a store: the sha256 of every identity.json -> its directory."""
-    paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"), reverse=True)  # of equal ones the first counts
+    paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"), reverse=True)  # of equal identities the first counts
     return {file_digest(path): path.parent for path in paths}
 
 

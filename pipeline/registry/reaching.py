@@ -19,7 +19,7 @@ DRIVERS = {"psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary", "MySQL
 PYTHONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Exceptions that MLflow raises if the store has a value that MLflow did not write."""
 MLFLOWS = ("alembic_version", "experiments", "registered_models")
-"""Tables of MLflow's; an interrupted first command may leave only some."""
+"""Tables of MLflow; an interrupted first command may have created only some."""
 HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
 """Codes of MLflow's errors that callers handle as answers."""
 ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (

@@ -71,7 +71,7 @@ def new_sweep() -> str:
 
 
 def sweeps(workdir: Path) -> list[str]:
-    """Return the ids of all sweeps, the oldest first. Files of other names, such as conflicted copies, are ignored."""
+    """Return the ids of all sweeps, the oldest first. Ignore files with other names, such as conflicted copies of a sync."""
     return sorted(path.stem for path in (workdir / FOLDER).glob("*.json") if SWEEP.fullmatch(path.stem))
 
 

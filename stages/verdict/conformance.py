@@ -65,7 +65,7 @@ class ComparedRequest(Record):
     decoded_tokens: int
     engine: Distance
     rounding: Distance
-    """Distance of the reference engine from itself with every layer a rounding off."""
+    """Distance of the reference engine from itself with the output of every layer shifted by a rounding."""
     problem: str = ""
     """Property of the engine's cache that contradicts the policy, such as a wrong width or length; empty without one."""
     scale_step: float = SCALE_STEP

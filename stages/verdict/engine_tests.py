@@ -97,7 +97,7 @@ class StressResult(Record):
     rows: int = 0
     """Number of decoded tokens and prompts that were compared with the reference engine."""
     together: int = 0
-    """Length in tokens that two sequences of one batch, or more, reached at once."""
+    """Length in tokens that at least two sequences of one batch reached at the same time."""
     prompts: int = 0
     """Number of prompts and of their later chunks whose logits were compared."""
     turns: int = 0

@@ -178,7 +178,8 @@ Kind = Literal["latency", "quality", "memory"]
 @dataclass(frozen=True)
 class Reading:
     kind: Kind
-    """JSON validity and `canaries` are quality. Broken memory means pressure. It is never unknown: all tokens are counted."""
+    """JSON validity and `canaries` are of kind quality. A broken memory monitor means memory pressure. It is never unknown,
+    because all tokens are counted."""
     name: str
     status: Status
     text: str

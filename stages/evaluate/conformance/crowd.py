@@ -30,7 +30,7 @@ LONG_STEPS = 24
 ASLEEP_PAGES = 256
 """Minimum pages in use with sleeping sequences and a full batch; the pages of a batch of the longest sequences, if more."""
 ASLEEP_BYTES = 64 << 20
-"""Maximum size of these pages in bytes. Larger pages: as many as fit, or no sleeping sequences if ASLEEP_PAGES do not fit."""
+"""Maximum bytes of these pages. If pages are larger, fewer sequences sleep; none if not even ASLEEP_PAGES fit."""
 WATCHED_LOGITS = 512
 """Approximate number of logits kept per row. A sample suffices, because reading a wrong page changes all logits."""
 NOISE = 4.0

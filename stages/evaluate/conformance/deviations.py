@@ -21,7 +21,7 @@ PASS_TOKENS = 4096
 """Maximum tokens per pass of the reference engine; a longer sequence gets its own pass."""
 
 ONE_IN = 4
-"""One in this many sequences of the first scenario is replayed with a rounding, unless logits are judged by medians."""
+"""A rounding is measured on every ONE_IN-th sequence of the first scenario, unless logits are judged by medians."""
 
 MANY_ROWS = 16
 """Minimum rows for a meaningful median in 16 bits. By rounding alone, a row of random tokens may differ 100 times more."""

@@ -1,6 +1,7 @@
-"""Explains an engine that misses its policy by the relative that is most similar to the engine.
+"""Explains a deviating engine by a mistake that engines are known to make.
 
-A relative is a reference engine with one mistake that engines are known to make: its cache is written or read in a wrong way.
+A *relative* is a reference engine with one such mistake in writing or reading its cache. If a deviating engine is much closer
+to a relative than to the reference engine, it probably makes the same mistake.
 """
 
 import math
@@ -21,7 +22,7 @@ from stages.verdict.conformance import ComparedRequest, Explanation
 from stages.verdict.record import or_infinite
 
 CLOSER = 4.0
-"""Minimum ratio of an engine's distances from the reference engine and from a relative that explains the engine."""
+"""Minimum factor by which an engine is closer to a relative that explains it than to the reference engine."""
 
 
 class TowardsZero(Storage):
@@ -32,7 +33,7 @@ class TowardsZero(Storage):
 
 
 def relatives(reference: TorchEngine) -> Iterator[tuple[str, TorchEngine]]:
-    """Yield (description of the mistake, engine) for each relative of the reference engine's policy."""
+    """Yield (description of a known mistake, reference engine with this mistake) for the mistakes that fit the policy."""
 
     def relative(change: Callable[[Storage], Storage], **policy: object) -> TorchEngine:
         storages = [{side: change(storage) for side, storage in layer.items()} for layer in reference.storages]
@@ -54,9 +55,10 @@ def _scaled_one(storage: Storage) -> Storage:
 
 
 def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | None:
-    """Return the relative that a deviating engine conforms to, or at least is CLOSER to than to the reference engine.
+    """Return the known mistake that explains a deviating engine; None if no mistake does.
 
-    The relatives are judged by the figures of conformance. Codes of the policy's formats exclude relatives of other formats.
+    A mistake explains the engine if the engine conforms to the relative with this mistake, or is at least CLOSER to it, by the
+    figures of conformance. If the engine's codes have the policy's formats, relatives with other formats are excluded.
     """
     reference = comparer.reference.engine
     quantized = any(sequence.layers) and not comparer.problem(sequence)
@@ -66,7 +68,7 @@ def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | Non
     for what, relative in relatives(reference):
         if quantized and relative.policy.formats != reference.policy.formats:
             continue
-        # A relative may be more sensitive to rounding than the reference engine, so the reference engine's rounding counts.
+        # With a mistake, an engine may be more sensitive to rounding, so the rounding of the reference engine counts.
         record = _compared(comparer, sequence, relative).model_copy(update={"rounding": own.rounding})
         times = record.times_allowed(comparer.reference.limit)
         if math.isfinite(times) and times <= limit:
@@ -75,7 +77,7 @@ def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | Non
 
 
 def _compared(comparer: Comparer, sequence: ForcedSequence, engine: TorchEngine) -> ComparedRequest:
-    """Compare a sequence with another `TorchEngine` in place of the reference engine."""
+    """Compare a sequence with another `TorchEngine` instead of the reference engine."""
     other = replace(comparer, reference=replace(comparer.reference, engine=engine))
     ((replay, _),) = other.replay([sequence])
     record = other.compare(sequence, replay, problem="").record

@@ -18,7 +18,7 @@ TILES = (144, 176, 208, 240, 320, 384, 448, 512)
 JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES = 11, 44, 22, 12, 5, 10
 """Number of operations of each kind."""
 BORDERS = (-1, 0, 1, -2, 2)
-"""Distance from a page's end, in tokens, at which the runs end and a fork is taken."""
+"""Distances from a page's end, in tokens, at which `run` stops and forks a row."""
 LAST_STEPS = 4
 """Number of decode steps that remain for every sequence at the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
