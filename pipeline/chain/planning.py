@@ -117,7 +117,8 @@ LONGEST_DEFAULT = 640
 
 
 def _questions(config: Config) -> list[str]:
-    """Return the arguments that name the backend's Python, ask questions as long as the use, and allow no longer sequences."""
+    """Return arguments of the suggested command: the backend's Python, questions of the use's length, and this length as
+    limit."""
     backend, longest = config.backend, whole_pages(config.capacity.longest)
     unnamed = isinstance(backend, InterpreterConfig) and backend.python is None
     python = [f"backend.python=/opt/{backend.name}/bin/python"] if unnamed else []

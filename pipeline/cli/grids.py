@@ -12,7 +12,7 @@ from rich.text import Text
 CELL_WIDTH, INTEGER_WIDTH = 12, 26
 """Maximum characters of a number without an exponent: of floats, and of integers (64 bits with commas fit)."""
 TEXT_WIDTH = 18
-"""Characters that a text has at least before it wraps. A table with less space gets wider than the terminal."""
+"""Minimum characters of a text before the text wraps. A table with less space gets wider than the terminal."""
 
 Value = float | str | None
 

@@ -64,7 +64,7 @@ def begun() -> str:
 
 
 def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
-    """Return the command with the arguments `base`, in which `changes` replace arguments with the same keys.
+    """Return the command with the arguments `base`. `changes` replace arguments with the same keys.
 
     A change of a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`. Only a sweep keeps its
     launcher.

@@ -23,7 +23,8 @@ def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
 
 
 def check_name(policy: KVPolicy, shown: str = "") -> None:
-    """Refuse a policy that has the name of a shipped policy and differs from it, unless the shown name says what differs."""
+    """Refuse a policy that differs from the shipped policy of the same name, unless its display name includes the
+    difference."""
     says = shown not in ("", policy.name) and "kv.name=" not in shown
     if not says and (CONF / "kv" / f"{policy.name}.yaml").is_file() and policy not in load_policies("kv.name", [policy.name]):
         raise UserError(f"kv.name={policy.name}: is the name of a shipped policy with other formats; give another name")

@@ -112,7 +112,7 @@ class Link(StrictModel):
 
 
 class Lineage(StrictModel, extra="ignore"):
-    """The chain of artifacts of an identity, which can be read whatever rules of the gates decided its verdict."""
+    """The chain of artifacts of an identity. It can be read even if other rules of the gates decided the verdict."""
 
     kvgate: str
     """Release that wrote the identity."""

@@ -242,7 +242,7 @@ class MlflowStore:
     # Versions, tags and aliases
 
     def read(self) -> RegisteredModel:
-        """Return the registered model as it is now."""
+        """Return the current state of the registered model."""
         return self.client.model(self.location.model_name)
 
     def set_alias(self, alias: str, version: str | None) -> None:

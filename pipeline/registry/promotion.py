@@ -45,7 +45,7 @@ ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
 
 
 class Registry(Protocol):
-    """One registered model. A command decides on what it read, and reads again under the lock before it writes."""
+    """One registered model. A command decides on its first read, and reads again under the lock before a write."""
 
     lock: Path
 

@@ -137,7 +137,7 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None =
 
 
 def forget(workdir: Path, sweep: str) -> None:
-    """Remove the summary of a sweep that started no job, and make the sweep before it the last one again."""
+    """Remove the summary of a sweep that started no job, and make the previous sweep the last one again."""
     (workdir / FOLDER / f"{sweep}.json").unlink()
     if before := sweeps(workdir):
         write_whole(workdir / FILE, (workdir / FOLDER / f"{before[-1]}.json").read_text(encoding="utf-8"))

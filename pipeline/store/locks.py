@@ -23,7 +23,8 @@ UNTIL = "{until}"
 
 @contextmanager
 def announced(message: str, quiet_s: float, limit_s: float) -> Iterator[None]:
-    """Log a message if the block takes longer than `quiet_s`. UNTIL in it stands for the time at which a limit ends."""
+    """Log a message if the block takes longer than `quiet_s`. The message may contain UNTIL, which stands for the end of a
+    time limit."""
     end = time.strftime("%H:%M:%S", time.localtime(time.time() + limit_s))
     timer = Timer(quiet_s, LOGGER.warning, [message.replace(UNTIL, end)])
     timer.daemon = True

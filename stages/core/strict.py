@@ -98,7 +98,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
 
 def refuse_pointer(content: bytes) -> None:
-    """Raise Unreadable if a file's first bytes are those of a Git LFS pointer, which a clone without LFS has in its place."""
+    """Raise Unreadable if a file is a Git LFS pointer, which a clone without LFS has instead of the content."""
     if content.startswith(LFS_POINTER):
         raise Unreadable("is a pointer of Git LFS, not the file itself; run git lfs pull")
 

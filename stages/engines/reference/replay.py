@@ -133,7 +133,7 @@ class OnePassView(BlockView):
         return exact, own, window, recent, new
 
     def _replaced(self, layer: int, side: Side, own: Copies, x: Tensor, copy: StoredCopy) -> Copies:
-        """Record the errors of the engine's copy; return the reference engine's own copy with the engine's tokens in it.
+        """Record the errors of the engine's copy; return the reference engine's own copy with the engine's tokens.
 
         Evicted tokens keep the reference engine's values.
         """
