@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pickle import PicklingError
 from subprocess import CalledProcessError
@@ -58,6 +58,7 @@ def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
     Hydra sends `task` to the job's machine and composes the configuration there again, because some defaults depend on the
     machine.
     """
+    others = psutil.Process().children(recursive=True)
     with console.progress(f"starting {planned.launcher}"):
         more = start_ray(planned.launcher_config) if planned.launcher == RAY else []
     try:
@@ -71,7 +72,7 @@ def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
                 returned = Plugins.instance().instantiate_launcher(context, task, composed).launch(jobs, initial_job_idx=0)
         return [job.return_value for job in returned]  # raises what the job raised
     except BaseException:
-        end_workers()
+        end_workers(others)
         raise
     finally:
         _end_ray()
@@ -126,11 +127,11 @@ def launcher_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def end_workers() -> None:
-    """Stop the processes of jobs that would outlive the command."""
+def end_workers(others: Collection[psutil.Process]) -> None:
+    """Stop the processes of jobs that would outlive the command. `others` are processes that existed before."""
     _end_ray()
     workers = []
-    for worker in psutil.Process().children(recursive=True):
+    for worker in set(psutil.Process().children(recursive=True)).difference(others):
         with suppress(psutil.NoSuchProcess):
             # a resource tracker ignores signals, ends by itself after the command, and removes what killed workers left
             if not any("resource_tracker" in argument for argument in worker.cmdline()):

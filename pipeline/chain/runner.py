@@ -124,14 +124,16 @@ def run(planned: Plan, sweep: str) -> int:
     with holding(config):  # held between the jobs of a sweep too
         if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
             summary.begin(config.work, sweep, planned.names, command=next_steps.whole(sweep=sweeping))
+        code = 0
         try:
             if sweeping:
-                return _conclude(planned, job, _sweep(planned, sweep))
-            with _recorded(config, sweep, console.RunningJob(config.stage, job.label)):
-                STAGES[config.stage](job)
-            last = summary.load(config.work, sweep) if config.stage == "all" and config.tracking.enabled else None
-            if last is not None and last.candidates[0].verdict == "PASS":
-                serving.promote_from(job, last)
+                code = _sweep(planned, sweep)
+            else:
+                with _recorded(config, sweep, console.RunningJob(config.stage, job.label)):
+                    STAGES[config.stage](job)
+                last = summary.load(config.work, sweep) if config.stage == "all" and config.tracking.enabled else None
+                if last is not None and last.candidates[0].verdict == "PASS":
+                    serving.promote_from(job, last)
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
             with warned("the interruption is not recorded"):
                 _conclude(planned, job, INTERRUPTED)
@@ -146,7 +148,7 @@ def run(planned: Plan, sweep: str) -> int:
             with warned("the end of the command is not recorded"):
                 _conclude(planned, job, exit_code(error))
             raise
-        return _conclude(planned, job, 0)
+        return _conclude(planned, job, code)
 
 
 @contextmanager

@@ -261,11 +261,9 @@ class Phases(ProgressColumn):
 
     def update(self, label: str, done: int, total: int) -> None:
         """Update the task of a label. Arguments: see `stages.core.records.Progress`."""
-        if label not in self._tasks:
+        if label not in self._tasks or done < self._tasks[label].completed:  # of a new label, or of another round
             self.bars.add_task(label, completed=done, total=total, first=done)
             self._tasks[label] = self.bars.tasks[-1]
-        elif label and done < self._tasks[label].completed:
-            self.bars.reset(self._tasks[label].id, completed=done, total=total, first=done)  # another round starts
         if self.task is not self._tasks[label]:
             self.bars.update(self.task.id, visible=False)
             self.task = self._tasks[label]
@@ -316,10 +314,10 @@ def _repeated(say: Callable[[], None]) -> Iterator[None]:
     over = threading.Event()
 
     def repeat() -> None:
-        seconds: float = FIRST_SECONDS
-        while not over.wait(seconds):
+        over.wait(FIRST_SECONDS)
+        while not over.is_set():
             say()
-            seconds = LINE_SECONDS
+            over.wait(LINE_SECONDS)
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()

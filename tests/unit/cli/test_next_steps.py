@@ -116,6 +116,13 @@ def test_after_an_experiment_the_promotion_finds_what_the_experiment_made(tmp_pa
     assert (after.stage, after.work, after.model) == ("promote", config.work, config.model)
 
 
+def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) -> None:
+    base = [*TYPED, "kv=fp8", "backend=vllm", "backend.python=/opt/vllm/bin/python"]
+    config = config_of(*[one for one in base if not one.startswith("backend.threads")])
+    step = next_steps.after_judging(config, [candidate(tmp_path, "fp8", "PASS")], base)
+    assert "stage=promote backend=vllm backend.python=/opt/vllm/bin/python" in str(step.command)
+
+
 def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> None:
     base = [*TYPED, "workloads=builtin", "kv=int8"]
     judged = candidate(tmp_path, "int8", "INCONCLUSIVE", {"copy": 700, "retrieval": 400}, Gate.RECOVERY)

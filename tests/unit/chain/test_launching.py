@@ -1,0 +1,171 @@
+"""Jobs of launchers: their advice and exceptions, the errors of launchers, Ray, and the end of their processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from pickle import PicklingError
+
+import pytest
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+from refusals import refused
+from submitit.core.utils import FailedJobError
+
+from pipeline.chain import launching, runner
+from pipeline.cli import console, next_steps
+from pipeline.config.compose import plan
+from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
+
+
+def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(*_: object) -> None:
+        raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"], ["copy-1: asked ..."])
+
+    monkeypatch.setattr(next_steps, "_given", [])  # as in a launcher's process
+    monkeypatch.setitem(runner.STAGES, "all", evaluate)
+    planned = plan([f"workdir={tmp_path}", "kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
+    ended = launching.launch(planned, runner.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
+    assert ended == [(3, "FP16 itself answers none")] * 2
+    said = capsys.readouterr().out
+    assert said.count("copy-1: asked ...") == said.count("-m kv=fp8,int8 model.path=/model workloads.samples.copy=0") == 1
+    console.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            TerminatedWorkerError("long text\nThe exit codes of the workers are {SIGKILL(-9)}"),
+            4,
+            "died, or .* workers are {SIGKILL",
+        ),
+        (
+            FailedJobError("Traceback\n  File\nOSError: no such directory\n"),
+            4,
+            r"failed \(OSError: no such directory\); free some",
+        ),
+        (FailedJobError("sbatch: error: invalid partition specified: nope"), 4, "sbatch: error: invalid partition"),
+        (RuntimeError('Could not detect "srun", are you indeed on a slurm cluster?'), 4, 'Could not detect "srun"'),
+        (
+            ValueError("n_jobs == 0 has no meaning"),
+            2,
+            "^hydra/launcher=joblib: n_jobs == 0 has no meaning; correct hydra.launcher",
+        ),
+    ],
+)
+def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, code: int, said: str) -> None:
+    with pytest.raises((UserError, MissingRequirement), match=said) as caught, launching.launcher_errors("joblib"):
+        raise error
+    assert exit_code(caught.value) == code
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+def test_the_whole_output_of_sbatch_is_shown() -> None:
+    with (
+        refused(MissingRequirement, "", "invalid partition: nope sbatch: error: submission failed"),
+        launching.launcher_errors("x"),
+    ):
+        said = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
+        raise FailedJobError(said) from subprocess.CalledProcessError(1, ["sbatch"], stderr=said)
+
+
+@pytest.mark.parametrize("error", [TypeError("cannot pickle"), PicklingError("of a task"), UserError("bad input")], ids=str)
+def test_a_refusal_or_a_job_that_cannot_be_pickled_is_no_failure_of_the_launcher(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, launching.launcher_errors("joblib"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), TypeError("ours"), RuntimeError("ours")], ids=repr)
+def test_an_exception_of_a_job_is_passed_on_unchanged(error: Exception) -> None:
+    def task(_: object) -> None:
+        raise error
+
+    planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
+    with pytest.raises(type(error), match=r"^ours$"):
+        launching.launch(planned, task)
+
+
+INTERRUPTED = """
+import subprocess, sys
+import psutil
+from joblib.externals.loky.backend import resource_tracker
+from pipeline.chain.launching import end_workers
+resource_tracker.ensure_running()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+end_workers([])
+print([" ".join(child.cmdline()).count("resource_tracker") for child in psutil.Process().children()])
+"""
+
+
+def test_resource_trackers_that_clean_up_after_workers_are_not_killed() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[1]\n", "the worker ended, the tracker did not"
+
+
+class Ray:
+    """A stand-in for the used part of Ray. Like the real one, it installs its own SIGTERM handler."""
+
+    def __init__(self, fails: BaseException | None = None) -> None:
+        self.fails, self.options = fails, dict[str, object]()
+
+    def init(self, **options: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.fails is not None:
+            raise self.fails
+        self.options = options
+
+    def is_initialized(self) -> bool:
+        return bool(self.options)
+
+    def shutdown(self) -> None:
+        self.options = {}
+
+
+RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *launching.RAY_LINES, *launching.RAY_HERE)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
+    """A Ray stand-in and an environment without Ray's variables. Restores both and the SIGTERM handler afterwards."""
+    for name in RAYS:
+        monkeypatch.setenv(name, "")  # registers the variable so that it is restored
+        monkeypatch.delenv(name)
+    stand_in = Ray()
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    monkeypatch.setattr(launching, "LAST_LINES_S", 0.0)
+    before = signal.getsignal(signal.SIGTERM)
+    yield stand_in
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: Ray) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    overrides = launching.start_ray({"ray": {"init": {"address": None, "num_cpus": 2}}})
+    assert "++hydra.launcher.ray.remote.max_retries=0" in overrides, "a job that died is not run again"
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "Ray's would abort the command"
+    assert ray.options["address"] == "local", "it joins no other Ray that runs here"
+    assert (ray.options["num_cpus"], ray.options["include_dashboard"]) == (2, False)
+    assert "kvgate-ray-" in str(ray.options["_temp_dir"]), "its logs and sockets go with the command"
+    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert (os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"])) == ("token", 64)
+
+
+@pytest.mark.parametrize("place", ["key", "variable"])
+def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place == "variable":
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    launching.start_ray({"ray": {"init": {"address": "10.0.0.1:6379" if place == "key" else None}}})
+    assert set(ray.options) <= {"address", "logging_level"}, "Ray refuses others of a cluster"
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launching.RAY_HERE} & set(os.environ)
+
+
+def test_a_ray_that_does_not_start_is_the_machines_doing(ray: Ray) -> None:
+    ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
+    with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
+        launching.start_ray({})
