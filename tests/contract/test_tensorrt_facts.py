@@ -79,7 +79,7 @@ def installed(request: pytest.FixtureRequest) -> tuple[Name, str, dict[str, Any]
     return request.param, version, found
 
 
-def test_the_release_is_accepted_and_has_what_the_code_uses(installed: tuple[Name, str, dict[str, Any]]) -> None:
+def test_the_release_is_accepted_and_has_every_used_name(installed: tuple[Name, str, dict[str, Any]]) -> None:
     library, version, found = installed
     oldest, before = RANGES[library]
     assert oldest <= release_of(version) < before
@@ -97,7 +97,7 @@ def test_every_call_fits_a_signature(installed: tuple[Name, str, dict[str, Any]]
     assert checked > 30
 
 
-def test_methods_that_tensorrt_calls_take_what_it_passes(installed: tuple[Name, str, dict[str, Any]]) -> None:
+def test_methods_that_tensorrt_calls_accept_its_arguments(installed: tuple[Name, str, dict[str, Any]]) -> None:
     written: dict[str, str] = {}
     for file in ("build", "library"):
         for node in ast.walk(ast.parse((ROOT / f"stages/engines/tensorrt/{file}.py").read_text(encoding="utf-8"))):

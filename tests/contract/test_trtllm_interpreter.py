@@ -162,7 +162,7 @@ def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("sound", {False}), ("no switches", {None})])
-def test_switches_that_move_logits_are_off_in_what_is_served_and_judged_where_the_release_has_them(
+def test_switches_that_change_logits_are_off_when_served_and_judged_if_the_release_has_them(
     quantized: Path, tmp_path: Path, mode: str, expected: set[bool | None]
 ) -> None:
     bundle = build(quantized, tmp_path, {"mode": mode, "release": "1.4.0rc1"})

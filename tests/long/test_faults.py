@@ -39,7 +39,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(tmp_path_factory.mktemp("faults"), workloads=FEW)
 
 
-def test_every_fault_is_listed_once_with_its_kind_its_cache_and_where_it_acts() -> None:
+def test_every_fault_is_listed_once_with_its_kind_its_cache_and_its_place() -> None:
     assert len(BY_NAME) == len(FAULTS) >= 80
     assert {fault.kind for fault in FAULTS} == page.KINDS.keys()
     assert {fault.policy for fault in FAULTS} | {fault.holds for fault in FAULTS} - {""} <= POLICIES.keys()

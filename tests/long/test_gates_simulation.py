@@ -63,7 +63,7 @@ def test_int8_passes_60_questions_in_at_least_95_percent_and_fp8_600_in_at_least
         assert passed.mean() >= least, policy
 
 
-def test_the_gate_decides_as_what_is_simulated() -> None:
+def test_the_gate_decides_like_the_simulation() -> None:
     rng, kept = np.random.default_rng(5), ANSWERS.candidates["fp8"]
     decided = set()
     for _ in range(50):

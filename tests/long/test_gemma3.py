@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_windows_are_those_of_gemma(checkpoint: Path) -> None:
+def test_the_windows_equal_gemmas(checkpoint: Path) -> None:
     shape = inspect_checkpoint(checkpoint).shape
     assert (shape.layers, shape.kv_heads, shape.head_dim) == (18, 1, 256)
     assert shape.windows == (512, 512, 512, 512, 512, None) * 3

@@ -93,7 +93,7 @@ def expected(logits_after: Any, context: list[int], continuation: list[int]) -> 
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_with_an_exact_cache_log_likelihoods_and_greedy_flags_are_those_of_transformers(
+def test_with_an_exact_cache_log_likelihoods_and_greedy_flags_equal_those_of_transformers(
     batch_size: int, bundles: dict[str, Path], logits_after: Any
 ) -> None:
     model = lm(bundles["fp16"], batch_size=batch_size)

@@ -40,7 +40,7 @@ def test_the_evidence_of_a_sweep_is_recommended_for_a_use_that_it_covers(promote
     assert "/artifacts/identity/" in result.stdout
 
 
-def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
+def test_control_c_finishes_work_in_flight_and_the_same_command_resumes(swept: Swept, tmp_path: Path) -> None:
     artifacts = swept[0] / "artifacts"
     # A separate directory keeps the sweep's summary. Artifacts that do not depend on samples are shared.
     work = tmp_path / "work"

@@ -74,7 +74,7 @@ def two_texts() -> tuple[KVShape, TextSet]:
     return KVShape(4, 2, 64), TextSet("search", (Text(tokens, 40, "a"), Text(tokens[::-1], 30, "b")))
 
 
-def test_a_search_goes_on_from_what_an_interrupted_one_measured(tmp_path: Path) -> None:
+def test_an_interrupted_search_resumes_with_its_measurements(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = load_causal_lm(CHECKPOINT, dtype=torch.float32).eval()
     shape, texts = two_texts()

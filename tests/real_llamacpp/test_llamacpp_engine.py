@@ -87,7 +87,7 @@ def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list
     assert_batches_steps_and_answers_agree(q8_q4, five, 1e-4)
 
 
-def test_forced_decode_is_what_steps_compute_also_of_many_tokens_and_shared_beginnings(
+def test_forced_decode_equals_single_steps_also_for_many_tokens_and_shared_prefixes(
     tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
 ) -> None:
     """Compare with steps over f16: for 64 and more tokens of a sequence, llama.cpp uses another attention than for one."""

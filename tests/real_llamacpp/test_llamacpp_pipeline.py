@@ -31,7 +31,7 @@ def gguf_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gguf") / "work"
 
 
-def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python: str) -> None:
+def test_the_cache_of_a_gguf_conforms_to_its_policy(gguf_work: Path, llamacpp_python: str) -> None:
     """Judge on two questions, which cannot give a PASS."""
     job = job_of(gguf_work, f"kv={KV}", f"backend.python={llamacpp_python}", *FEW, *CHAT)
     directory, _ = judge(job, "is not decided: INCONCLUSIVE")

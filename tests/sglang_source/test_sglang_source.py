@@ -79,7 +79,7 @@ def test_the_release_is_the_one_that_the_worker_was_read_against(python: str) ->
     assert probe(PROGRAM, python).release == READ
 
 
-def test_the_servers_own_command_line_reads_what_is_judged(bundle_of: Callable[[str], Path], python: str) -> None:
+def test_the_servers_own_command_line_reads_the_judged_arguments(bundle_of: Callable[[str], Path], python: str) -> None:
     given = {}
     for kv, dtype in CACHES.items():
         flags = (bundle_of(kv) / "launch.txt").read_text(encoding="utf-8").split()[3:]

@@ -166,7 +166,7 @@ def test_rope_scaling_is_kept(family: str, scaling: dict[str, Any], metadata: di
     torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-6)
 
 
-def test_the_rotary_factors_of_llama_3_become_its_scaling_and_those_of_another_are_refused(tmp_path: Path) -> None:
+def test_the_rotary_factors_of_llama_3_become_its_scaling_and_other_factors_are_refused(tmp_path: Path) -> None:
     head_dim = 128
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled = {**scaling, "original_max_position_embeddings": 8192, "rope_theta": 50000.0}
@@ -238,7 +238,7 @@ def test_bos_and_eos_are_added_as_the_metadata_says(
     assert tokenizer("ab")["input_ids"] == [*ends[0], *plain, *ends[1]]
 
 
-def test_token_types_decide_what_is_special_and_what_is_matched_whole(tmp_path: Path) -> None:
+def test_token_types_decide_which_tokens_are_special_and_which_are_matched_whole(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__padding_token_id=0))
     ids = tokenizer("<|im_start|>a<tool>b")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "a", "<tool>", "b"]

@@ -156,7 +156,7 @@ def test_status_shows_the_champion_the_judged_candidates_and_the_disk_space(
     assert "stage=promote" in shown, "the last sweep passed and was not promoted"
 
 
-def test_a_dry_run_shows_what_would_go_and_removes_nothing(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_lists_removable_files_and_removes_nothing_by_default(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(ground.work)
     ground.command("stage=prune", "prune.keep_sweeps=1")
     said = capsys.readouterr().out

@@ -169,7 +169,7 @@ def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, make:
     assert engine.memory().live_tokens == (68 if token == 7 else 71)
 
 
-def test_a_model_in_bfloat16_stores_what_its_type_gives_and_decodes_within_its_rounding(make: Any) -> None:
+def test_a_model_in_bfloat16_stores_numbers_of_its_type_and_decodes_within_its_rounding(make: Any) -> None:
     engine, half = make(), make(GUARDED, torch.bfloat16)
     prompts = [list(range(10, 72)), [2] * 5]
     (same, first), (handles, rows) = engine.prefill(prompts), half.prefill(prompts)

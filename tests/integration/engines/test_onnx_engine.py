@@ -190,7 +190,7 @@ def test_extending_a_sequence_is_prefilling_it_in_two_chunks(
     assert engine.pool.in_use == (0, 0)
 
 
-def test_extending_refuses_what_prefill_refuses(decoder: Path, tmp_path: Path, text: list[int]) -> None:
+def test_extending_refuses_the_same_tokens_as_prefill(decoder: Path, tmp_path: Path, text: list[int]) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int8"], max_pages=2)
     (handle,), _ = engine.prefill([text[:100]])
     with pytest.raises(UserError, match="at least one token"):

@@ -76,7 +76,7 @@ def held(engine: PlanEngine | OnnxEngine, handles: list[int]) -> dict[str, list[
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_steps_and_chunks_store_and_answer_what_the_embedded_engine_does(name: str, pairs: dict[str, Pair]) -> None:
+def test_steps_and_chunks_store_and_answer_like_the_embedded_engine(name: str, pairs: dict[str, Pair]) -> None:
     """Compare with the ONNX engine.
 
     Covers chunks that begin within pages, windows that move within a run, tails that join later runs, padded rows and
@@ -211,7 +211,7 @@ def test_a_gpu_without_room_names_the_keys_that_size_the_cache(pairs: dict[str, 
         pairs["int8_asym"].tensorrt()
 
 
-def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair]) -> None:
+def test_the_pool_is_bound_in_place_and_never_moves(pairs: dict[str, Pair]) -> None:
     engine, _, fakes = pairs["ages"].tensorrt()
     pool = engine.pool
     assert isinstance(pool, TorchPool)

@@ -71,7 +71,7 @@ def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(deco
         assert model == onnx.load(surgery.onnx_bundle / f"{name}.onnx", load_external_data=False)
 
 
-def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
+def test_the_work_is_divided_for_the_programs_that_run_at_once_on_the_building_gpu(
     graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
@@ -88,7 +88,7 @@ def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
 
 @pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])
 @pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
-def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
+def test_the_plugin_gets_the_inputs_of_the_function_that_it_replaces(
     name: str, tolerance: float, tokens: int, graphs: dict[str, Surgery], tmp_path: Path
 ) -> None:
     """Compare the ONNX bundle's attention in ONNX Runtime with the kernels' reference on the plugin's inputs."""

@@ -111,7 +111,7 @@ def test_a_decoder_in_bfloat16_builds_into_plans(
         load_onnx(onnx_bundle, threads=1)
 
 
-def test_the_bundle_names_what_it_was_built_from_for_and_with(plans: tuple[Path, Path]) -> None:
+def test_the_bundle_names_its_sources_target_and_library(plans: tuple[Path, Path]) -> None:
     onnx_bundle, out = plans
     record, policy, _ = open_bundle(out, PlanRecord, "tensorrt_rtx")
     described, _, _ = open_onnx_bundle(onnx_bundle)
@@ -149,9 +149,7 @@ def test_a_gpu_that_lacks_a_type_is_named_with_the_targets_that_remain(decoder: 
         make_plans(onnx_bundle, tmp_path / "plans", BY_NAME["fp8"], targets=[80, 89])
 
 
-def test_a_machine_without_a_gpu_is_told_which_one_is_missing(
-    plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_gpu_is_named(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(engine_module, "gpus", list)
     with pytest.raises(MissingRequirement, match=r"no NVIDIA GPU with a driver.*SM\) 8\.9 or 12\.0 and TensorRT for RTX 1\.7"):

@@ -115,7 +115,7 @@ def step_of(case: Case) -> dict[str, Any]:
     return on_device(new | case.tables) | {"cache": on_device(case.cache)}
 
 
-def test_values_beyond_float16_become_its_largest_and_what_is_no_number_is_seen() -> None:
+def test_values_beyond_float16_become_its_largest_and_nan_and_infinity_are_kept() -> None:
     case = case_of("bf16", "bf16", 1, 64, [130, 130, 130], group=1)
     case.cache["value_pool"][:] = 0.0
     case.cache["value_pool"][case.page_table[0, :3].long(), :, :, 0] = 1e5

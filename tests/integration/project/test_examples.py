@@ -38,7 +38,7 @@ def test_the_ci_job_may_only_read_and_runs_nothing_that_can_be_moved() -> None:
     assert not any("${{" in step.get("run", "") for step in STEPS + GPU["steps"]), "an expression in a script runs as code"
 
 
-def test_the_gpu_job_judges_policies_of_vllm_and_promotes_what_it_judged(tmp_path: Path) -> None:
+def test_the_gpu_job_judges_policies_of_vllm_and_promotes_a_judged_one(tmp_path: Path) -> None:
     values = {**JOB["env"], **GPU["env"], "HOME": str(tmp_path), "SAMPLES": ROOT / "examples" / "own_samples.jsonl"}
     commands = [step["run"] for step in GPU["steps"] if step.get("run", "").startswith("kvgate ")]
     judge, promote = (re.sub(r"\$(\w+)", lambda name: str(values[name[1]]), command).split()[1:] for command in commands)

@@ -139,7 +139,7 @@ def share_that_differs(mine: Tensor, theirs: Tensor, x_HTD: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
-def test_nvfp4_is_bit_for_bit_what_modelopt_packs(
+def test_nvfp4_is_bit_for_bit_the_packing_of_modelopt(
     rotation: Rotation, model: Any, states: list[dict[Side, Tensor]], tiny_checkpoint: Path
 ) -> None:
     """ModelOpt rounds an NVFP4 cache only on a GPU. Its packing of weights runs anywhere and uses the same arithmetic."""

@@ -201,7 +201,7 @@ def test_every_weight_of_the_tensorrt_llm_export_is_the_one_that_is_judged(
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
-def test_the_checkpoint_computes_what_modelopt_computes_without_activation_rounding(
+def test_the_checkpoint_computes_like_modelopt_without_activation_rounding(
     weights: WeightsFormat, tiny_checkpoint: Path, run_stage: Callable[..., Path]
 ) -> None:
     """Tolerance: 1 % of the logits' standard deviation, for the float16 rounding of the stored weights (2^-11 each)."""

@@ -91,7 +91,7 @@ STATIC_FORMATS = [
 
 
 @pytest.mark.parametrize("form", STATIC_FORMATS, ids=lambda f: f"{f.dtype}_{f.granularity}_{f.symmetric}_{f.rotation}")
-def test_every_static_format_has_the_extremes_of_what_shares_a_scale(
+def test_every_static_format_has_the_extremes_of_the_numbers_that_share_a_scale(
     form: Format, states: States, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     policy = KVPolicy(name="test", key=form, value=form)

@@ -79,7 +79,7 @@ def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(
     assert parts[6, False] == parts[6, True] != parts[2, True]
 
 
-def test_the_files_of_a_draft_are_part_of_the_key_of_what_it_drafts_for(tmp_path: Path) -> None:
+def test_the_files_of_a_draft_are_part_of_an_evaluations_key(tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(import_module("stages.tiny").__path__[0] + "/checkpoint", draft)
     config = configured(tmp_path, f"workloads.speculation={{draft:{draft}}}")

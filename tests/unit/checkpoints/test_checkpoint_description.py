@@ -199,7 +199,7 @@ def test_each_form_is_described_and_dequantized_to_the_numbers_that_it_stands_fo
     check_weights(inspect_checkpoint(tmp_path / "plain"), expected_tensors)
 
 
-def test_the_scales_of_a_cache_are_read_and_left_out_of_what_is_served(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_scales_of_a_cache_are_read_and_left_out_of_the_served_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8", cache_scale=0.5)
     info = inspect_checkpoint(tmp_path / "given")
     check_weights(info, expected_tensors)
@@ -213,7 +213,9 @@ def test_the_scales_of_a_cache_are_read_and_left_out_of_what_is_served(tiny_chec
     assert given.keys() - served.keys() == {name for name in given if name.endswith(("k_scale", "v_scale"))}
 
 
-def test_the_reference_multiplies_int8_codes_where_the_engine_does(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_reference_engine_multiplies_int8_codes_in_the_same_layers_as_the_engine(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     numbers = quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
     stored = load_file(tmp_path / "given" / "model.safetensors")
     write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)

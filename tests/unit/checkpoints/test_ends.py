@@ -96,7 +96,7 @@ def test_an_answer_ends_at_any_stop_token_and_keeps_it(kind: type[FakeEngine]) -
     assert (found.samples, found.contradictions) == (3, [])
 
 
-def test_the_ends_of_a_gguf_are_those_of_llama_cpp(tmp_path: Path) -> None:
+def test_the_ends_of_a_gguf_equal_those_of_llama_cpp(tmp_path: Path) -> None:
     keys = bpe_metadata()
     tokens = [*TOKENS[:-1], "<|eot_id|>"]
     keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 4}

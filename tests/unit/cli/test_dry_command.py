@@ -221,7 +221,7 @@ def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytes
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
 
 
-def test_a_fake_stage_takes_what_the_real_one_takes() -> None:
+def test_a_fake_stage_takes_the_arguments_of_the_real_one() -> None:
     measure = checked("evaluate.measure", "measure", lambda *_, **__: "measured")
     assert measure("engine", [], "tokenizer", "out", config={}, progress=None) == "measured"
     with pytest.raises(TypeError, match="unexpected keyword argument 'seed'"):

@@ -91,7 +91,7 @@ def outcome(commands: Commands, folder: Path, *arguments: str, begins: bool = Fa
         ("log=json", "kv.sink_tokens=-1", "seed=-1"),
     ],
 )
-def test_errors_before_any_work_follow_what_the_command_line_says(
+def test_errors_before_any_work_follow_the_log_mode_of_the_command_line(
     arguments: tuple[str, ...], commands: Commands, tmp_path: Path
 ) -> None:
     done = outcome(commands, tmp_path, *arguments)
@@ -158,7 +158,7 @@ SHOWN = [
 @pytest.mark.parametrize(
     ("arguments", "code", "said"), SHOWN, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
 )
-def test_an_option_shows_what_it_is_for_or_is_refused_in_a_line(
+def test_an_option_shows_its_output_or_is_refused_in_a_line(
     arguments: tuple[str, ...], code: int, said: str, commands: Commands, tmp_path: Path
 ) -> None:
     done = outcome(commands, tmp_path, *arguments)

@@ -17,7 +17,7 @@ from stages.verdict.thresholds import Check, Gate
 UNGRADED = {"quality/accuracy_baseline": 0.9}
 
 
-def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
+def test_a_verdict_begins_with_the_kept_share_and_the_comparison_with_recovery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = answered("copy", 64, lost=1, candidate_probability=0.252)

@@ -97,7 +97,7 @@ def assert_stores_what_the_reference_stores(form: Format, compute: Compute = "fl
 
 
 @pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=name)
-def test_a_format_stores_what_the_reference_stores(form: Format) -> None:
+def test_a_format_stores_the_codes_of_the_reference_engine(form: Format) -> None:
     assert_stores_what_the_reference_stores(form)
 
 

@@ -60,7 +60,7 @@ def test_a_graph_is_shown_the_pages_of_its_batch_and_no_others() -> None:
         np.testing.assert_array_equal(pool.array_view(name, spans)[tables[table]], absolute)
 
 
-def test_growth_keeps_what_is_stored_and_stays_within_the_limit() -> None:
+def test_growth_keeps_the_stored_tokens_and_stays_within_the_limit() -> None:
     pool = PagedPool(FP16_POLICY, SHAPE, 5)
     handle = pool.start()
     sizes = []
@@ -74,7 +74,7 @@ def test_growth_keeps_what_is_stored_and_stays_within_the_limit() -> None:
     assert pool.memory().pool_bytes == FP16_POLICY.pool_bytes(SHAPE, 5)
 
 
-def test_whatever_moves_or_grows_what_a_graph_sees_changes_the_spans() -> None:
+def test_every_move_or_growth_of_a_graphs_arrays_changes_the_spans() -> None:
     pool = PagedPool(EXACT, SHAPE, 8)
     spans = []
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("policy", [EXACT, WINDOW], ids=lambda policy: policy.name)
-def test_a_fork_copies_what_either_will_write_to_and_shares_the_rest(policy: KVPolicy) -> None:
+def test_a_fork_copies_the_pages_that_either_branch_will_write_and_shares_the_rest(policy: KVPolicy) -> None:
     pool = PagedPool(policy, SHAPE, 4)
     origin = pool.start()
     fill(pool, origin, 130)

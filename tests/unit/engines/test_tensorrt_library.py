@@ -153,7 +153,7 @@ def test_function_bodies_limit_the_prompts_that_prefill_together(
         assert rows == min(4, max_batch) or more.prefill_rows * Q_HEADS * chunk * positions > MOST_SHARED_ELEMENTS
 
 
-def test_prompts_are_cut_as_if_alone_and_run_with_those_of_their_bucket() -> None:
+def test_prompts_are_cut_as_if_alone_and_run_with_prompts_of_their_bucket() -> None:
     lengths, chunk, rows = [5, 1500, 1024, 7, 600, 513, 2100, 1], 1024, 4
     done, runs = [0] * len(lengths), []
     while any(left := [length - stored for length, stored in zip(lengths, done, strict=True)]):

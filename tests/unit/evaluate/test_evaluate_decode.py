@@ -173,7 +173,7 @@ WRONG = ("a", "c")
 
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("make", [fake_engine, sharing_engine])
-def test_answers_are_what_greedy_decode_from_the_prompt_gives(make: Any, batch_size: int) -> None:
+def test_answers_equal_greedy_decode_from_the_prompt(make: Any, batch_size: int) -> None:
     def alone(item: EncodedSample) -> list[int]:
         engine = fake_engine(SAMPLES, wrong=WRONG)
         (handle,), _ = engine.prefill([item.prompt[:-1]])
@@ -219,7 +219,7 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
-def test_samples_share_what_their_documents_begin_with() -> None:
+def test_samples_share_the_prefix_of_their_document() -> None:
     alone = Sample(id="s", workload="w", prompt="one" + DOCUMENT, reference="s", document="other")
     short = [Sample(id=f"t{i}", workload="w", prompt=f"short{i}", reference="s", document="short") for i in range(2)]
     odd = Sample(id="odd", workload="w", prompt="x" + DOCUMENT, reference="s", document="one")

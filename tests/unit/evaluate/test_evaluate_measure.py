@@ -59,7 +59,7 @@ def test_the_baseline_against_itself_has_no_distance_and_passes(same: Judged) ->
     assert [row.id for row in rows] == [sample.id for sample in SAMPLES]
 
 
-def test_the_noise_floor_is_what_another_batch_composition_changes(baseline: Path) -> None:
+def test_the_noise_floor_is_the_effect_of_another_batch_composition(baseline: Path) -> None:
     noise = json.loads((baseline / "once.json").read_text(encoding="utf-8"))["noise"]
     # no sample is prose; find-11 is the longest sample with an answer
     repeated = [*SAMPLES[:4], SAMPLES[11], *SAMPLES[80:84]]
@@ -144,7 +144,7 @@ def test_the_control_comes_last_and_leaves_its_fault_in_the_one_engine_that_is_o
     assert report.candidate_noise.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the fault"
 
 
-def test_system_metrics_are_those_of_the_fixed_load(same: Judged) -> None:
+def test_system_metrics_are_measured_under_the_fixed_load(same: Judged) -> None:
     report, _, _ = same
     system = report.system
     assert system.kib_per_token == 2 * 1 * 2 * 16 * 2 / 1024  # layers, heads, keys and values, head_dim, bytes

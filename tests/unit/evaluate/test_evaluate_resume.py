@@ -97,7 +97,7 @@ def test_a_crashed_round_goes_on_with_the_samples_that_are_missing(at: int, base
     assert_like_an_uninterrupted_run(baseline, out, tmp_path)
 
 
-def test_control_c_stops_at_once_and_keeps_what_was_finished(baseline: Path, tmp_path: Path) -> None:
+def test_control_c_stops_at_once_and_keeps_finished_samples(baseline: Path, tmp_path: Path) -> None:
     out = tmp_path / "round"
     faulty = engine((9,), control_c)
     with pytest.raises(KeyboardInterrupt):

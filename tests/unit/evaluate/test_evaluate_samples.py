@@ -58,7 +58,7 @@ def test_a_file_that_became_a_pipe_is_refused_and_not_waited_for(tmp_path: Path)
         read_jsonl(tmp_path / "mine.jsonl", set())
 
 
-def test_a_line_may_say_what_is_mentioned_and_how_hard_it_is(tmp_path: Path) -> None:
+def test_a_line_may_have_mentions_and_a_difficulty(tmp_path: Path) -> None:
     line = {
         "prompt": "Code?", "reference": "The code is 4711.", "check": "mention", "mentions": ["4711"],
         "distractors": ["4712"], "difficulty": "hard",
@@ -67,7 +67,7 @@ def test_a_line_may_say_what_is_mentioned_and_how_hard_it_is(tmp_path: Path) -> 
     assert (sample.mentions, sample.distractors, sample.difficulty) == (("4711",), ("4712",), "hard")
 
 
-def test_defaults_fill_what_a_line_leaves_out_and_empty_lines_are_skipped(tmp_path: Path) -> None:
+def test_missing_keys_of_a_line_get_defaults_and_empty_lines_are_skipped(tmp_path: Path) -> None:
     first, second = read_jsonl(write(tmp_path, GOOD, "", GOOD), set())
     assert (first.id, second.id) == ("mine-0001", "mine-0003")
     assert (first.workload, first.check, first.cluster) == ("custom", "exact", "mine-0001")

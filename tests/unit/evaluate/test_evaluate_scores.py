@@ -82,7 +82,7 @@ def test_a_head_is_as_long_as_its_distribution_is_wide() -> None:
     assert (left[:-1] > REST_MASS * 0.999).all()
 
 
-def test_a_candidate_that_is_sure_where_the_baseline_is_not_has_a_finite_distance() -> None:
+def test_a_candidate_that_is_surer_than_the_baseline_has_a_finite_distance() -> None:
     baseline, candidate = random_logits(1, 5000, 0.1, 6), np.full((1, 5000), -200, np.float32)
     candidate[0, 3] = 200
     whole, heads = both(baseline, candidate, token=3)

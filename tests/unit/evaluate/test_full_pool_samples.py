@@ -110,7 +110,7 @@ def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
         ),
     ],
 )
-def test_the_gate_fails_what_deviates_and_passes_only_a_pool_that_was_full(found: FullPool, status: str, says: str) -> None:
+def test_the_gate_fails_deviations_and_passes_only_a_pool_that_was_full(found: FullPool, status: str, says: str) -> None:
     line = full_pool_line(found)
     assert line.status == status
     assert says in line.reason

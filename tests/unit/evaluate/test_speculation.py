@@ -60,7 +60,7 @@ def test_prompt_lookup_is_that_of_transformers(tokens: int, ngram: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 50])
-def test_one_forced_pass_of_a_draft_counts_what_its_own_continuations_do(tokens: int) -> None:
+def test_one_forced_pass_of_a_draft_gives_the_count_of_its_own_continuations(tokens: int) -> None:
     def likely(text: Sequence[int]) -> int:
         """A draft that is right about half of the time, and whose next token depends on all of its previous tokens."""
         return random.Random(str(text)).randint(1, 2)
@@ -76,7 +76,7 @@ def test_one_forced_pass_of_a_draft_counts_what_its_own_continuations_do(tokens:
         assert draft_passes(greedy, said, tokens) == speculate(prompt, said, propose), (prompt, said)
 
 
-def test_drafts_end_where_the_draft_has_no_embedding_for_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_end_at_tokens_without_an_embedding_in_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
         vocab_size = 8
 

@@ -133,7 +133,7 @@ def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
     assert model.weight_bytes("none", 8) == 2 * ((parameters - normalisations) // 8 + normalisations)
 
 
-def test_heads_are_divided_among_gpus_and_copied_where_there_are_more(tmp_path: Path) -> None:
+def test_heads_are_divided_among_gpus_and_copied_if_there_are_more_gpus(tmp_path: Path) -> None:
     found = capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE)
     entry = of(found, "fp16")
     assert entry.bytes_per_token == 16 * KIB
@@ -157,7 +157,7 @@ def test_a_policys_own_eviction_counts_as_its_engine_counts_it(name: str) -> Non
         assert cost.own(tokens) == policy.sequence_bytes(shape, tokens)
 
 
-def test_a_changed_policy_is_named_by_what_differs_and_the_name_composes() -> None:
+def test_a_changed_policy_is_named_by_its_differences_and_the_name_composes() -> None:
     window = "kv.window={tokens: 64, key: null, value: {dtype: fp8_e4m3, granularity: per_tensor, scale: uncalibrated}}"
     for changes in (["kv.sink_tokens=1"], ["kv.value.group_size=32", "kv.recent_tokens=8"], [window]):
         changed = plan(["kv=fp8k_int4v", *changes], multirun=False).jobs[0].kv
@@ -172,7 +172,7 @@ COHERE = GEMMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere
 """A family whose cache size can be computed, but which no engine supports."""
 
 
-def test_shapes_of_other_architectures_are_read_where_they_say_enough(tmp_path: Path) -> None:
+def test_shapes_of_other_architectures_are_read_if_they_are_complete(tmp_path: Path) -> None:
     gemma = read_model(written(tmp_path, GEMMA))
     assert gemma.windows == (4096, None) * 16
     assert (gemma.kv.head_dim, gemma.notes) == (256, ())

@@ -89,7 +89,7 @@ def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None
 
 
 @pytest.mark.parametrize("name", ggml_cases.NAMES)
-def test_the_bytes_mean_what_ggufs_reader_reads_of_them(name: str) -> None:
+def test_the_bytes_have_the_meaning_of_ggufs_reader(name: str) -> None:
     form = form_of(name)
     stored = quantize(ggml_cases.vectors(), form, None)
     bytes_ = ggml_cases.raw(stored)
@@ -143,7 +143,7 @@ def test_a_format_that_an_engine_does_not_have_is_refused(form: Format, changed:
         ("tensorrt_rtx", "llamacpp_q4_0", r"dtype=q4_0: .*; use backend=torch backend\.device=cpu, or"),
     ],
 )
-def test_graphs_refuse_what_the_reference_alone_computes_and_name_it(backend: str, kv: str, message: str) -> None:
+def test_graphs_refuse_and_name_formats_that_only_the_reference_engine_computes(backend: str, kv: str, message: str) -> None:
     (job,) = plan([f"backend={backend}", f"kv={kv}"], multirun=False).jobs
     with pytest.raises(UserError, match=rf"^kv\.key\.{message}"):
         check_inputs(job)

@@ -50,7 +50,7 @@ def test_pages_stay_where_a_layer_or_the_policy_still_reads_them(
     assert len(changed.evicted_pages(1000, KVShape(3, 8, 128, windows))) == lost
 
 
-def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_takes() -> None:
+def test_an_evicting_sequence_costs_its_kept_pages_and_a_token_the_bytes_of_its_format() -> None:
     plain, streaming = SHIPPED["fp8"], SHIPPED["fp8_streaming"]
     assert streaming.bytes_per_token(LLAMA_8B) == plain.bytes_per_token(LLAMA_8B)
     assert streaming.sequence_bytes(LLAMA_8B, 4096) == plain.sequence_bytes(LLAMA_8B, 4096)
@@ -69,7 +69,7 @@ def heavy_hitters() -> KVPolicy:
 
 @pytest.mark.parametrize("tokens", [4096, 8_192, 131_072])
 @pytest.mark.parametrize("evicting", [SHIPPED["fp16_streaming"], heavy_hitters()], ids=lambda evicting: evicting.name)
-def test_a_policy_holds_no_more_live_tokens_for_what_it_has_lost(evicting: KVPolicy, tokens: int) -> None:
+def test_dropped_tokens_do_not_count_as_live_tokens(evicting: KVPolicy, tokens: int) -> None:
     kept = live_tokens(SHIPPED["fp16"], LLAMA_8B, 45 * GIB, 64)
     assert live_tokens(evicting, LLAMA_8B, 45 * GIB, tokens) <= kept
 
@@ -192,7 +192,7 @@ SMALL = KVShape(layers=1, kv_heads=2, head_dim=64)
         (({"key": PER_HEAD, "value": SideScales(scale=(1.0, 1.0), zero=(0.0,))},), "got 2 and 1"),
     ],
 )
-def test_scales_that_are_not_what_the_policy_needs_are_refused(layers: tuple[dict[str, SideScales], ...], message: str) -> None:
+def test_scales_that_do_not_match_the_policy_are_refused(layers: tuple[dict[str, SideScales], ...], message: str) -> None:
     with pytest.raises(UserError, match=f"FILE: .*{message}"):
         KVScales.model_validate({"layers": layers}).check(SHIPPED["fp8_head"], SMALL, "FILE")
 

@@ -58,7 +58,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_the_reference_is_what_the_code_says() -> None:
+def test_the_reference_page_is_current() -> None:
     written = runpy.run_path(str(ROOT / "docs" / "reference.py"))["page"]()
     assert TEXT["docs/reference.md"] == written, "run: python docs/reference.py"
 
@@ -212,7 +212,7 @@ def test_every_command_that_makes_a_figure_exists() -> None:
         assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets, document
 
 
-def test_the_python_of_the_documents_imports_what_exists() -> None:
+def test_the_python_of_the_documents_imports_existing_names() -> None:
     programs = [program for text in TEXT.values() for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
     for node in (node for program in programs for node in ast.walk(ast.parse(program))):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("pipeline", "stages"):

@@ -50,7 +50,7 @@ def test_a_part_that_hangs_ends_at_its_limit_with_what_it_started(tmp_path: Path
     assert not status.exists() or "zombie" in status.read_text()
 
 
-def test_a_step_that_is_cut_off_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_cut_off_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(line: str) -> None:
         if "fails" in line:
             raise KeyboardInterrupt
@@ -62,7 +62,7 @@ def test_a_step_that_is_cut_off_keeps_what_it_had(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("parts", "code"), [((PRINTS, LACKS), 0), ((PRINTS, FAILS), 3)])
-def test_the_exit_code_is_three_where_a_part_failed(
+def test_the_exit_code_is_three_if_a_part_failed(
     parts: tuple[Part, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(on_gpu, "gpus", lambda: 1)

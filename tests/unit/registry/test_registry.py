@@ -75,9 +75,7 @@ def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registr
     assert registry.versions["2"]["promoted_over"] == "none"
 
 
-def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
-    tmp_path: Path, registry: MemoryRegistry
-) -> None:
+def test_the_champion_stays_if_nothing_better_passed_unless_a_name_is_given(tmp_path: Path, registry: MemoryRegistry) -> None:
     small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
     promote(registry, small)
 
@@ -99,7 +97,7 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
     assert (moved(better).champion, moved(large, name="int8").champion) == ("int4", "int8")
 
 
-def test_live_tokens_decide_then_the_lower_mean_kl_and_what_is_unknown_loses(fp8: Candidate) -> None:
+def test_live_tokens_decide_then_the_lower_mean_kl_and_unknown_figures_lose(fp8: Candidate) -> None:
     # Exact sink and recent tokens need memory per sequence, which KiB per token does not show.
     def one(name: str, tokens: float | None, kl: float | None, **changes: Any) -> Candidate:
         known = {"memory/max_live_tokens": tokens, "quality/kl_mean": kl}

@@ -80,7 +80,7 @@ def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list
     assert f"{checks[0].gate.heading} {checks[0].where}" in " ".join(re.sub(r"<[^>]*>", " ", page).split())
 
 
-def test_the_front_is_what_no_other_policy_beats_in_bytes_and_distance(judged: list[Exhibit]) -> None:
+def test_the_front_has_the_policies_that_no_other_beats_in_bytes_and_distance(judged: list[Exhibit]) -> None:
     *policies, baseline = quality_numbers(judged)
     assert {row["policy"] for row in policies if row["front"]} == {"fp8", "int4"}, "int8 takes more bytes and is farther away"
     assert (baseline["kib"], baseline["exact"]) == (2.0, 1e-5)

@@ -131,7 +131,7 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
     assert (check.status, said in check.reason) == (status, True), check.reason
 
 
-def test_an_engine_may_allow_what_it_had_to_allow_to_be_asked_the_samples() -> None:
+def test_an_engine_may_allow_the_length_that_its_samples_require() -> None:
     """Whole pages of 64 tokens count: an answer that may have 16 further tokens but ends before needs room for 640."""
     judged = Limits(tokens=574, room=591, batch=16)
     assert judged.exceeded_by(Limits(tokens=640)) is None

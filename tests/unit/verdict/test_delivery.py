@@ -55,7 +55,7 @@ MERGED = scale_changes(layer(CARRIED, (0.5,), (0.5,)), BOTH)
         (MERGED, ["merged"], "WARNING", f"candidate: scales: {describe_changes(MERGED)}, as gates.allow_scale_changes accepts"),
     ],
 )  # fmt: skip
-def test_the_gate_fails_what_is_not_allowed_and_warns_of_what_is(
+def test_the_gate_fails_changes_that_are_not_allowed_and_warns_of_allowed_ones(
     changes: list[object], allowed: list[str], status: str, reason: str
 ) -> None:
     (line,) = lines("scale_delivery", report([], scale_changes=changes), thresholds=gates(allow_scale_changes=allowed))

@@ -165,7 +165,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_verdict_is_what_its_samples_show_and_names_the_gates_that_stop_it(name: str) -> None:
+def test_a_verdict_follows_from_its_samples_and_names_the_gates_that_stop_it(name: str) -> None:
     rows, how, status, stops, said = CASES[name]
     outcome = verdict(rows, gates(**how.get("gates", {})), **{key: value for key, value in how.items() if key != "gates"})
     assert outcome.status == status

@@ -100,7 +100,7 @@ def test_a_plan_that_is_used_up_without_a_decision_is_inconclusive_and_final() -
 @pytest.mark.parametrize(
     ("documents", "spread", "status"), [(36, 0.105, "PASS"), (35, 0.105, "INCONCLUSIVE"), (36, 0.15, "INCONCLUSIVE")]
 )
-def test_many_documents_show_by_student_s_t_what_a_bet_leaves_open(documents: int, spread: float, status: str) -> None:
+def test_many_documents_decide_by_student_s_t_if_a_bet_is_undecided(documents: int, spread: float, status: str) -> None:
     """Half of the documents lose more than the bet allows for."""
     (check,) = lines("min_recovery", report(rows := keeping(1.0, answered("copy", documents), spread)), rows)[:1]
     assert check.status == status
@@ -140,7 +140,7 @@ def test_a_verdict_names_the_rules_that_made_it() -> None:
     assert Verdict.model_validate({"status": "PASS", "reasons": [], "checks": [], "samples_needed": {}}).rules == 1
 
 
-def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
+def test_following_the_advice_spends_the_rest_of_the_first_evaluations_level() -> None:
     attempts = [gates(attempt=number).pass_alpha for number in range(1, MOST_ATTEMPTS + 1)]
     assert sum(attempts) <= ALPHA
     assert attempts[0] == pytest.approx(0.9 * ALPHA)

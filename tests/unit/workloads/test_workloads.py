@@ -107,7 +107,7 @@ def test_tool_call_is_valid_against_the_offered_tools_and_copies_the_request() -
         assert dict(part.split("=") for part in stated.split(", ")) == call["arguments"]
 
 
-def test_multi_turn_answer_is_the_updated_value_where_there_is_one() -> None:
+def test_multi_turn_answer_is_the_updated_value_if_there_is_an_update() -> None:
     updated = 0
     for sample in generate("multi_turn", COUNT, 0):
         user_text = "\n".join(content for role, content in sample.messages if role == "user")
@@ -155,7 +155,7 @@ def another(folder: Path, *, template: bool = True) -> Path:
         (["model.path={other}", "stage=tune"], "lookup", "lookup"),
     ],
 )
-def test_a_model_is_asked_and_calibrated_on_what_suits_it(
+def test_a_model_gets_questions_and_calibration_texts_that_suit_it(
     arguments: list[str], asked: str, calibrated: str, tmp_path: Path
 ) -> None:
     shutil.copytree(TINY, tmp_path / "copy")

@@ -81,7 +81,7 @@ def test_lookup_depth_covers_early_middle_and_late_people() -> None:
     assert means[2] - means[0] > 0.2
 
 
-def test_recall_asks_for_what_was_told_after_the_page() -> None:
+def test_recall_asks_for_facts_that_are_stated_after_the_page() -> None:
     for sample in generate("recall", COUNT, 0):
         assert sample.reference not in page_of(sample)
         assert sample.reference in told_in(sample)
