@@ -35,7 +35,7 @@ RAY_LINES = {
 }
 """Environment variables that make Ray print the jobs' lines unchanged."""
 RAY_HERE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all ports on 127.0.0.1, as on those systems, not on every address
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all ports on 127.0.0.1, as on Windows and macOS, not on every address
     "RAY_AUTH_MODE": "token",
 }
 """Environment variables of a Ray instance that the command starts."""
@@ -47,7 +47,7 @@ RAY_OVERRIDES = [
 ]
 
 NOT_OF_THE_LAUNCHER: tuple[type[Exception], ...] = (*REFUSALS, TypeError, AttributeError, PicklingError)
-"""Refusals, and the errors of pickle for a job that it cannot send, which are defects of kvgate."""
+"""Exceptions that are not the launcher's: refusals, and pickle's errors for a job that cannot be sent (defects of kvgate)."""
 ENDING_S = 5.0
 LAST_LINES_S = 1.0
 
@@ -70,7 +70,7 @@ def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
             jobs = [[override for override in job if not is_hydras(override.lstrip("+~"))] for job in planned.overrides]
             with launcher_errors(planned.launcher):
                 returned = Plugins.instance().instantiate_launcher(context, task, composed).launch(jobs, initial_job_idx=0)
-        return [job.return_value for job in returned]  # raises what the job raised
+        return [job.return_value for job in returned]  # raises the job's exception
     except BaseException:
         end_workers(others)
         raise
@@ -133,7 +133,7 @@ def end_workers(others: Collection[psutil.Process]) -> None:
     workers = []
     for worker in set(psutil.Process().children(recursive=True)).difference(others):
         with suppress(psutil.NoSuchProcess):
-            # a resource tracker ignores signals, ends by itself after the command, and removes what killed workers left
+            # a resource tracker ignores signals, ends by itself after the command, and removes leftovers of killed workers
             if not any("resource_tracker" in argument for argument in worker.cmdline()):
                 worker.send_signal(signal.SIGINT)
                 workers.append(worker)

@@ -1,7 +1,7 @@
-"""Runs a command: its jobs, and what follows from their verdicts. STAGES maps a stage to its function. Start reading here.
+"""Runs a command: its jobs, then the promotion or the next step that their verdicts call for. Start reading here.
 
-The stages up to evaluate make the artifacts that they need, or reuse artifacts in the store. Promote, rollback and verify
-use the results of earlier commands.
+STAGES maps a stage to its function. The stages up to evaluate make the artifacts that they need, or reuse artifacts in the
+store. Promote, rollback and verify use the results of earlier commands.
 
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """
@@ -111,7 +111,7 @@ def holding(config: Config) -> AbstractContextManager[None]:
 
 
 def run(planned: Plan, sweep: str) -> int:
-    """Run the jobs of a command, show what follows from their verdicts, and return the exit code.
+    """Run the jobs of a command, show the candidates with the next step, and return the exit code.
 
     `sweep` is the id of the command's evaluations. An error of a job does not stop a sweep.
 
@@ -138,7 +138,7 @@ def run(planned: Plan, sweep: str) -> int:
             with warned("the interruption is not recorded"):
                 _conclude(planned, job, INTERRUPTED)
             raise KeyboardInterrupt from error
-        except Exception as error:  # of the only job, or of the launcher
+        except Exception as error:  # from the only job, or from the launcher
             if sweeping:
                 console.ended_by(error)
                 if isinstance(error, UserError) and config.facts.judges and not summary.load(config.work, sweep).exit_codes:
