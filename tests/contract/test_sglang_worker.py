@@ -94,6 +94,6 @@ def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path
         ("fp8k_int4v", ".*: its cache has one type for all keys and values"),
     ],
 )
-def test_a_policy_that_its_cache_cannot_hold_is_refused(kv: str, expected: str) -> None:
+def test_a_policy_that_sglangs_cache_cannot_store_is_refused(kv: str, expected: str) -> None:
     with pytest.raises(UserError, match=rf"^kv={kv}: backend=sglang cannot hold it \({expected}.*choose kv=fp16, bf16"):
         cache_dtype(SHIPPED[kv], config_of("sglang", "python3"))

@@ -43,9 +43,7 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
     ("release", "target"),
     [("1.2.0", "engine"), ("1.2.1", "engine"), ("1.2.1", "pytorch"), ("1.3.0rc20", "pytorch"), ("1.3.0rc20", "engine")],
 )
-def test_the_pytorch_target_has_every_release_and_the_engine_the_last_that_builds_one(
-    tmp_path: Path, release: str, target: TargetName
-) -> None:
+def test_supported_releases_of_both_targets_are_accepted(tmp_path: Path, release: str, target: TargetName) -> None:
     here = probe(PROGRAM, make_interpreter(tmp_path / "bin", release=release))
     require_target(target, here)
     assert here.release == release
@@ -73,7 +71,7 @@ def test_the_must_fail_control_finds_each_releases_attention_module(tmp_path: Pa
     assert found.stdout.strip() == str(module)
 
 
-def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_can(tiny_checkpoint: Path) -> None:
+def test_policies_that_a_target_cannot_store_are_refused_with_the_supported_ones(tiny_checkpoint: Path) -> None:
     info = inspect_checkpoint(tiny_checkpoint)
     held: dict[TargetName, set[str]] = {"engine": set(), "pytorch": set()}
     for path in (Path(__file__).parents[2] / "conf" / "kv").glob("*.yaml"):
@@ -119,7 +117,7 @@ def test_a_switch_that_only_the_other_target_reads_is_refused() -> None:
     assert refuse_unread("engine", other) == refusal
 
 
-def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
+def test_lengths_that_do_not_fit_together_are_refused_with_the_configuration() -> None:
     shipped = conf("backend", "trtllm")
     for changes, key in (({"max_input_len": 8192}, "max_input_len=8192"), ({"max_num_tokens": 4096}, "max_num_tokens=4096")):
         with pytest.raises(ValueError, match=f"{key}: must"):

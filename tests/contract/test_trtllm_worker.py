@@ -66,7 +66,7 @@ def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_an_engine_whose_worker_died_between_two_requests_says_so_and_starts_anew(bundle: Path, tmp_path: Path) -> None:
+def test_a_worker_that_died_between_two_requests_is_reported_and_started_again(bundle: Path, tmp_path: Path) -> None:
     engine = open_engine(bundle, make_interpreter(tmp_path / "bin"))
     before = engine.forced(TOKENS, 1)
     assert engine._worker is not None

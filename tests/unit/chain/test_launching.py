@@ -19,7 +19,7 @@ from pipeline.config.compose import plan
 from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
 
 
-def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(
+def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluate(*_: object) -> None:

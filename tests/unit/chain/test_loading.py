@@ -22,7 +22,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pyte
     assert exit_code(caught.value) == 4
 
 
-def test_a_module_of_ours_that_is_missing_is_a_defect() -> None:
+def test_a_missing_module_of_kvgate_is_a_defect() -> None:
     with pytest.raises(ModuleNotFoundError), required_libraries():
         import_module("stages.nothing")
 

@@ -114,7 +114,7 @@ def test_without_compared_requests_no_reference_engine_is_built() -> None:
     steps.chain.bundle.assert_called_once_with(job.kv)  # type: ignore[attr-defined]
 
 
-def test_a_sweep_of_a_stage_that_judges_nothing_leaves_the_candidates_of_the_last_one(tmp_path: Path) -> None:
+def test_a_sweep_of_a_stage_that_judges_nothing_keeps_the_last_candidates(tmp_path: Path) -> None:
     summary.begin(tmp_path, "judged", ["fp8"])
     planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
     assert runner._conclude(planned, Run(planned.jobs[0], "built"), 4) == 4

@@ -97,7 +97,9 @@ def test_no_stage_writes_anything(stage: str, used: Path, capsys: pytest.Capture
     assert "nothing was written" in capsys.readouterr().out
 
 
-def test_what_a_sweep_makes_and_reuses_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_foresees_the_artifacts_that_a_sweep_makes_and_reuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     work = tmp_path / "work"
     for overrides in (["kv=fp8,int8"], ["kv=int8,int4"], ["kv=int4", "gates.max_acceptance_loss=0.2"]):
         jobs = planned(work, "stage=evaluate", *overrides, sweeping=True)

@@ -82,7 +82,7 @@ def candidate(
         (["kv=int8"], {"int8": "FAIL"}, False, "tune", None),  # there is no finer policy
     ],
 )
-def test_after_judging_the_next_command_has_what_was_typed(
+def test_after_judging_the_next_command_repeats_the_users_arguments(
     base: list[str], verdicts: dict[str, Status], unfinished: bool, stage: str, kv: str | None, tmp_path: Path
 ) -> None:
     sweeping = "," in base[0]
@@ -99,7 +99,7 @@ def test_after_judging_the_next_command_has_what_was_typed(
 
 
 @pytest.mark.parametrize(("verdict", "kv", "quick"), [("INCONCLUSIVE", "fp8", False), ("FAIL", "int8", True)])
-def test_after_a_quick_look_comes_a_whole_verdict_or_a_quick_look_at_what_keeps_more(
+def test_after_a_quick_look_comes_a_whole_verdict_or_a_quick_look_at_a_finer_policy(
     verdict: Status, kv: str, quick: bool, tmp_path: Path
 ) -> None:
     base = [*TYPED, "experiment=quick", "kv=fp8"]
@@ -109,7 +109,7 @@ def test_after_a_quick_look_comes_a_whole_verdict_or_a_quick_look_at_what_keeps_
     assert ("10 times the questions at most, about 5 min 00 s more" in step.why) is not quick
 
 
-def test_after_an_experiment_the_promotion_finds_what_the_experiment_made(tmp_path: Path) -> None:
+def test_the_promotion_after_an_experiment_finds_the_experiments_engines(tmp_path: Path) -> None:
     config = plan(["experiment=smollm2"], multirun=True).jobs[0]
     judged = [candidate(tmp_path, "fp8", "PASS")]
     after = composed(next_steps.after_judging(config, judged, ["experiment=smollm2"], swept=["kv"]))
@@ -157,7 +157,7 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         ([], {"copy": 1_000_000}, Gate.ACCURACY, "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )
-def test_what_to_change_depends_on_what_is_open(
+def test_the_suggested_change_depends_on_the_undecided_gates(
     tmp_path: Path, base: list[str], needed: dict[str, int], gate: Gate, says: str
 ) -> None:
     judged = candidate(tmp_path, "fp8", "INCONCLUSIVE", needed, gate)
@@ -177,7 +177,7 @@ def test_what_to_change_depends_on_what_is_open(
         (["workloads=chat"], ["lookup"], [], "ask questions that this model answers"),
     ],
 )
-def test_what_a_baseline_cannot_answer_is_left_out_or_asked_otherwise(
+def test_workloads_that_the_baseline_cannot_answer_are_left_out_or_replaced(
     base: list[str], weak: list[str], able: list[str], says: str
 ) -> None:
     step = next_steps.after_weak(config_of(*base), CannotBeJudged("", weak, able), base)
@@ -199,7 +199,7 @@ def test_no_other_policy_is_advised_if_the_must_fail_control_passed(tmp_path: Pa
     assert "a corrupted cache gave the same results" in step.why
 
 
-def test_a_refused_promotion_says_what_else_to_judge_or_what_serves(tmp_path: Path) -> None:
+def test_a_refused_promotion_suggests_another_policy_or_names_the_champion(tmp_path: Path) -> None:
     config = config_of(*TYPED, "stage=promote")
     judged = [candidate(tmp_path, "int4", "FAIL"), candidate(tmp_path, "fp8", "FAIL")]
     finer = composed(next_steps.after_no_promotion(config, judged))
@@ -301,7 +301,7 @@ def test_a_policy_that_was_found_is_judged_from_its_folder(tmp_path: Path) -> No
     assert composed(next_steps.after_tuning(config_of(*BASE), "found", tmp_path)).stage == "evaluate"
 
 
-def test_a_policy_that_was_found_is_judged_with_what_the_users_own_folder_brought(
+def test_a_policy_that_was_found_is_judged_with_the_options_of_the_users_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(next_steps, "_given", [])

@@ -20,7 +20,7 @@ def compositions() -> list[dict[str, Any]]:
     return [job.model_dump(mode="json") for overrides in COMMANDS for job in plan(overrides, multirun=True).jobs]
 
 
-def test_cached_configurations_are_those_that_hydra_composes() -> None:
+def test_cached_configurations_equal_hydras_own() -> None:
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
     script = "import json; from test_composed_once import compositions; print(json.dumps(compositions()))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}

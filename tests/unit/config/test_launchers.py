@@ -122,7 +122,7 @@ def test_an_unknown_launcher_or_one_that_names_code_is_refused(name: str) -> Non
         ("stage=recommend", "looks at every policy in one run"),
     ],
 )
-def test_no_job_of_a_sweep_moves_what_serves_or_plans(asked: str, why: str) -> None:
+def test_no_job_of_a_sweep_promotes_or_plans(asked: str, why: str) -> None:
     alone = asked.replace("=", ",").split(",")[-1]
     with pytest.raises(UserError, match=f"stage={alone}: {why}"):
         plan(["kv=fp8,int8", asked], multirun=True)
@@ -212,7 +212,7 @@ def test_jobs_of_a_sweep_and_next_commands_have_the_path(path: str) -> None:
     assert again.jobs[0].workdir == path
 
 
-def test_a_quoted_path_and_one_with_a_variable_stay_what_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_quoted_paths_and_paths_with_variables_stay_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVGATE_DATA", str(tmp_path))
     for typed, path in (("'/a,b'", "/a,b"), ('"/é"', "/é"), ("/a\\,b", "/a,b"), ("${oc.env:KVGATE_DATA}/é", f"{tmp_path}/é")):
         assert plan([f"workdir={typed}"], multirun=False).jobs[0].workdir == path

@@ -75,7 +75,7 @@ def test_a_killed_promotion_leaves_a_champion_and_is_finished_by_running_it_agai
         assert registry.versions["3"].keys() >= {"promoted_by", "promoted_at"}
 
 
-def test_a_promotion_by_name_of_what_was_rolled_back_is_finished_too(registry: Dying, three: list[Candidate]) -> None:
+def test_a_promotion_by_name_of_a_rolled_back_engine_is_finished_too(registry: Dying, three: list[Candidate]) -> None:
     put_forward(registry, *three[:2])
     engines_of(registry, three).rollback()
 

@@ -73,7 +73,7 @@ def validity(good: int, of: int) -> str:
     [(0, 0, "unknown"), (9, 10, "unknown"), (0, 2, "broken"), (1, 3, "unknown"), (400, 400, "holds"), (1950, 2000, "unknown"),
      (1900, 2000, "broken"), (1999, 2000, "holds")],
 )  # fmt: skip
-def test_a_monitor_breaks_where_the_bound_shows_it_and_too_few_requests_are_unknown(good: int, of: int, expected: str) -> None:
+def test_a_monitor_breaks_if_its_bound_shows_it_and_few_requests_are_unknown(good: int, of: int, expected: str) -> None:
     assert validity(good, of) == expected
 
 
@@ -91,7 +91,7 @@ def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is
     assert not quality_holds(read(canaries={"good": 9, "of": 10}))
 
 
-def test_where_nothing_broke_nothing_moves(fleet: Fleet) -> None:
+def test_no_route_moves_if_no_monitor_broke(fleet: Fleet) -> None:
     fp8_beside(fleet)
     moves = list(fleet.registry.moves)
     assert monitored(fleet)[-1] == "route-copy: stays at version 1"
@@ -165,7 +165,7 @@ def test_no_engine_is_taken_without_evidence_for_the_class(fleet: Fleet) -> None
     assert said[-1] == "refused"
 
 
-def test_an_engine_over_another_baseline_or_that_holds_no_more_is_not_taken(fleet: Fleet) -> None:
+def test_an_engine_with_another_baseline_or_without_more_tokens_is_not_chosen(fleet: Fleet) -> None:
     fp8_beside(fleet, fp8k_int4v=1300, fp8k_int4v_aged=900)
     other = {"baseline": Cited(path=fleet.folder, digest="of other weights")}
     fleet.candidates["2"] = fleet.candidates["2"].model_copy(update=other)
@@ -185,7 +185,7 @@ def test_an_engine_that_was_rolled_back_is_taken_again_only_once_it_is_routed_by
     assert pressed(fleet)[0] == "2"
 
 
-def test_one_class_that_breaks_leaves_the_others_where_they_are(fleet: Fleet) -> None:
+def test_a_broken_class_does_not_move_other_classes(fleet: Fleet) -> None:
     for policy in ("int8", "fp8"):
         fleet.add(policy)
         fleet.routed(copy=policy, retrieval=policy)

@@ -110,7 +110,7 @@ def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
     assert "a request may take until" in caplog.text
 
 
-def test_the_database_of_another_program_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_the_database_of_another_program_is_refused_and_stays_unchanged(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "places.sqlite") as other:
         other.execute("create table moz_places (url)")
     before = (tmp_path / "places.sqlite").read_bytes()

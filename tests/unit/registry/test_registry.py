@@ -201,9 +201,7 @@ def test_a_rollback_replays_the_evidence_of_the_version_that_it_goes_back_to(tmp
     assert registry.aliases == {"champion": "2", "previous": "1"}
 
 
-def test_what_was_rolled_back_stays_back_until_it_is_judged_anew_or_asked_for_by_name(
-    tmp_path: Path, registry: MemoryRegistry
-) -> None:
+def test_a_rolled_back_engine_returns_only_after_a_new_evaluation_or_by_name(tmp_path: Path, registry: MemoryRegistry) -> None:
     one, two = make(tmp_path, registry, "int8", kib=2.0), make(tmp_path, registry, "fp8", kib=1.0)
     promote(registry, one)
     promote(registry, one, two)

@@ -103,7 +103,7 @@ def test_a_rollback_takes_no_engine_that_was_deleted(fleet: Fleet) -> None:
         ({"copy": "bf16"}, GateRefusal, "copy=bf16: version 1 is not proven: identity: differs"),
     ],
 )
-def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
+def test_unknown_or_unproven_engines_are_refused_and_nothing_moves(
     fleet: Fleet, routes: dict[str, str], kind: type[Exception], expected: str
 ) -> None:
     fleet.lines[fleet.candidates["3"].engine.digest, "copy"] = "INCONCLUSIVE"
@@ -124,7 +124,7 @@ def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet
     assert fleet.registry.moves == []
 
 
-def test_an_engine_is_found_in_the_store_by_what_its_version_cites_and_its_evidence_replays(tmp_path: Path) -> None:
+def test_an_engine_is_found_in_the_store_by_its_versions_citations_and_its_evidence_replays(tmp_path: Path) -> None:
     store = tmp_path / "store"
     evidence = judged_engine(store)
     tags = cited_tags(evidence)

@@ -116,7 +116,7 @@ def signature_finding(evidence: Path, trusted: SigningConfig) -> str:
     return f"{finding.status}, {finding.detail}"
 
 
-def test_what_a_trusted_key_signed_verifies_in_its_store_and_as_a_copy(
+def test_evidence_signed_by_a_trusted_key_verifies_in_its_store_and_as_a_copy(
     signed: Path, tmp_path: Path, ours: tuple[Path, Path], theirs: tuple[Path, Path]
 ) -> None:
     for trusted in ([ours[1]], [theirs[1], ours[1]]):

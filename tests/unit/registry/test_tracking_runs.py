@@ -204,7 +204,7 @@ def test_a_version_says_what_it_costs_and_why_it_failed(store: MlflowStore, tmp_
     assert said[1].endswith("- copy: 9 of 9 answers lost")
 
 
-def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:
+def test_a_bundle_is_not_copied_if_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:
     other = MlflowStore(locate(Tracking(log_bundle=False), work, "tiny"))
     done = track_one(other, judged(tmp_path, "light"), "a")
     root = Path(store.client.get_logged_model(version(store, done).model_id).artifact_location.removeprefix("file://"))
