@@ -48,8 +48,8 @@ class Distance(Record):
     """KL(reference engine || engine) over the request's decoded tokens, nats."""
     kl_max: Number
     stored_error: Number
-    """Error of the worst stored vector, minus the error of the codes nearest to the computed vector, relative to its length. 0
-    if the engine does not expose its cache."""
+    """Largest error of a stored vector beyond the error of the nearest codes, relative to the vector's length. 0 if the engine
+    does not expose its cache."""
     stored_mean: Number = 0.0
     """Mean of this error over all stored vectors."""
     stored_by_layer: tuple[float, ...] = ()

@@ -57,7 +57,8 @@ def table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
 def lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
     """Return the page numbers of `pages` (B, S), flattened.
 
-    A row is (numbers of a sequence's pages, index of the first listed page). The result is arbitrary for earlier pages.
+    A row lists the page numbers of a sequence, and the index of the first listed page. The result is arbitrary for pages
+    before this index.
     """
     numbers = []
     for (listed, first), positions in zip(rows, pages, strict=True):

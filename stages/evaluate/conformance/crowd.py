@@ -24,7 +24,7 @@ from stages.policies.policy import PAGE_TOKENS, page_count
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
 """(minimum prompt tokens, maximum prompt tokens, mean answer tokens) of short requests."""
 LONG = ((130, 190), (370, 430), (220, 300))
-"""(minimum, maximum) prompt tokens of long requests, a fifth of all. Later requests reuse their pages after the second."""
+"""(minimum, maximum) prompt tokens of long requests, a fifth of all. Each has more than two pages, which others reuse later."""
 LONG_STEPS = 24
 """Answer tokens of long requests: enough for several long requests to be live at any time."""
 ASLEEP_PAGES = 256

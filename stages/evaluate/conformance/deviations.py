@@ -68,9 +68,9 @@ class Deviations:
     def compare(self, sequences: Sequence[ForcedSequence]) -> None:
         """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay.
 
-        Measuring a rounding doubles a replay. Roundings are measured on some of the first sequences of the run, on sequences
-        that the known roundings do not clear, and on all sequences after a suspect. Any other sequence would be cleared by its
-        own rounding, too.
+        Measuring a rounding doubles the cost of a replay. So it is measured only for some of the first sequences of the run,
+        for sequences that exceed the limits of the known roundings, and for all sequences once one is suspect. All other
+        sequences would also be within the limits of their own rounding.
         """
         by_codes = defaultdict[object, list[ForcedSequence]](list)
         for sequence in sequences:
@@ -163,7 +163,8 @@ def passes(sequences: Sequence[S], *, shared: bool = False) -> list[list[S]]:
 def far_medians(kl: Mapping[str, Sequence[Array]], allowed: float) -> Iterator[str]:
     """Yield messages about sequence names whose median KL from the reference engine exceeds `allowed`.
 
-    `kl` has the KL by row in nats, by "scenario: role". Roles with few rows are pooled per scenario.
+    `kl` has the KL by row in nats, by the sequences' name: "scenario: kind of sequence". Kinds with few rows are pooled per
+    scenario.
     """
     pooled: dict[str, list[Array]] = defaultdict(list)
     for name, rows in kl.items():
