@@ -150,7 +150,8 @@ class Comparer:
                 if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
                     return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
                 (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens, shape)
-                if stop > start and not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS:
+                kept = not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS
+                if stop > start and kept and not side.in_window:
                     return f"{where} have lost tokens {start} to {stop - 1}, some of which the policy keeps"
         return ""
 

@@ -38,8 +38,8 @@ KEPT_CHUNKS, HITS = 8, 9
 
 PROMPTS, SHORT, WAITING = 9, 30, 140
 """Number of different prompts of free answers, of different short prompts, and of waiting prompts in one call."""
-CALLS, ANSWER = 5, 18
-"""Number of calls with the same prompts, and maximum tokens of their answers."""
+CALLS, ANSWER, LONG_ANSWER = 5, 18, 130
+"""Number of calls with the same prompts, maximum tokens of their answers, and tokens of the long answers to short prompts."""
 
 
 @dataclass(frozen=True)
@@ -251,10 +251,14 @@ def answers(test: StressTest) -> None:
     for call in range(CALLS):
         order = test.rng.permutation(len(asked))[: test.length(1, len(asked))].tolist()
         limits = [test.length(1, len(known[i])) if call % 2 else len(known[i]) for i in order]
-        ends = {known[i][test.length(0, len(known[i]) - 1)] for i in order[: test.length(1, 3)]}
+        places = [test.length(0, len(known[i]) - 1) for i in order[: test.length(1, 3)]]
+        limits[0] = places[0] + 1  # a stop token is the last token that the limit allows
+        ends = {known[i][place] for i, place in zip(order, places, strict=False)}
         others = [token for token in test.draw(8) if not any(token in answer for answer in known)]
         stops = [*others, *sorted(ends)][call % 3 :]
         test.ask([asked[i] for i in order], limits, stops, test.length(1, test.largest), [known[i] for i in order])
+    # The answers to short random prompts repeat themselves.
+    test.ask([test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)], [LONG_ANSWER] * 2)
     short = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]
     short += [short[i] for i in test.rng.integers(0, SHORT, WAITING - SHORT)]
     limits = np.minimum(test.rng.geometric(0.4, WAITING), PAGE_TOKENS).tolist()

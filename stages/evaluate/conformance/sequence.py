@@ -111,18 +111,27 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
-    """Return `copy`, with the tokens that it has lost restored from the earlier copy `before`."""
+    """Return `copy`, with the tokens that it has lost restored from the earlier copy `before`.
+
+    Tokens that came and went between the two copies, in a turn longer than the window, count as evicted.
+    """
     # A window loses its first tokens. An evicting cache loses tokens after its sinks, and shows them as zeros.
     start, stop = copy.evicted
-    count = stop if stop > start else copy.first - before.first
-    if count <= 0 or count > before.codes.shape[1]:
+    count, known = stop if stop > start else copy.first - before.first, before.codes.shape[1]
+    gap = max(0, count - known)
+    if count <= 0 or (gap and before.evicted != (0, 0)):
         return copy
     skipped = count if stop > start else 0
 
     def joined(old: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
-        return None if old is None or new is None else np.concatenate([old[:, :count], new[:, skipped:]], axis=1)
+        if old is None or new is None:
+            return None
+        unknown = np.zeros_like(new, shape=(new.shape[0], gap, *new.shape[2:]))
+        both: np.ndarray = np.concatenate([old[:, :count], unknown, new[:, skipped:]], axis=1)
+        return both
 
     codes = joined(before.codes, copy.codes)
     assert codes is not None
+    evicted = (known, count) if gap else before.evicted
     scale, zero = joined(before.scale, copy.scale), joined(before.zero, copy.zero)
-    return replace(copy, first=before.first, codes=codes, scale=scale, zero=zero, evicted=before.evicted)
+    return replace(copy, first=before.first, codes=codes, scale=scale, zero=zero, evicted=evicted)

@@ -54,8 +54,8 @@ class StressTest:
     """Tokens of watched sequences that the reference engine has not replayed yet."""
     idle: float = 0.0
     """Longest idle time of the engine with a live sequence, in seconds."""
-    resting: ForcedSequence | None = None
-    """The sequence that stays live during all scenarios and decodes a token per scenario."""
+    resting: list[ForcedSequence] = field(default_factory=list)
+    """The sequences that stay live during all scenarios: the first decodes a token per scenario, the second has a turn."""
     offsets: set[int] = field(default_factory=set)
     prompt_offsets: set[int] = field(default_factory=set)
     """Lengths of prompts modulo the page size."""
@@ -228,10 +228,10 @@ class StressTest:
     def _check_pages(self, live: Sequence[ForcedSequence]) -> None:
         """Report pages that the live sequences still hold although the policy frees them. No other sequences may be live."""
         policy, shape = self.engine.policy, self.engine.shape
-        lengths = [len(sequence.tokens) for sequence in (*live, *([self.resting] if self.resting else ()))]
+        lengths = [len(sequence.tokens) for sequence in (*live, *self.resting)]
         due = sum(policy.kept_pages(length, shape) + policy.window_pages(length) for length in lengths)
         held = 0 if self.engine.keeps_prefixes else self.engine.memory().held_pages
-        if held > due + len(live):  # a page may be freed a step later
+        if held > due + len(lengths):  # a page may be freed a step later
             self.failures.append(
                 f"sequences of {', '.join(map(str, lengths))} tokens hold {held} pages, the policy claims {due}"
             )
@@ -257,7 +257,7 @@ class StressTest:
 
     def end(self) -> None:
         """End a scenario: release sequences left by a refusal, then compare while the engine is idle."""
-        self.release(*[sequence for sequence in self.live if sequence.handle >= 0 and sequence is not self.resting])
+        self.release(*[sequence for sequence in self.live if sequence.handle >= 0 and sequence not in self.resting])
         started = time.monotonic()
         unforced = self._check_forced_answers()
         self.compare()

@@ -10,7 +10,7 @@ import time
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
-from stages.engines.interface import Engine, SupportsForgetting, SupportsRequests
+from stages.engines.interface import Engine, SupportsExtend, SupportsForgetting, SupportsRequests
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS
@@ -23,6 +23,8 @@ from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50
 """Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.stress_test.requests`."""
+RESTING_TURN = 5
+"""Maximum tokens of a turn of the sequence that rests."""
 
 
 def run_stress_test(
@@ -75,16 +77,19 @@ def run_stress_test(
 def _run_scenarios(test: StressTest) -> None:
     """Run the scenarios that the engine supports.
 
-    One sequence stays live during all scenarios. It decodes a token per scenario and rests for `IDLE_SECONDS` per request once.
+    Two sequences stay live during all scenarios. After each scenario the first decodes a token, and the second has a turn. Once
+    they rest for `IDLE_SECONDS` per request.
     """
     engine = test.engine
-    if not isinstance(engine, SupportsRequests) and (engine.max_sequences is None or engine.max_sequences > test.largest):
-        test.scenario = "rest"
-        most = min(3 * PAGE_TOKENS, test.max_tokens - 2 * len(SCENARIOS))
-        test.resting = test.sequence(
-            "a sequence that rests while others come and go", test.length(min(PAGE_TOKENS + 1, most), most)
-        )
-        test.prefill(test.resting)
+    room = 2 if engine.max_sequences is None else engine.max_sequences - test.largest
+    test.scenario, most = "rest", max(1, min(3 * PAGE_TOKENS, test.max_tokens - RESTING_TURN * (len(SCENARIOS) + 2)))
+    names = ("a sequence that rests while others come and go", "a conversation that rests while others come and go")
+    if not isinstance(engine, SupportsRequests) and room > 0:
+        test.resting = [
+            test.sequence(name, test.length(min(PAGE_TOKENS + 1, most), most))
+            for name in names[: room if isinstance(engine, SupportsExtend) else 1]
+        ]
+        test.prefill(*test.resting)
     for scenario in SCENARIOS:
         if all(isinstance(engine, need) for need in scenario.needs):
             test.scenario = scenario.name
@@ -93,11 +98,19 @@ def _run_scenarios(test: StressTest) -> None:
             except UserError as error:
                 test.failures.append(f"{scenario.name}: the engine refused it: {error}")
             test.end()
-            if test.resting is not None:
-                test.decode(test.resting)
-    if test.resting is not None:
-        test.scenario, resting, test.resting = "rest", test.resting, None
+            _wake(test)
+    if test.resting:
         pause = IDLE_SECONDS * test.config.requests
         time.sleep(pause if test.idle < pause else 0.0)
-        test.decode(resting, steps=4)
+        _wake(test)
+        test.scenario, resting, test.resting = "rest", test.resting, []
+        test.decode(*resting, steps=3)
         test.end()
+
+
+def _wake(test: StressTest) -> None:
+    """Decode a token of the first resting sequence, and extend the second by a short turn."""
+    for sequence in test.resting[:1]:
+        test.decode(sequence)
+    for sequence in test.resting[1:]:
+        test.extend(sequence, test.length(1, RESTING_TURN))

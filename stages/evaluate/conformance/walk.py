@@ -58,8 +58,8 @@ class Walk:
         self.test, self.rng = test, test.rng
         policy, most = test.engine.policy, test.max_tokens
         window = most if policy.window is None else policy.window.tokens
-        self.longest_turn = min(window, policy.latest_tokens(test.engine.shape) or most)
-        """The cache would drop some tokens of a longer turn before they can be recorded."""
+        self.longest_turn = max(test.engine.prefill_chunk, min(window, policy.latest_tokens(test.engine.shape) or most))
+        """A longer turn would read tokens of its own from the cache that are dropped before they can be recorded."""
         self.short = self._lengths(PAGE_TOKENS, min(3 * PAGE_TOKENS, most // 2))
         self.turns = self._lengths(16, min(self.longest_turn, most // 4))
         self.borders = iter(BORDERS * RUNS)
