@@ -35,10 +35,10 @@ class GraphOptions:
 
 @dataclass(frozen=True)
 class Stream:
-    """The j-th of n packed numbers of all stored elements, in the compute dtype: x of shape (B, H, T, D / n).
+    """One of the n numbers that are packed into a stored element, for all elements: x (B, H, T, D / n) in the compute dtype.
 
-    The code is gain * x + offset. If the stream is nested, x still includes the higher numbers of the element, and the code
-    is gain * x + offset minus 2 ** bits times the next stream's x.
+    The code is gain * x + offset. The x of a nested stream still includes the higher numbers of the element, which are the x
+    of the next stream. Its code is gain * x + offset, minus 2 ** bits times the next stream's x.
     """
 
     x: str

@@ -108,10 +108,11 @@ def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
 
 
 def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
-    """Return the linear map M from streams to codes; None if streams and codes are equal.
+    """Return the matrix M that converts streams to codes; None if streams and codes are equal.
 
-    M is (D, D + one column per part with an offset), and codes = (streams, a 1 per offset) @ M.T. Scores therefore use q @ M,
-    whose last columns are biases. Values multiply (weighted sums of the streams, a sum of the weights per offset) by M.T.
+    M has the shape (D, D + one column per part with an offset): codes = (streams, then a 1 per offset) @ M.T. To avoid this
+    product for every token, M is applied once to the queries or to the sums. Scores are computed from q @ M, whose last
+    columns are biases. Values are (weighted sums of the streams, then the sum of the weights per offset) @ M.T.
     """
     if all((part.gain, part.offset, part.nested) == (1.0, 0.0, False) for part in parts):
         return None
