@@ -2,21 +2,21 @@
 
 Shapes: B sequences, H KV heads, G query heads per KV head, Hq = H * G, D head_dim, N = max(8, G rounded up to a power of two)
 columns, T tokens of a tile, which is a page of 64, half a page or a quarter, W stored elements of a value row, C channels of a
-row's chunk, E exact slots, K programs of a KV head that run at once, Y = K, plus B with exact tokens, R parts (a part is the
-result of one program for one sequence).
+row's chunk, E exact slots, K programs of a KV head that run at once, Y programs of a KV head (K, or K + B with exact tokens), R
+parts (a part is the result of one program for one sequence).
 
 The work list is made on the GPU from the real lengths. The pages of all sequences, laid end to end, are cut into shares of
-equal length, one a program. A share may end within a sequence and begin the next one. Every sequence counts at least one page,
-so that a sequence without pages has a result too. Program p's part of sequence b has the number p + b, or p + 2 b + 1 with
-exact tokens, whose own part lies before the sequence's others: numbers grow along the pages, no two parts share a number, and
-the parts of a sequence have successive numbers.
+equal length, one per program. A share may end within a sequence and begin the next one. Every sequence counts at least one
+page, so that a sequence without pages has a result, too. Parts are numbered along the pages: no two parts share a number, and
+the parts of a sequence have successive numbers. Program p's part of sequence b has the number p + b. With exact tokens, each
+sequence begins with one more part, for these tokens, and the number is p + 2 b + 1.
 
 One program attends with one KV head to its share of all sequences' pages, sequence by sequence. Operands are swapped: scores
 (T, N) = keys (T, D) x query^T (D, N) and sums (D, N) += values^T (D, T) x p (T, N), so that the query group is the matrix
 instruction's N of 8 and nothing is computed for padding when G is 8.
 
 Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
-precision down to 2^-29 of the largest. A value scale is folded into p, divided by this part's largest scale up to now, rounded
+precision down to 2^-29 of the largest. A value scale is folded into p, divided by this part's largest scale so far, rounded
 up to a power of two, so that neither tiny nor huge scales leave float16's range. For nvfp4 the product of a code and its
 block's scale is a float16 without rounding, and the layer's scale is one factor of the sums.
 """
