@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from stages.core.records import Sample
 from stages.report.exhibit import Exhibit
-from stages.report.text import Excerpt, Segment, differences
+from stages.report.text import Segment, differences, excerpt
 from stages.verdict.report import SampleRow
 
 MOST_ANSWERS = 200
@@ -17,9 +17,9 @@ class ChangedAnswer:
     """An answer that is right with FP16 and wrong with the policy ("lost"), or the reverse ("gained")."""
 
     row: SampleRow
-    prompt: list[tuple[str, Excerpt]]
+    prompt: list[tuple[str, str]]
     """(role, text) per message; empty if the prompt is unknown."""
-    reference: Excerpt
+    reference: str
     before: list[Segment]
     """The answer of FP16."""
     after: list[Segment]
@@ -42,8 +42,8 @@ def _changed(row: SampleRow, sample: Sample | None) -> ChangedAnswer:
     messages: tuple[tuple[str, str], ...] = ()
     if sample is not None and sample.reference == row.reference:  # another sample may have the same id
         messages = sample.messages or (("prompt", sample.prompt),)
-    # Mask secrets (Excerpt.of) before splitting into words, because a split secret would not be found.
-    texts = (row.baseline_generation or "", row.candidate_generation or "")
-    before, after = differences(*(Excerpt.of(text, ANSWER_CHARACTERS).whole for text in texts))
-    prompt = [(role, Excerpt.of(text, PROMPT_CHARACTERS)) for role, text in messages]
-    return ChangedAnswer(row, prompt, Excerpt.of(row.reference or "", ANSWER_CHARACTERS), before, after)
+    prompt = [(role, excerpt(text, PROMPT_CHARACTERS)) for role, text in messages]
+    texts = (row.reference, row.baseline_generation, row.candidate_generation)
+    # An excerpt masks secrets, before it is split into words: a split secret would not be found.
+    reference, before, after = (excerpt(text or "", ANSWER_CHARACTERS) for text in texts)
+    return ChangedAnswer(row, prompt, reference, *differences(before, after))

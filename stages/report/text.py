@@ -5,7 +5,6 @@ Secrets are masked, and characters that a browser would interpret or hide are re
 
 import math
 import unicodedata
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
 from re import findall
@@ -32,26 +31,12 @@ def shown(text: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Excerpt:
-    """A text for the page; a long text loses its middle."""
-
-    head: str
-    tail: str
-    left_out: int
-    """Characters left out between head and tail."""
-
-    @classmethod
-    def of(cls, text: str, limit: int) -> "Excerpt":
-        """Return the excerpt of a text: the whole text, or its beginning and end if it exceeds `limit` characters."""
-        text = shown(text)
-        if len(text) <= limit:
-            return cls(text, "", 0)
-        return cls(text[: limit - limit // 3], text[-(limit // 3) :], len(text) - limit)
-
-    @property
-    def whole(self) -> str:
-        return f"{self.head} … {self.tail}" if self.left_out else self.head
+def excerpt(text: str, limit: int) -> str:
+    """Return a text with masked secrets; the middle of a text that exceeds `limit` characters is left out."""
+    text = shown(text)
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - limit // 3]} … {len(text) - limit:,} characters … {text[-(limit // 3) :]}"
 
 
 def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:

@@ -121,7 +121,7 @@ def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibi
     assert [(answer.row.id, answer.kind) for answer in fp8] == [("retrieval-39", "gained"), ("copy-39", "gained")]
     assert [answer.kind for answer in int8] == ["lost", "lost", "gained", "gained"]
     assert (len(int4), {answer.kind for answer in int4}, changed_answers(judged[2], 30)[1]) == (30, {"lost"}, 12)
-    assert "(copy-0)" in int8[1].prompt[0][1].head
+    assert "(copy-0)" in int8[1].prompt[0][1]
     before, after = differences('{"key": "blue door"}', '{"key": "red door"}')
     assert before == [("same", '{"key": "'), ("only", "blue"), ("same", ' door"}')]
     assert after == [("same", '{"key": "'), ("only", "red"), ("same", ' door"}')]
