@@ -39,12 +39,12 @@ class Chart:
 
 def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
     """Return chart name -> chart, without charts that have no data."""
-    data = {name: numbers(exhibits) for name, (_, _, numbers) in CHARTS.items()}
+    data = {name: numbers(exhibits) for name, numbers in NUMBERS.items()}
     data = {name: rows for name, rows in data.items() if any(row["verdict"] != BASELINE for row in rows)}
     specs = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     asked = [{**specs[name], "config": specs["config"], "data": {"values": rows}} for name, rows in data.items()]
     drawings = draw_svg(asked) if asked else []
-    return {name: Chart(*CHARTS[name][:2], Markup(svg)) for name, svg in zip(data, drawings, strict=True)}
+    return {name: Chart(**specs[name]["usermeta"], svg=Markup(svg)) for name, svg in zip(data, drawings, strict=True)}
 
 
 def draw_svg(specs: Sequence[Spec]) -> list[str]:
@@ -140,23 +140,9 @@ def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     return data
 
 
-CHARTS: dict[str, tuple[str, str, Callable[[Sequence[Exhibit]], list[Datum]]]] = {
-    "recovery": (
-        "How much of the probability of right answers each policy keeps",
-        "Dot: the probability of the right answers under the policy divided by the same under FP16. The line ends at the "
-        "one-sided bound. All of it is to the right of the limit, the tick, if the policy passes.",
-        recovery_numbers,
-    ),
-    "quality": (
-        "How far each policy is from FP16, and how many bytes its cache takes",
-        "Down and left is better. The line joins the policies that no other policy beats in both. Values below 1e−6 are "
-        "drawn at 1e−6.",
-        quality_numbers,
-    ),
-    "context": (
-        "How far each policy is from FP16 as the context gets longer",
-        "Mean KL of all questions with contexts of these lengths. The limit is on the mean of a whole workload.",
-        context_numbers,
-    ),
+NUMBERS: dict[str, Callable[[Sequence[Exhibit]], list[Datum]]] = {
+    "recovery": recovery_numbers,
+    "quality": quality_numbers,
+    "context": context_numbers,
 }
-"""Name -> (title, note, data)."""
+"""Name of a chart -> its data."""
