@@ -50,7 +50,7 @@ RECORDS = {
         "pipeline.registry.signing.SIGNATURE_FILE": "the signature of `identity.json`: a Sigstore bundle",
     },
 }
-"""The files that people and programs read, by the constant that names each."""
+"""Constant with the name of a file -> description of the file, for every file that people or programs read."""
 
 
 def models(annotation: object) -> list[type[BaseModel]]:
@@ -61,7 +61,7 @@ def models(annotation: object) -> list[type[BaseModel]]:
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field of a record, its bases' included, in one line each."""
+    """Return the docstring below each field of a record and of its bases, in one line each."""
     found: dict[str, str] = {}
     for cls in reversed(model.__mro__):
         if not issubclass(cls, BaseModel) or cls is BaseModel or cls.__module__ == "stages.core.strict":
@@ -78,7 +78,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def comments(path: Path) -> dict[str, str]:
-    """Return the comment above each key of a file of conf/ that has one but the file's own, by the key's last name."""
+    """Return the comments above keys of a file of conf/, by the key's last name; the file's first comment is left out."""
     found: dict[str, str] = {}
     above: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -147,7 +147,7 @@ def rows(
 
 
 def linked(text: str) -> str:
-    """Return words of the code as the page has them: pages as links, and None as YAML writes it."""
+    """Return a text of the code for the page: names of pages become links, and None becomes null."""
     return re.sub(r"docs/(\w+)\.md(#[\w-]+)?", r"[\1](\1.md\2)", re.sub(r"\bNone\b", "null", text))
 
 
@@ -176,7 +176,7 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def first_comment(path: Path) -> str:
-    """Return the first lines of a file of conf/ that are a comment, in one."""
+    """Return the comment at the beginning of a file of conf/ as one line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     some = [line for line in lines if not line.startswith("# @")]
     end = next((number for number, line in enumerate(some) if not line.startswith("#")), len(some))
