@@ -69,8 +69,8 @@ class Location:
 
     @property
     def exists(self) -> bool:
-        """Whether there may be a store: false if its SQLite file is missing or empty."""
-        return self.file is None or (self.file.is_file() and self.file.stat().st_size > 0)
+        """Whether there may be a store: false if its SQLite file is missing or empty. Opening refuses a directory."""
+        return self.file is None or self.file.is_dir() or (self.file.is_file() and self.file.stat().st_size > 0)
 
     @property
     def runs(self) -> Path:

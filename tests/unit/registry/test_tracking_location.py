@@ -23,6 +23,12 @@ def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Pa
     assert location.log_bundle
 
 
+def test_an_empty_file_is_no_store_yet_and_a_directory_is_left_to_the_refusal_on_opening(tmp_path: Path) -> None:
+    (tmp_path / "empty.db").touch()
+    for name, exists in (("empty.db", False), ("missing.db", False), ("", True)):
+        assert locate(Tracking(uri=f"sqlite:///{tmp_path}/{name}"), tmp_path, "tiny", {}).exists == exists
+
+
 def test_the_configuration_wins_over_the_environment(tmp_path: Path) -> None:
     environ = {"MLFLOW_TRACKING_URI": "http://server:5000"}
     assert locate(Tracking(), tmp_path, "tiny", environ).uri == "http://server:5000"
