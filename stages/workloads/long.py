@@ -62,14 +62,14 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
     text = _between(["\n".join(third) for third in thirds], prose)
 
     early, middle, late = (codes[i::3] for i in range(3))
-    shared = [*_worked(early[0]), *_worked(homes[1]), ("user", _ware_question(wares[1])), ("assistant", wares[1])]
+    shared = [*early[0].turns, *homes[1].turns, ("user", _ware_question(wares[1])), ("assistant", wares[1])]
     shared[0] = ("user", f"{text}\n\n{early[0].question}")
     instruction = f"Instruction: first name the home of {homes[0].key}, then give the code of the {late[1].key}."
     summary = f"Summarize the codes of the {early[1].key} and the {middle[1].key}, and the home of {homes[2].key}."
     remember: list[Message] = [
         ("user", f"Please remember this as well.\n{told.sentence}"),
         ("assistant", "I will remember it."),
-        *_worked(middle[2]),
+        *middle[2].turns,
     ]
 
     def mention(kind: str, question: str, facts: Sequence[Fact], history: Sequence[Message] = ()) -> Sample:
@@ -114,10 +114,6 @@ def _between(blocks: Sequence[str], prose: Sequence[str]) -> str:
     ends = [len(prose) * number // len(blocks) for number in range(len(blocks) + 1)]
     parts = [("".join(prose[low:high]).strip(), block) for low, high, block in zip(ends, ends[1:], blocks, strict=False)]
     return "\n\n".join(part for pair in parts for part in pair if part)
-
-
-def _worked(fact: Fact) -> list[Message]:
-    return [("user", fact.question), ("assistant", fact.sentence)]
 
 
 def _ware_question(record: str) -> str:

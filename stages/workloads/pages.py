@@ -110,6 +110,11 @@ class Fact:
     def question(self) -> str:
         return KINDS[self.kind].question.format(self.key)
 
+    @property
+    def turns(self) -> list[Message]:
+        """The question with its answer."""
+        return [("user", self.question), ("assistant", self.sentence)]
+
 
 @dataclass(frozen=True)
 class Page:
@@ -132,7 +137,7 @@ class Page:
         """The page and its worked questions: the common beginning of all conversations about the page."""
         first, *others = self.worked
         opening: Message = ("user", f"{self.text}\n\n{first.question}")
-        return [opening, ("assistant", first.sentence), *(message for fact in others for message in _asked(fact))]
+        return [opening, ("assistant", first.sentence), *(message for fact in others for message in fact.turns)]
 
     def unasked(self, kinds: list[str]) -> list[Fact]:
         """Return the page's facts of the given kinds, except the facts of worked questions."""
@@ -171,10 +176,6 @@ class Page:
             distractors=distractors,
             difficulty=self.difficulty,
         )
-
-
-def _asked(fact: Fact) -> list[Message]:
-    return [("user", fact.question), ("assistant", fact.sentence)]
 
 
 def _facts(rng: random.Random, kind: str, count: int) -> list[Fact]:
@@ -243,7 +244,7 @@ def recall(slot: Slot) -> Sample:
     fact = rng.choice(page.told)
     others = [other for other in page.unasked(SINGLE) if other.kind != fact.kind]
     for between in rng.sample(others, SIZES[page.difficulty].between):
-        messages += _asked(between)
+        messages += between.turns
     return page.asking_for(fact, messages)
 
 
