@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from faults.fault import Fault
-from faults.hooks import Plant, given, method
+from faults.hooks import Plant, Step, given, method, write, zero
 from faults.kernels import mutant
 from stages.policies.policy import PAGE_TOKENS
 
@@ -66,6 +66,14 @@ freed_for_all = method("pool.pages.free", present) + while_evicting(forced)
 never_freed = while_evicting(lambda *_: None)
 """Removes evicted pages from the sequence but never frees them."""
 
+
+def leaves_the_window_at_once(step: Step) -> Any:
+    """Select the tokens of a turn of more than 207 tokens that are older than the window at its end."""
+    length, count = int(step.lengths[0]), step.ids.shape[1]
+    first = step.engine.policy.window.first_page(length + count) * PAGE_TOKENS
+    return (step.positions < first) & (step.mode == "prefill" and length > 0 and count > 207)
+
+
 of = partial(Fault, "evictions")
 slides = partial(mutant, kind="evictions")
 
@@ -83,4 +91,6 @@ FAULTS = [
     of("slid_page_early", "fp8_mistral", "a page is freed that layers still attend to", pool_slides(-PAGE_TOKENS)),
     of("window_of_row_before", "fp8_windowed", "rows read the window of finer values of the row before",
        given("window_table", lambda x, _: np.roll(x, 1, axis=0))),
+    of("turn_beyond_the_window", "fp8_windowed", "tokens of a long turn that leave the window at once get no INT4 values",
+       write("value value_scale", zero, leaves_the_window_at_once)),
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Faults of serving: prompts, changing batches, generation, kept prefixes, and rare or late errors."""
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -65,6 +66,17 @@ def turned(answers: list[list[int]], _: Any, __: Any, options: dict[str, Any]) -
     return answers[1:] + answers[:1] if len(answers) > most else answers
 
 
+def repeats(tokens: Sequence[int]) -> bool:
+    """Return whether tokens repeat a part of up to 12 tokens."""
+    return any(tokens[part:] == tokens[:-part] for part in range(1, 13))
+
+
+def ended_by_guard(answers: list[list[int]], *_: Any) -> list[list[int]]:
+    """End answers as soon as their last 67 tokens repeat a short part."""
+    ends = [next((end for end in range(67, len(one)) if repeats(one[end - 67 : end])), len(one)) for one in answers]
+    return [one[:end] for one, end in zip(answers, ends, strict=True)]
+
+
 def calm(x: Array, step: Step) -> Any:
     """Shorten a long row by a page if it decodes alone."""
     return np.maximum(x - PAGE_TOKENS, 1) if len(step.handles) == 1 and x[0] > 512 else x
@@ -127,6 +139,26 @@ def evicted_in_use(prefixes: Any, begin: Any, prompt: Any, start: Any, prefill: 
     return found
 
 
+def turns_after_a_rest(engine: Any) -> None:
+    """Empty the partial page of a sequence that rested for a second and a half before a turn."""
+    touched, run, extend, pool = dict[int, float](), engine._run, engine.extend, engine.pool
+
+    def noting(mode: Any, handles: Sequence[int], ids: Array) -> Array:
+        found: Array = run(mode, handles, ids)
+        touched.update(dict.fromkeys(handles, time.monotonic()))
+        return found
+
+    def extending(handle: int, tokens: Sequence[int]) -> Array:
+        row, now = pool.sequences[handle], time.monotonic()
+        if row.kept_tokens % PAGE_TOKENS and now - touched.get(handle, now) >= 1.5:
+            for array in pool._numbered_by(pool.pages):
+                array[row.pages[row.kept_tokens // PAGE_TOKENS]] = 0
+        found: Array = extend(handle, tokens)
+        return found
+
+    engine._run, engine.extend = noting, extending
+
+
 of = partial(Fault, "serving")
 first = partial(Fault, "prompts")
 kept = partial(Fault, "prefixes", policy="int8_prefixes")
@@ -162,10 +194,14 @@ FAULTS = [
     of("generate_other_callers", "int8", "with more prompts than sequences at once, answers go to other callers",
        generating(turned)),
     of("answers_wrap_at_103", "fp8", "an answer's tokens beyond a buffer of 103 overwrite its beginning", generating(wrapped)),
+    of("answer_ends_where_it_repeats", "fp8k_int4v", "an answer ends if its last 67 tokens repeat a part of up to 12 tokens",
+       generating(ended_by_guard)),
     of("nan_rarely", "fp8", "logits are NaN in one step of 2,000",
        logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000))),
     of("first_40_steps", "fp8", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",
        reads("key", zero, lambda s: s.number < 40, layers=[1]), by="conformance"),
+    of("turn_after_a_rest", "int8_groups", "after a rest of 1.5 s, a turn finds an empty partial page",
+       Plant("extend", turns_after_a_rest)),
     kept("prefix_hash_without_parent", models="kept chunks are found by their own tokens alone",
          plant=keys(lambda prompt, i: f"{list(prompt[i * KEPT_CHUNK : (i + 1) * KEPT_CHUNK])} {i}")),
     kept("prefix_of_length_alone", models="kept beginnings are found by how long they are", plant=keys(lambda _, i: str(i))),

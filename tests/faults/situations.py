@@ -12,18 +12,24 @@ from stages.policies.policy import PAGE_TOKENS
 
 
 def note_turns(engine: Any) -> None:
-    """Note whether `extend` is running."""
+    """Note whether `extend` is running, and the tokens of each sequence's last turn until it decodes."""
     steps(engine)
-    engine.in_turn, extend = False, engine.extend
+    engine.in_turn, engine.unanswered = False, dict[int, int]()
+    extend, decode = engine.extend, engine.decode
 
-    def noting(*arguments: Any) -> Any:
+    def noting(handle: int, tokens: Sequence[int]) -> Any:
         engine.in_turn = True
         try:
-            return extend(*arguments)
+            return extend(handle, tokens)
         finally:
-            engine.in_turn = False
+            engine.in_turn, engine.unanswered[handle] = False, len(tokens)
 
-    engine.extend = noting
+    def answering(handles: Sequence[int], tokens: Sequence[int]) -> Any:
+        for handle in handles:
+            engine.unanswered.pop(handle, None)
+        return decode(handles, tokens)
+
+    engine.extend, engine.decode = noting, answering
 
 
 def in_turn_from(first: int) -> Callable[[Step], Any]:
@@ -231,6 +237,10 @@ of = partial(Fault, "situations")
 FAULTS = [
     of("turn_slots_end_at_294", "int8_sinks", "a later turn's tokens from the 294th on have no slot and stay zero",
        Plant("extend", note_turns) + write("key value", zero, in_turn_from(294))),
+    of("turn_after_a_turn_overlaps", "fp8", "a turn after a turn without an answer has the positions of that turn's tokens",
+       Plant("extend", note_turns)
+       + given("position_ids", lambda x, step: x - step.engine.unanswered.get(step.handles[0], 0),
+               lambda step: step.engine.in_turn, mode="prefill")),
     of("fork_of_depth_4_shares_partial_page", "fp8k_int4v", "a fork of depth 4 shares the partly filled page",
        forking(share_from_depth(4))),
     of("rows_on_a_prefix_read_as_far_as_the_first", "int8_prefixes",

@@ -20,6 +20,7 @@ CONFIG = StressTestConfig(max_tokens=1024, decode_steps=8, offset_steps=1, max_b
 
 SCENARIOS = {
     "turn_slots_end_at_294": "walk",
+    "turn_after_a_turn_overlaps": "walk",
     "fork_of_depth_4_shares_partial_page": "shared",
     "rows_on_a_prefix_read_as_far_as_the_first": "shared",
     "scales_of_a_page_with_17_users": "shared",
