@@ -59,14 +59,14 @@ def batch(test: StressTest) -> None:
 
     Two rows have the claimed length. Rows end successively, so that the batch has many sizes; the rows with the most decode
     steps end last. The last two rows decode their own free answers. Their prompts have two pages or more, because answers to
-    short random prompts repeat one token. The longest row gets none, so that it is prefilled only once.
+    short random prompts repeat one token.
     """
     sequences = ragged(test)
     more = [test.sequence("a prompt that joins", test.length(1, 41), test.length(1, 3)) for _ in range(test.largest // 2 + 1)]
-    asked = [*sequences[1:], *more]
-    limits = [min(2, len(sequence.ahead)) for sequence in sequences[1:]] + [len(sequence.ahead) for sequence in more]
+    limits = [min(2, len(sequence.ahead)) for sequence in sequences] + [len(sequence.ahead) for sequence in more]
     for place in range(max(1, len(sequences) - 2), len(sequences)):
-        limits[place - 1] = len(sequences[place].ahead)
+        limits[place] = len(sequences[place].ahead)
+    asked = [*sequences, *more]
     for sequence, answer in zip(asked, test.ask(asked, limits), strict=True):
         sequence.ahead[: len(answer)] = answer
     test.serve(sequences)
@@ -254,7 +254,8 @@ def answers(test: StressTest) -> None:
         places = [test.length(0, len(known[i]) - 1) for i in order[: test.length(1, 3)]]
         limits[0] = places[0] + 1  # a stop token is the last token that the limit allows
         ends = {known[i][place] for i, place in zip(order, places, strict=False)}
-        others = [token for token in test.draw(8) if not any(token in answer for answer in known)]
+        last = [asked[i].prompt[-1] for i in order[:2]]  # a prompt may end in a stop token
+        others = [token for token in (*test.draw(8), *last) if not any(token in answer for answer in known)]
         stops = [*others, *sorted(ends)][call % 3 :]
         test.ask([asked[i] for i in order], limits, stops, test.length(1, test.largest), [known[i] for i in order])
     # The answers to short random prompts repeat themselves.
@@ -266,9 +267,9 @@ def answers(test: StressTest) -> None:
 
 
 SCENARIOS = (
+    Scenario(walk),  # first: the pool grows while sequences come and go
     Scenario(batch),
     Scenario(equal),
-    Scenario(walk),
     Scenario(evicted_fork, (SupportsFork,)),
     Scenario(prefix),
     Scenario(shared, (SupportsFork,)),

@@ -28,6 +28,10 @@ BEGINNING = 4
 """Number of first tokens that group sequences with a common beginning."""
 
 
+LONG_ANSWER, TURN = 3 * PAGE_TOKENS, 4
+"""Minimum tokens of an answer that a turn follows, and maximum tokens of this turn and of the answer to it."""
+
+
 @dataclass
 class StressTest:
     """State of a run over all scenarios."""
@@ -214,12 +218,17 @@ class StressTest:
             self.finish(sequences)
 
     def finish(self, sequences: Sequence[ForcedSequence]) -> None:
-        """Decode sequences together. A sequence leaves the batch when it ends."""
+        """Decode sequences together. A sequence leaves the batch when it ends, a long answer after a further turn."""
         running = list(sequences)
         while running:
             if len(running) == self.largest:
                 self._reach(together=sorted(len(sequence.tokens) + 1 for sequence in running)[-2:][0])
             self.decode(*running)
+            for sequence in running if isinstance(self.engine, SupportsExtend) else ():
+                room = self.max_tokens - len(sequence.tokens)
+                if not sequence.ahead and sequence.pieces[-1][0] >= LONG_ANSWER and room >= 2 * TURN:
+                    self.extend(sequence, self.length(1, TURN))
+                    sequence.ahead = self.draw(TURN)
             if not any(sequence.ahead for sequence in running):
                 self._check_pages(running)
             self.release(*(sequence for sequence in running if not sequence.ahead))

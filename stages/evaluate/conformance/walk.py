@@ -4,6 +4,7 @@ Many faults need a combination, for example a turn of a fork after an eviction. 
 from the seed of the run. Lengths come from decks, so that short walks have all residues modulo 16 and 64, too.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -15,10 +16,15 @@ from stages.policies.policy import PAGE_TOKENS
 TILES = (144, 176, 208, 240, 320, 384, 448, 512)
 """Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, and so do larger tiles of 320 to 512 tokens."""
 
+TURN_TILES = (120, 112)
+"""Lengths of the first turns in tokens. Every even number up to 16, and 20 and 24, divides one of them."""
+
 JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES = 11, 44, 22, 12, 5, 10
 """Number of operations of each kind."""
 BORDERS = (-1, 0, 1, -2, 2)
 """Distances from a page's end, in tokens, at which `run` stops and forks a row."""
+EQUAL_TURN = 20
+"""Maximum tokens of the turns of equal length that siblings begin with."""
 LAST_STEPS = 4
 """Number of decode steps that remain for every sequence at the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
@@ -61,7 +67,7 @@ class Walk:
         self.longest_turn = max(test.engine.prefill_chunk, min(window, policy.latest_tokens(test.engine.shape) or most))
         """A longer turn would read tokens of its own from the cache that are dropped before they can be recorded."""
         self.short = self._lengths(PAGE_TOKENS, min(3 * PAGE_TOKENS, most // 2))
-        self.turns = self._lengths(16, min(self.longest_turn, most // 4))
+        self.turns = itertools.chain(TURN_TILES, self._lengths(16, min(self.longest_turn, most // 4)))
         self.borders = iter(BORDERS * RUNS)
         begins = max(next(self.short), most - self.longest_turn - most // 4)
         self.talker = test.sequence("a conversation", begins)
@@ -128,9 +134,12 @@ class Walk:
         middle = [row for row in mixed if row not in (same[0], same[-1])]
         by_length = sorted(self.rows, key=lambda row: len(row.tokens))
         orders = (same, mixed, [same[0], *middle, same[-1]][: len(same)], by_length, by_length[::-1])
-        kind = self.test.length(0, 2 * len(orders) - 1)
+        kind, half = self.test.length(0, 2 * len(orders) - 1), len(mixed) // 2
         if kind == 2:
             self._decode(same)  # so that only the middle rows change places
+        if kind == 1:  # two batches of equal size that alternate
+            self._decode(mixed[:half])
+            self._decode(mixed[half : 2 * half])
         self._decode(orders[kind] if kind < len(orders) else mixed[: self.test.length(1, len(mixed))])
 
     def run(self) -> None:
@@ -158,13 +167,21 @@ class Walk:
             self.test.extend(row, count)
 
     def fork(self) -> None:
-        """Fork a row several times, or fork it, its fork, the fork's fork, and so on."""
+        """Fork a row several times, or fork it, its fork, and so on. Some forks begin with turns of equal length."""
         row = min(self._pick(), self._pick(), key=lambda row: len(row.tokens))  # forks of short rows cost less
         chain, count = self.rng.random() < 1 / 2, self.test.length(1, FORKS_AT_ONCE)
         self._make_room(count, row)
+        branches = [row]
+        if self.rng.random() < 1 / 2 and (gone := self._fork(row)) is not row:  # its pages serve the next forks
+            self._decode([row, gone])
+            self.rows.remove(gone)
+            self.test.release(gone)
         for _ in range(count):
-            branch = self._fork(row)
-            row = branch if chain else row
+            branches.append(self._fork(branches[-1] if chain else row))
+        if self.rng.random() < 1 / 2:
+            length = self.test.length(1, EQUAL_TURN)
+            for branch in dict.fromkeys(branches[1:]):
+                self._extend(branch, length)
 
     def _fork(self, row: ForcedSequence) -> ForcedSequence:
         """Return a fork; the row itself if the engine cannot fork or has no room."""

@@ -92,7 +92,8 @@ def _whole_samples(
         for number, ((i, item), logits_BV) in enumerate(zip(group, answers, strict=True)):
             trace, request = Exercised(), number if in_requests else None
             if in_requests:
-                trace.step(len(item.prompt), len(item.reference) - 1, len(group))
+                # The library may compute fewer requests together than it was sent.
+                trace.step(len(item.prompt), len(item.reference) - 1, min(len(group), engine.max_batch or len(group)))
             for first in range(0, len(item.reference), STEP_ROWS):
                 part = logits_BV[first : first + STEP_ROWS]
                 positions = list(range(first, first + len(part)))

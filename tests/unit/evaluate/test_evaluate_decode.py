@@ -152,6 +152,9 @@ def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
     assert engine.together == [3, 1]
     finished = [event for event in events if isinstance(event, SampleResult)]
     assert [event.trace.batch for event in finished] == [3, 3, 3, 1]
+    engine.max_batch = 2  # of three requests it computes two together
+    fewer = [event.trace.batch for event in decode(engine, encoded(), 3) if isinstance(event, SampleResult)]
+    assert fewer == [2, 2, 2, 1]
     (shortest,) = [event for event in finished if event.sample == 2]
     assert shortest.trace.longest_context == len("zz") + len(encoded()[2].reference) - 1
     whole = [event for event in decode(alone, encoded(), 3) if isinstance(event, SampleResult)]
