@@ -14,7 +14,7 @@ from scipy.special import log_softmax
 from faults.record import Cost
 from stages.core.errors import UserError
 from stages.engines.base import Logits
-from stages.engines.interface import Engine, SupportsFork, SupportsFullPool
+from stages.engines.interface import Engine, SupportsExtend, SupportsFork, SupportsFullPool
 
 LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
 """Prompt lengths in tokens of the crowded requests. Two of the prompts are equal and end within a page."""
@@ -219,10 +219,13 @@ def _full_pool(desk: _Desk) -> None:
 
 
 def _idle_and_worn(desk: _Desk) -> None:
-    """Decode a pair, idle for four seconds, and decode 4,300 further steps in requests of 43 steps."""
+    """Decode a pair, idle for four seconds, take turns in succession, and decode 4,300 steps in requests of 43 steps."""
     handles = desk.start([desk.tokens(70), desk.tokens(40)])
     desk.decode(handles, 3)
     time.sleep(4)
+    if isinstance(desk.engine, SupportsExtend):
+        for turn in (11, 400, 7):  # the first after a rest, the second longer than a window
+            desk.extend(handles[1], turn)
     desk.decode(handles, 3)
     desk.engine.release(handles)
     for _ in range(100):
