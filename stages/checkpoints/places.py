@@ -61,9 +61,11 @@ def _place(module: str) -> Path | None:
 
 
 def checkpoint_label(path: str) -> str:
-    """Return the short name of a model: the stem of its GGUF file, or the name of its directory or package."""
+    """Return the short name of a model: the stem of its GGUF file, or the name of its directory, repository or package."""
     if path.endswith(GGUF_SUFFIX):
         return PurePath(path).stem
     if path.startswith(PACKAGED):
         return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
-    return absolute(path).name
+    *_, repository, folder, name = ("", "", *absolute(path).parts)
+    # A snapshot in Hugging Face's cache is a folder models--OWNER--NAME/snapshots/COMMIT.
+    return repository.rpartition("--")[2] if folder == "snapshots" and repository.startswith("models--") else name
