@@ -255,7 +255,8 @@ def answers(test: StressTest) -> None:
         limits[0] = places[0] + 1  # a stop token is the last token that the limit allows
         ends = {known[i][place] for i, place in zip(order, places, strict=False)}
         last = [asked[i].prompt[-1] for i in order[:2]]  # a prompt may end in a stop token
-        others = [token for token in (*test.draw(8), *last) if not any(token in answer for answer in known)]
+        near = [(known[i][0] + 256) % test.engine.vocab_size for i in order[:2]]  # equal to a said token in its low byte
+        others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in known)]
         stops = [*others, *sorted(ends)][call % 3 :]
         test.ask([asked[i] for i in order], limits, stops, test.length(1, test.largest), [known[i] for i in order])
     # The answers to short random prompts repeat themselves.
