@@ -99,7 +99,8 @@ def foretell(planned: Plan) -> int:
         return 0
 
     rows, verdicts, short, seen = list[list[Value]](), dict[str, Verdict](), list[str](), set[str]()
-    store, opened = DryStore(planned.jobs[0].artifacts), set[Path]()  # a sweep has one work directory
+    store = DryStore(planned.jobs[0].artifacts)
+    opened = set[Path]()  # a sweep has one work directory
     for job, config, label in zip(every, planned.jobs, planned.names, strict=True):
         codes = {look(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if not config.facts.makes:
@@ -178,7 +179,8 @@ def _say_questions(run: Run) -> None:
     rounds = assign_rounds(run.steps.samples, workloads.rounds)
     said = f"asks {', '.join(kinds)}, in {len(rounds)} rounds at most"
     console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
-    model, backend = read_model(path), run.config.backend
+    model = read_model(path)
+    backend = run.config.backend
     if isinstance(backend, OnnxRuntimeConfig) and model.parameters is not None:
         for line in verdict_lines(verdict_work(rounds, workloads), model, model.parameters, backend.threads):
             console.say(line)

@@ -93,7 +93,8 @@ class EngineSteps:
     @cached_property
     def _converted(self) -> Artifact | None:
         """The Hugging Face checkpoint converted from a GGUF, used by every later stage; None if model.path is a checkpoint."""
-        gguf, libraries = self.given, (*TORCH, "gguf", "numpy")
+        gguf = self.given
+        libraries = (*TORCH, "gguf", "numpy")
         if not gguf.is_file():
             return None
         recipe = Recipe("checkpoint", ("stages.checkpoints.gguf.convert",), {}, {"gguf": self.digest_of(gguf)}, libraries)
@@ -105,7 +106,8 @@ class EngineSteps:
         return entry.made
 
     def calibration(self) -> Artifact:
-        options, inputs = self.config.calibration, {"checkpoint": self.checkpoint_digest}
+        options = self.config.calibration
+        inputs = {"checkpoint": self.checkpoint_digest}
         config: dict[str, Any] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": self.config.seed}
         if options.file is not None:
             inputs["jsonl"] = self.digest_of(options.file)
@@ -138,8 +140,8 @@ class EngineSteps:
             if entry.artifact is None:
                 from stages.quantize.run import measure_cache
 
-                paths, texts = (self.checkpoint, weights.path, entry.scratch), self._texts()
-                in_child(measure_cache, *paths, **config, calibration_texts=texts, progress=entry.progress)
+                paths = (self.checkpoint, weights.path, entry.scratch)
+                in_child(measure_cache, *paths, **config, calibration_texts=self._texts(), progress=entry.progress)
         return entry.made
 
     def quantized(self, policy: KVPolicy) -> Artifact:
@@ -176,16 +178,15 @@ class EngineSteps:
     def exports(self, policy: KVPolicy) -> Artifact:
         """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
         weights, scales = self.weights(), self.quantized(policy)
-        config, inputs = (
-            {**self._quantizing, "kv": policy.model_dump()},
-            self._quantized_inputs() | {"quantized": scales.digest},
-        )
+        config = {**self._quantizing, "kv": policy.model_dump()}
+        inputs = self._quantized_inputs() | {"quantized": scales.digest}
         with self.making(Recipe("exports", ("stages.quantize.export",), config, inputs, MODELOPT), policy) as entry:
             if entry.artifact is None:
                 from stages.quantize.export import export
 
-                paths, given = (weights.path, scales.path / SCALES_FILE, entry.scratch), {"policy": policy, **self._quantizing}
-                export(self.checkpoint, *paths, **given, calibration_texts=self._texts(), progress=entry.progress)
+                paths = (weights.path, scales.path / SCALES_FILE, entry.scratch)
+                options = {"policy": policy, **self._quantizing}
+                export(self.checkpoint, *paths, **options, calibration_texts=self._texts(), progress=entry.progress)
         return entry.made
 
     @property
@@ -201,7 +202,9 @@ class EngineSteps:
 
     def tuned(self) -> Artifact:
         """Return the search of stage=tune for policies with fewer bytes."""
-        options, texts, weights = self.config.tune, self.config.calibration.file, self.weights()
+        options = self.config.tune
+        texts = self.config.calibration.file
+        weights = self.weights()
         policies = tuned_policies(self.config, self.shape)
         quantized = [self.quantized(policy) for policy in policies]
         inputs = {"checkpoint": weights.digest_under("checkpoint")}

@@ -263,7 +263,8 @@ def _show_judged(planned: Plan, job: Run, last: summary.Summary, *, advise: bool
     if planned.sweeping:
         compare_in_mlflow(config, candidates, job.sweep)
     if advise:
-        typed, unfinished = next_steps.typed(), last.unfinished is not None
+        typed = next_steps.typed()
+        unfinished = last.unfinished is not None
         swept, asking_s = planned.swept, job.asking_s
         step = next_steps.after_judging(config, candidates, typed, swept=swept, unfinished=unfinished, asking_s=asking_s)
         next_steps.show(step)

@@ -138,7 +138,8 @@ def _say(line: str) -> None:
 
 def verify(run: Run) -> None:
     """Replay the evidence of an engine, offline and read-only."""
-    directory, signing = Path(str(run.config.bundle)), run.config.signing
+    directory = Path(str(run.config.bundle))
+    signing = run.config.signing
     with console.progress("replaying the evidence"):
         replays = [(evidence, replay(evidence, signing)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
@@ -156,7 +157,8 @@ def audit(run: Run) -> None:
     """
     config = run.config
     found = open_backend(config.backend).audit(locate_checkpoint(config.model.path))
-    lines, sides = [*scale_findings(found.layers), *found.problems], 2 * len(found.layers)
+    lines = [*scale_findings(found.layers), *found.problems]
+    sides = 2 * len(found.layers)
     for line in lines:
         _say(line)
     if lines:

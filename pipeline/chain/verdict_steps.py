@@ -90,7 +90,8 @@ class VerdictSteps:
 
         `baseline` is the baseline's artifact of the same round, to compare with; None measures the baseline itself.
         """
-        stage, workloads = "baseline" if baseline is None else "round", self.config.workloads
+        stage = "baseline" if baseline is None else "round"
+        workloads = self.config.workloads
         recipe = self.recipe(stage, "measure", self.inputs(policy, baseline), round=number)
         with self.chain.making(recipe, policy, f" {number}/{self._rounds}", resumable=True) as entry:
             if entry.artifact is None:
@@ -115,13 +116,15 @@ class VerdictSteps:
 
         `baseline` is the baseline's first round; None measures the baseline itself.
         """
-        stage, config = "baseline_once" if baseline is None else "once", self.config.workloads
+        stage = "baseline_once" if baseline is None else "once"
+        config = self.config.workloads
         inputs = {**self.inputs(policy, baseline), "measured": measured}
         with self.chain.making(self.recipe(stage, "measured_once", inputs), policy) as entry:
             if entry.artifact is None:
                 from stages.evaluate.measured_once import measure_once
 
-                pair, self._pair = self.load(policy), None  # the must-fail control leaves its fault in the engine
+                pair = self.load(policy)
+                self._pair = None  # the must-fail control leaves its fault in the engine
                 measure_once(
                     pair.engine,
                     self._in_round(1),

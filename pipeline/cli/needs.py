@@ -86,7 +86,8 @@ def sizes(title: str, pieces: Iterable[Piece]) -> Grid:
 
 
 def _piece(root: Path, kind: str, path: Path) -> Piece:
-    files, made = dict[tuple[int, int], int](), 0.0
+    files = dict[tuple[int, int], int]()
+    made = 0.0
     for folder, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):  # another process finished or removed it
@@ -162,7 +163,8 @@ def find(config: Config) -> Found:
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
     """Return the last sweeps up to the `number`-th with candidates, and the last single evaluations likewise."""
-    counts, chosen = Counter[bool](), []
+    counts = Counter[bool]()
+    chosen = []
     for sweep in sweeps:
         if counts[sweep.single] < number:
             chosen.append(sweep)

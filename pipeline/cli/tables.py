@@ -195,10 +195,12 @@ def policy_line(capacity: Capacity, name: str) -> list[str]:
     own, base = entries.get(name), entries.get("fp16")
     if own is None or base is None:
         return []
-    use, count = capacity.use, sum(context.requests for context in capacity.use.contexts)
+    use = capacity.use
+    count = sum(context.requests for context in use.contexts)
     each, exact = (entry.mix_bytes / count / GIB for entry in (own, base))
     lengths = " or ".join(f"{context.tokens:,}" for context in use.contexts)
-    mean, where = (" in the mean" if len(use.contexts) > 1 else ""), (" on each GPU" if use.tensor_parallel > 1 else "")
+    mean = " in the mean" if len(use.contexts) > 1 else ""
+    where = " on each GPU" if use.tensor_parallel > 1 else ""
     return [
         f"[bold]{escape(name)}[/]: a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less "
         f"than under FP16; {own.requests:,} requests fit, under FP16 {base.requests:,}"

@@ -164,7 +164,8 @@ class RegisteredEngine:
         first = min(problems, key=lambda finding: finding.library_missing, default=None)  # missing libraries last
         if first is not None:
             raise (MissingRequirement if first.library_missing else GateRefusal)(str(first))
-        verdict, covered = decide(self.report, self.rows), self.report.limits
+        verdict = decide(self.report, self.rows)
+        covered = self.report.limits
         if verdict.status != "PASS":
             raise GateRefusal(f"decided again from its samples it is {verdict.status}: {'; '.join(verdict.reasons)}")
         beyond = covered.exceeded_by(self.built_for) if covered is not None else None

@@ -64,7 +64,8 @@ def locked_at_once(path: Path) -> Iterator[bool]:
     The lock is not acquired if another process holds it or the file cannot be opened. Raises UserError if the file system has
     no locks.
     """
-    lock, acquired = _lock(path), True
+    lock = _lock(path)
+    acquired = True
     try:
         lock.acquire(timeout=0)
     except (Timeout, PermissionError, FileNotFoundError):

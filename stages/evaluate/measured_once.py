@@ -56,9 +56,12 @@ def measure_once(
     answers = read_round(measured)
     first_round = answers if baseline is None else read_round(baseline)
     encoded = first_round.scored(encoded)
-    subset, greedy, batch = repeated_samples(encoded, config), greedy_of(tokenizer, config), config.batch_size
+    subset = repeated_samples(encoded, config)
+    greedy = greedy_of(tokenizer, config)
+    batch = config.batch_size
     named = progress if baseline is not None else labelled(progress, "baseline: ")
-    floor, own = labelled(named, "noise floor: "), stored_heads(measured / LOGPROBS)
+    floor = labelled(named, "noise floor: ")
+    own = stored_heads(measured / LOGPROBS)
     # Choose another batch composition: a quarter of the sequences (pairs if the batch was small or of size one). If the
     # first run computed samples in one pass, decode them token by token in full batches. An engine that serves whole requests
     # keeps serving whole requests, because it would make every single step a request.
@@ -71,9 +74,11 @@ def measure_once(
     free = free_answers(engine, subset, batch, greedy, named, [result.answer for result in second])
     stress = None
     if baseline is not None and reference is not None:
-        limits, usual = config.stress_test.limited(longest), first_round.conformance
+        limits = config.stress_test.limited(longest)
+        usual = first_round.conformance
         stress = run_stress_test(engine, reference, limits, batch, longest, named, usual)
-    system, noise = measure_system(engine, config.load, named), None
+    system = measure_system(engine, config.load, named)
+    noise = None
     if second:  # the distances of repeated samples from the engine's own first results
         noise = fidelity(StepStatistics.joined([result.statistics for result in second]))
     if baseline is None:
@@ -102,7 +107,8 @@ def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: H
     policy = engine.policy
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
     subset = control_samples(encoded, least)
-    label, corrupt = labelled(progress, "must-fail control: "), partial(engine.corrupt_key_scale, CONTROL_FACTOR)
+    label = labelled(progress, "must-fail control: ")
+    corrupt = partial(engine.corrupt_key_scale, CONTROL_FACTOR)
     # All samples are in one batch, so that there is one prefill.
     results = run_samples(engine, subset, len(subset), heads, progress=label, after_prefill=corrupt)
     nothing = [None] * len(subset)

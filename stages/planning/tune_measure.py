@@ -129,7 +129,8 @@ class Bench:
             pairs = zip(texts.texts, self._baseline(texts), inputs, strict=True)
             self._known[key] = []
             for text, heads, known in pairs:
-                remaining, logits = iter(heads), engine.forced(text.tokens, text.first, known)
+                remaining = iter(heads)
+                logits = engine.forced(text.tokens, text.first, known)
                 kl = [head_kl(next(remaining), rows, i) for rows in _distributions(logits) for i in range(len(rows.finite))]
                 self._known[key].append(float(np.mean(kl)))
             with self._path.open("a", encoding="utf-8") as file:

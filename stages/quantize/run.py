@@ -57,7 +57,8 @@ def quantize_weights(
     - `served/`: only if the checkpoint's weights are already quantized: the checkpoint itself, which engines load.
     - `quantizers.json`: the enabled quantizers, and the device.
     """
-    info, runs_on = inspect_checkpoint(checkpoint), calibration_device()
+    info = inspect_checkpoint(checkpoint)
+    runs_on = calibration_device()
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     if info.quantized is not None:
         copy_without_scales(info, out / SERVED)

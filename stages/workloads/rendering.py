@@ -54,7 +54,8 @@ def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
 
 def _answer(reads: Connection, child: int) -> str:
     """Return the child's next text. Kill the child if the text takes more than RENDER_SECONDS."""
-    began, limit = time.monotonic(), Timer(RENDER_SECONDS, os.kill, (child, signal.SIGKILL))
+    began = time.monotonic()
+    limit = Timer(RENDER_SECONDS, os.kill, (child, signal.SIGKILL))
     limit.start()
     try:
         answer = json.loads(reads.recv_bytes(ANSWER_BYTES))

@@ -162,7 +162,8 @@ def retrieval(slot: Slot) -> Sample:
     third = slot.index % 3
     key, value = lines[rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)]
     prompt = "Records:\n" + "".join(f"{one}={of_one}\n" for one, of_one in lines) + question(key)
-    reference, depth = compact_json({key: value}), prompt.index(f"{key}=") / len(prompt)
+    reference = compact_json({key: value})
+    depth = prompt.index(f"{key}=") / len(prompt)
     return Sample(slot.id, slot.workload, reference, messages=(("user", prompt),), check="json", depth=depth)
 
 

@@ -140,7 +140,9 @@ def step_down(
     engines: Engines, now: RegisteredEngine, workload: str, quality_holds: bool, say: Callable[[str], None]
 ) -> RegisteredEngine:
     """Return the first engine, in the module's order, that is proven for the class. Rejections are reported to `say`."""
-    larger, broken, left = list[RegisteredEngine](), set[str](), engines.model.left(workload)
+    larger = list[RegisteredEngine]()
+    broken = set[str]()
+    left = engines.model.left(workload)
     for version in engines.model.versions.values():
         if version.tags.get("verdict") != "PASS" or version.number == now.version:
             continue

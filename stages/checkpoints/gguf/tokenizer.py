@@ -34,7 +34,8 @@ def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
     tokenizer.add_tokens([_added(vocabulary, i) for i, kind in enumerate(vocabulary.types) if kind == USER_DEFINED])
     special = [i for i, kind in enumerate(vocabulary.types) if kind in (CONTROL, UNKNOWN)]
     tokenizer.add_special_tokens([_added(vocabulary, i) for i in special])
-    begin, end = vocabulary.bos if vocabulary.add_bos else None, vocabulary.eos if vocabulary.add_eos else None
+    begin = vocabulary.bos if vocabulary.add_bos else None
+    end = vocabulary.eos if vocabulary.add_eos else None
     around = [(tokens[i], i) for i in (begin, end) if i is not None]
     if around:
         first, last = ([tokens[i]] if i is not None else [] for i in (begin, end))

@@ -129,7 +129,8 @@ class DecodePass:
 
     def _forward(self) -> None:
         positions = self.inputs.tensors["positions"]
-        self._lengths, self._plans = positions.clamp(min=0), {}
+        self._lengths = positions.clamp(min=0)
+        self._plans = {}
         ids = self.inputs.tensors["ids"][:, None]
         hidden = hidden_states(self.model, ATTENTION, ids, self._lengths[:, None].long(), step=self)
         self._logits = head(self.model, hidden[:, -1:])[:, 0].float()

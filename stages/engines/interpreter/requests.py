@@ -267,7 +267,8 @@ class ShowingEngine(RequestEngine):
 
     def _stored(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
         """Return the copies in a worker's file of `length` tokens: keys, then values, layer by layer."""
-        raw, at = np.fromfile(path, np.uint8), 0
+        raw = np.fromfile(path, np.uint8)
+        at = 0
         layers: list[dict[Side, StoredCopy]] = []
         for layer in range(self.shape.layers):
             layers.append({})

@@ -60,7 +60,8 @@ class PrefixCache:
 
         Two keys are equal if and only if the prefixes' tokens are equal.
         """
-        digest, keys = hashlib.sha256(), []
+        digest = hashlib.sha256()
+        keys = []
         for begin in range(0, len(prompt) - self._chunk, self._chunk):
             digest.update(np.array(prompt[begin : begin + self._chunk], np.int64).tobytes())
             keys.append(digest.hexdigest())
@@ -180,7 +181,8 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
 
 def _fitting(engine: PooledEngine, joining: Sequence[Continuation], running: Sequence[Continuation]) -> int:
     """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next can reuse them."""
-    pool, added = engine.pool, 0
+    pool = engine.pool
+    added = 0
     held = {page for one in running for page in pool.sequences[one.sequence].pages}
     for count, one in enumerate(joining[: None if engine.prefixes is None else 1]):
         prompt = one.tokens[: one.prompt_tokens]
@@ -205,7 +207,9 @@ def _join(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
 
 def _preempt(engine: PooledEngine, one: Continuation) -> None:
     engine.release([one.sequence])
-    one.sequence, one.reached, one.stored = -1, one.stored, 0
+    one.sequence = -1
+    one.reached = one.stored
+    one.stored = 0
     one.preempted += 1
 
 
@@ -218,7 +222,8 @@ def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
     """
     chunk, prefixes, most = engine.prefill_chunk, engine.prefixes, engine.pool.max_pages
     try:
-        engine.prefill_chunk, engine.prefixes = PAGE_TOKENS, None
+        engine.prefill_chunk = PAGE_TOKENS
+        engine.prefixes = None
         if pages is not None:
             engine.prefixes = PrefixCache(engine, chunk=PAGE_TOKENS, most_tokens=pages * PAGE_TOKENS)
             engine.pool.max_pages = engine.pool.pages.used_count + pages

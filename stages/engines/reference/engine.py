@@ -206,7 +206,8 @@ class TorchEngine(ChunkedEngine):
         """
         if self._keeps_heavy or not origins:
             origins = [(0, 0)] * len(sequences)
-        passes, begins = 2 if rounding else 1, [begin for _, begin in origins]
+        passes = 2 if rounding else 1
+        begins = [begin for _, begin in origins]
         lengths = [len(fed.tokens) - begin for fed, begin in zip(sequences, begins, strict=True)]
         ids = [token for fed, begin in zip(sequences, begins, strict=True) for token in fed.tokens[begin:]]
         positions = torch.cat([torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)])

@@ -30,7 +30,8 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool = True) -> "Pl
     described, policy, scales = open_bundle(bundle, PlanRecord, library)
     trt = load(library)
     check_built_for(bundle, described.built_for, this_machine(trt, described.built_for))
-    runtime, plans = trt.trt.Runtime(trt.log), {}
+    runtime = trt.trt.Runtime(trt.log)
+    plans = {}
     for mode, name in PLANS.items():
         plans[mode] = runtime.deserialize_cuda_engine((bundle / name).read_bytes())
         if plans[mode] is None:

@@ -107,10 +107,12 @@ def use_plugin(
     Returns:
         The replaced layers, and the reasons why the others were not replaced.
     """
-    layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
+    layers = choose_layers(policy, info.shape, info.q_heads)
+    decode = mode == "decode"
     # The kernels multiply queries by the scaling factor in the same arithmetic as the function body.
     scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
-    group, splits = info.q_heads // info.kv_heads, 1 if decode else programs
+    group = info.q_heads // info.kv_heads
+    splits = 1 if decode else programs
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():
         # The kernels of several new tokens are compiled for the widest chunk.

@@ -71,7 +71,8 @@ class TrtllmEngine(RequestEngine):
         """Return the engine's directory. With a planted fault, build a second engine from a faulted checkpoint."""
         if self._fault == 1.0:
             return self._bundle / ENGINE
-        faulted, prefix = self._checkpoint(write_faulted), "build_config."
+        faulted = self._checkpoint(write_faulted)
+        prefix = "build_config."
         asked = self._described.arguments.items()
         flags = {key.removeprefix(prefix): value for key, value in asked if key.startswith(prefix)}
         compile_engine(faulted, faulted.parent / ENGINE, flags, self._interpreter)

@@ -101,7 +101,8 @@ class Comparer:
     def compare(self, sequence: ForcedSequence, replay: Replay, problem: str) -> ComparedSequence:
         """Compare the rows and the stored vectors of a sequence with its replay."""
         policy, replay = self.engine.policy, replay.tail(len(sequence.logits))
-        kl, by_layer = kl_of_logits(replay.logits, np.stack(sequence.logits)), tuple[float, ...]()
+        kl = kl_of_logits(replay.logits, np.stack(sequence.logits))
+        by_layer = tuple[float, ...]()
         rounding = by_layer
         kl_disturbed = kl_of_logits(replay.logits, replay.disturbed) if replay.measured else np.zeros_like(kl)
         if self.reference.measures and any(replay.errors):
@@ -177,7 +178,8 @@ class Comparer:
         if layer is None or position in rows:
             operation, side, head = "computed", None, None
             if any(compared.errors):
-                operation, layer = "read", len(compared.errors) - 1 if layer is None else max(0, layer - 1)
+                operation = "read"
+                layer = len(compared.errors) - 1 if layer is None else max(0, layer - 1)
             else:
                 layer = None
         place = sequence.places[positions.index(position)] if position in positions else None

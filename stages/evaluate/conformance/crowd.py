@@ -112,7 +112,8 @@ def full_pool(test: StressTest) -> None:
     """
     if test.engine.full_pool_requests or test.max_tokens < 5 * PAGE_TOKENS:
         return
-    page, named = test.draw(PAGE_TOKENS), []
+    page = test.draw(PAGE_TOKENS)
+    named = []
     for number in range(POOL_REQUESTS):
         steps = test.length(*POOL_STEPS)
         length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - steps // 2, PAGE_TOKENS - 1)

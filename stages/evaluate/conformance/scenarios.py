@@ -167,7 +167,8 @@ def prefix(test: StressTest) -> None:
             changed = [*beginning[:place], (beginning[place] + 1) % test.engine.vocab_size, *beginning[place + 1 : 2 * chunk]]
             others.append((f"a kept beginning with another token {place}", [*changed, *test.draw(5)]))
     for number, (role, prompt) in enumerate([*alike, *others]):
-        sequence, reuses = test.sequence(role, prompt, STEPS), 0 < number < len(alike)
+        sequence = test.sequence(role, prompt, STEPS)
+        reuses = 0 < number < len(alike)
         test.prefill(sequence)
         test.counts["prefixes"] += reuses
         if reuses and isinstance(test.engine, SupportsExtend):

@@ -69,7 +69,8 @@ class ForcedSequence:
 
         It ends before the sequence's first row of logits, at a chunk of a prefill or a decoded token.
         """
-        most, shared = common(self.tokens[: self.positions[0]], origin.tokens), 0
+        most = common(self.tokens[: self.positions[0]], origin.tokens)
+        shared = 0
         for (count, decoded), (other, other_decoded) in zip(self.pieces, origin.pieces, strict=False):
             equal = min(count, other, most - shared) if decoded == other_decoded else 0
             whole = equal == count == other
@@ -117,7 +118,8 @@ def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
     """
     # A window loses its first tokens. An evicting cache loses tokens after its sinks, and shows them as zeros.
     start, stop = copy.evicted
-    count, known = stop if stop > start else copy.first - before.first, before.codes.shape[1]
+    count = stop if stop > start else copy.first - before.first
+    known = before.codes.shape[1]
     gap = max(0, count - known)
     if count <= 0 or (gap and before.evicted != (0, 0)):
         return copy

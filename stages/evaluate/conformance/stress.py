@@ -141,7 +141,8 @@ class StressTest:
 
     def extend(self, sequence: ForcedSequence, count: int) -> None:
         """Append a chunk of `count` random tokens."""
-        tokens, observed = self.draw(count), [sequence] if self.comparer.frees_pages else []
+        tokens = self.draw(count)
+        observed = [sequence] if self.comparer.frees_pages else []
         self._observe(observed)
         assert isinstance(self.engine, SupportsExtend)
         logits_V = self.engine.extend(sequence.handle, tokens)

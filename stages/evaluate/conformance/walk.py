@@ -108,7 +108,8 @@ class Walk:
 
     def join(self) -> None:
         """Start several prompts in one call. Some are long, some begin like an earlier prompt."""
-        joining, count = list[ForcedSequence](), self.test.length(1, PROMPTS_AT_ONCE)
+        joining = list[ForcedSequence]()
+        count = self.test.length(1, PROMPTS_AT_ONCE)
         self._make_room(count)
         for _ in range(min(self.test.largest - len(self.rows), count)):
             if self.late and self.rng.random() < 1 / 3:
@@ -134,7 +135,8 @@ class Walk:
         middle = [row for row in mixed if row not in (same[0], same[-1])]
         by_length = sorted(self.rows, key=lambda row: len(row.tokens))
         orders = (same, mixed, [same[0], *middle, same[-1]][: len(same)], by_length, by_length[::-1])
-        kind, half = self.test.length(0, 2 * len(orders) - 1), len(mixed) // 2
+        kind = self.test.length(0, 2 * len(orders) - 1)
+        half = len(mixed) // 2
         if kind == 2:
             self._decode(same)  # so that only the middle rows change places
         if kind == 1:  # two batches of equal size that alternate

@@ -233,7 +233,8 @@ class Batch:
 
     def _finish(self, sample: int) -> SampleResult:
         del self.running[sample]
-        item, answer = self.encoded[sample], None
+        item = self.encoded[sample]
+        answer = None
         if self.greedy is not None and item.judged:
             answer_tokens = self.answers.pop(sample, None)
             answer = item.reference if answer_tokens is None else tuple(answer_tokens)

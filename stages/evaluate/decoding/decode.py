@@ -90,7 +90,8 @@ def _whole_samples(
             assert isinstance(engine, SupportsForced)
             answers = [engine.forced(*whole[0])]
         for number, ((i, item), logits_BV) in enumerate(zip(group, answers, strict=True)):
-            trace, request = Exercised(), number if in_requests else None
+            trace = Exercised()
+            request = number if in_requests else None
             if in_requests:
                 # The library may compute fewer requests together than it was sent.
                 trace.step(len(item.prompt), len(item.reference) - 1, min(len(group), engine.max_batch or len(group)))

@@ -32,7 +32,8 @@ def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) 
     """Return the samples that an engine repeats: the first judged samples of every workload, and the longest judged sample."""
     if not config.noise_samples:
         return []
-    able, seen = answered(encoded), Counter[str]()
+    able = answered(encoded)
+    seen = Counter[str]()
     chosen = {max(range(len(able)), key=lambda i: len(able[i].prompt) + len(able[i].reference))}
     for i, item in enumerate(able):
         if seen[item.sample.workload] < config.noise_samples:

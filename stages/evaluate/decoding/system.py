@@ -43,7 +43,8 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
     steps = WARMUP_STEPS + load.new_tokens
     progress("system metrics", 0, 1)
-    before, own_process = _processor_seconds(), not isinstance(engine, SupportsTiming)
+    before = _processor_seconds()
+    own_process = not isinstance(engine, SupportsTiming)
     times = engine.timed(prompts, steps) if isinstance(engine, SupportsTiming) else _timed(engine, prompts, steps, progress)
     others, total = np.subtract(_processor_seconds(), before)
     step_ms, memory = times.step_ms[WARMUP_STEPS:], times.memory

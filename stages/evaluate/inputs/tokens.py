@@ -140,7 +140,8 @@ def encode(
         UserError: A prompt has fewer than two tokens (its last token must go through the decode path), or a reference is
             empty.
     """
-    encoded, stop = [], tokenizer.end if stop is None else stop
+    stop = tokenizer.end if stop is None else stop
+    encoded = []
     for sample, prompt in zip(samples, tokenizer.all_prompt_ids(samples), strict=True):
         reference = tokenizer.text_ids(sample.reference)
         if len(prompt) < 2 or not reference:

@@ -18,7 +18,8 @@ class GgmlBlocks(Arithmetic):
     """Codes in blocks with a scale per block."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
-        blocks, half = groups_of(x, options.groups), 0.0 if options.towards_zero else 0.5
+        blocks = groups_of(x, options.groups)
+        half = 0.0 if options.towards_zero else 0.5
         if self.spec.bits == 8:
             codes, scale = eight_bits(blocks, half)
             return Stored(codes.to(torch.int8).flatten(-2), scale.half().squeeze(-1), None)

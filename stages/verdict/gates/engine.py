@@ -20,7 +20,8 @@ def conformance(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     for where, engine in (("baseline", record.baseline), ("candidate", record.candidate)):
         ranked = engine.ranked
         status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
-        text, worst = describe(engine, judged=judged), ranked[0] if ranked else None
+        text = describe(engine, judged=judged)
+        worst = ranked[0] if ranked else None
         yield Check.of(Gate.CONFORMANCE, where, status, text, worst, 1.0 if judged else None)
 
 

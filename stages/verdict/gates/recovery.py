@@ -58,7 +58,8 @@ class Recovery(Figure):
 
     def check(self, result: Result, thresholds: Thresholds) -> Check:
         value, bound = (1 - loss / self.baseline if self.baseline > 0 else math.nan for loss in (result.value, result.bound))
-        documents, advice = len(self.mean.values), ""
+        documents = len(self.mean.values)
+        advice = ""
         if result.decision != "FAIL" and self.is_weak(thresholds):
             advice = (
                 f"; their mean probability under the baseline, {self.baseline:.2g}, is below gates.min_baseline_probability "

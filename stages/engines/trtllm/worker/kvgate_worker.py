@@ -78,7 +78,8 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
         read = TorchLlmArgs(**update_llm_args_with_extra_dict({"model": model}, copy.deepcopy(pinned)))
     except ValueError as error:
         raise ValueError(_in_one_line(error)) from error
-    arguments, refused = read.model_dump(mode="json"), ""
+    arguments = read.model_dump(mode="json")
+    refused = ""
     try:
         ModelLoader(read)._update_from_hf_quant_config()
     except Exception as error:
