@@ -46,7 +46,7 @@ class EngineSteps:
     store: Store
     finished: list[tuple[str, Artifact]] = field(default_factory=list)
     """Titles and artifacts, made or reused, in order of completion."""
-    _given: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    _watched: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     """The user's files whose digest names artifacts -> their state before they were read."""
 
     def digest_of(self, path: Path) -> str:
@@ -56,7 +56,7 @@ class EngineSteps:
 
     def watch(self, path: Path) -> None:
         """Let the command fail if the user's file changes before its artifact is made."""
-        self._given.setdefault(path, _state(path))
+        self._watched.setdefault(path, _state(path))
 
     def digest_of_model(self, checkpoint: Path) -> str:
         """Return the digest of a model's files. Files of other formats in the same repository are not included."""
@@ -271,14 +271,14 @@ class EngineSteps:
             entry.progress = progress
             yield entry
             if entry.artifact is None:
-                self._check_given()
+                self._check_watched()
                 collect_memory()
         artifact = entry.made
         self.finished.append((title, artifact))
         if self.store.makes:
             console.step(title, artifact.path, None if artifact.reused else artifact.seconds)
 
-    def _check_given(self) -> None:
-        for path, state in self._given.items():
+    def _check_watched(self) -> None:
+        for path, state in self._watched.items():
             if not path.exists() or _state(path) != state:
                 raise UserError(f"{path}: was changed while this command read it; run the command again")
