@@ -214,6 +214,11 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any) -> None:
         )
 
 
+def head_dim_of(config: Any) -> int:
+    """Return the size of an attention head of a transformers configuration."""
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+
+
 def _rotary(parameters: dict[str, Any], config: Any) -> tuple[Any, float]:
     """Return the inverse frequencies and the attention factor for RoPE parameters and the sizes of `config`."""
     from transformers import LlamaConfig
@@ -221,8 +226,7 @@ def _rotary(parameters: dict[str, Any], config: Any) -> tuple[Any, float]:
 
     if parameters["rope_type"] == "default":
         parameters = parameters | {"rope_type": "linear", "factor": 1.0}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     positions = config.max_position_embeddings
-    plain = LlamaConfig(head_dim=head_dim, max_position_embeddings=positions, rope_parameters=parameters)
+    plain = LlamaConfig(head_dim=head_dim_of(config), max_position_embeddings=positions, rope_parameters=parameters)
     frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](plain)
     return frequencies, scale

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from stages.checkpoints.loading import head_dim_of
 from stages.checkpoints.quantized import ROUNDED
 from stages.checkpoints.windows import layer_windows
 from stages.policies.policy import KVPolicy, KVShape
@@ -19,10 +20,9 @@ from stages.policies.scales import KVScales
 def shape_for(model: Any, policy: KVPolicy) -> KVShape:
     """Return the model's shape. Raises UserError if the policy does not fit it."""
     config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = int(config.num_hidden_layers)
     windows = layer_windows(Path(config._name_or_path), config.to_dict(), layers)
-    shape = KVShape(layers, config.num_key_value_heads, head_dim, windows if any(windows) else ())
+    shape = KVShape(layers, config.num_key_value_heads, head_dim_of(config), windows if any(windows) else ())
     policy.check_shape(shape)
     return shape
 
