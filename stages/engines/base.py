@@ -6,13 +6,10 @@ from itertools import count
 from typing import Literal, NoReturn, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from stages.core.errors import UserError
-from stages.engines.interface import Engine
+from stages.engines.interface import Engine, Logits
 from stages.policies.policy import KVPolicy, KVShape
-
-Logits = npt.NDArray[np.float32]
 
 Mode = Literal["prefill", "decode"]
 """Kind of an engine's step: a chunk of one prompt, or one new token per sequence."""

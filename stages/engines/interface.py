@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from stages.core.errors import UserError
 from stages.core.records import PREFILL_CHUNK, LoadTimes, MemoryReport, ServedRequest, StoredCopy
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    Logits = npt.NDArray[np.float32]
+Logits: TypeAlias = "npt.NDArray[np.float32]"  # in quotes, so that a command starts without NumPy
 
 NOT_FINITE = "not finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from stages.core.digest import json_digest
 from stages.core.errors import UserError
-from stages.engines.base import Logits
+from stages.engines.interface import Logits
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import LayerInput
 from stages.evaluate.distances.distance import Array, Distributions, Head, head_kl

@@ -13,8 +13,7 @@ from scipy.special import log_softmax
 
 from faults.record import Cost
 from stages.core.errors import UserError
-from stages.engines.base import Logits
-from stages.engines.interface import Engine, SupportsExtend, SupportsFork, SupportsFullPool
+from stages.engines.interface import Engine, Logits, SupportsExtend, SupportsFork, SupportsFullPool
 
 LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
 """Prompt lengths in tokens of the crowded requests. Two of the prompts are equal and end within a page."""

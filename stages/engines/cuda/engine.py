@@ -10,10 +10,10 @@ import torch
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from stages.engines.base import LOGIT_STEP, Logits, check_positive
+from stages.engines.base import LOGIT_STEP, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
-from stages.engines.interface import Continuation, Engine
+from stages.engines.interface import Continuation, Engine, Logits
 from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.reference.build import open_bundle
 from stages.engines.reference.device import resolve_device

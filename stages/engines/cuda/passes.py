@@ -14,8 +14,9 @@ from transformers import AttentionInterface
 
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
-from stages.engines.base import Logits, not_finite
+from stages.engines.base import not_finite
 from stages.engines.cuda.cache import KernelCache
+from stages.engines.interface import Logits
 from stages.engines.paged.sequences import PagedSequence
 from stages.engines.reference.model import head, hidden_states, refuse_options
 from stages.engines.staging import StagedInputs, StepResults

@@ -23,10 +23,10 @@ import numpy.typing as npt
 
 from stages.core.errors import UserError
 from stages.core.records import LoadTimes, MemoryReport, StoredCopy
-from stages.engines.base import Logits, SequenceTable
+from stages.engines.base import SequenceTable
 from stages.engines.bundle import open_bundle
 from stages.engines.config import InterpreterConfig
-from stages.engines.interface import Continuation, Engine, check_tokens
+from stages.engines.interface import Continuation, Engine, Logits, check_tokens
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle
 from stages.engines.interpreter.process import A, Interpreter, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer

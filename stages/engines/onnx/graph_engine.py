@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stages.core.records import MemoryReport, StoredCopy
-from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
-from stages.engines.interface import check_tokens
+from stages.engines.base import ChunkedEngine, Mode, not_finite
+from stages.engines.interface import Logits, check_tokens
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.sequences import PoolFull

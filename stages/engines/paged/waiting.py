@@ -22,8 +22,7 @@ import numpy as np
 
 from stages.core.errors import UserError
 from stages.core.records import ServedRequest
-from stages.engines.base import Logits
-from stages.engines.interface import Continuation, Engine, ForcedRequest, SupportsFork
+from stages.engines.interface import Continuation, Engine, ForcedRequest, Logits, SupportsFork
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.sequences import PoolFull
 from stages.policies.policy import PAGE_TOKENS

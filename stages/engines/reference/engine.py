@@ -14,7 +14,8 @@ from torch import Tensor
 from stages.checkpoints.gguf.model import pairs_neighbours
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
+from stages.engines.base import ChunkedEngine, SequenceTable, check_positive
+from stages.engines.interface import Logits
 from stages.engines.reference.attention import (
     ATTENTION,
     Block,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stages.core.records import StoredCopy
-from stages.engines.base import Logits
+from stages.engines.interface import Logits
 from stages.engines.reference.attention import Block, BlockView, Copies, Finite, Sources
 from stages.engines.reference.cache import LayerStorage, Storage, one_pass
 from stages.engines.reference.formats import dequantize

@@ -11,8 +11,9 @@ import torch
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.hardware import gpus
 from stages.core.records import PREFILL_CHUNK, StoredCopy
-from stages.engines.base import Logits, Mode
+from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
+from stages.engines.interface import Logits
 from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.staging import aligned

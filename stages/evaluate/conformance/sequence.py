@@ -7,7 +7,7 @@ from hashlib import sha256
 import numpy as np
 
 from stages.core.records import StoredCopy
-from stages.engines.base import Logits
+from stages.engines.interface import Logits
 from stages.engines.reference.attention import Fed
 from stages.policies.policy import Side
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stages.core.records import Progress, no_progress
-from stages.engines.base import Logits
-from stages.engines.interface import SupportsExtend, SupportsFork, SupportsRequests
+from stages.engines.interface import Logits, SupportsExtend, SupportsFork, SupportsRequests
 from stages.engines.reference.attention import Fed
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.deviations import Deviations, passes

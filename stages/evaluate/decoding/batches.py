@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from stages.engines.interface import Engine, SupportsExtend, SupportsFork
+from stages.engines.interface import Engine, Logits, SupportsExtend, SupportsFork
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
-
-Logits = npt.NDArray[np.float32]
 
 NO_TOKEN = -1
 """Stands for the most likely token of a row with non-finite logits. It equals no token id and ends an answer."""

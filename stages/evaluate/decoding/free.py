@@ -9,8 +9,7 @@ import numpy as np
 
 from stages.core.errors import UserError
 from stages.core.records import Progress, no_progress
-from stages.engines.base import Logits
-from stages.engines.interface import Engine, SupportsRequests
+from stages.engines.interface import Engine, Logits, SupportsRequests
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.engine_tests import FreeAnswers

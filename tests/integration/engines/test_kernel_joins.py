@@ -17,9 +17,8 @@ from onnx_fixtures import static_scales
 from benchmarks import benchlib
 from stages.core.errors import UserError
 from stages.core.records import Sample
-from stages.engines.base import Logits
 from stages.engines.cuda.engine import KernelEngine, plan_pass
-from stages.engines.interface import Continuation
+from stages.engines.interface import Continuation, Logits
 from stages.engines.reference.model import shape_for
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import contradiction, free_answers

@@ -29,8 +29,7 @@ from onnx_fixtures import (
 
 from stages.core.digest import file_digest
 from stages.core.errors import UserError
-from stages.engines.base import Logits
-from stages.engines.interface import Continuation, Engine
+from stages.engines.interface import Continuation, Engine, Logits
 from stages.engines.onnx import weights
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import load_engine as load_reference_engine

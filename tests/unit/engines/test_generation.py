@@ -9,8 +9,8 @@ import pytest
 
 from stages.core.errors import UserError
 from stages.core.records import MemoryReport
-from stages.engines.base import Logits, SequenceTable
-from stages.engines.interface import Engine
+from stages.engines.base import SequenceTable
+from stages.engines.interface import Engine, Logits
 from stages.policies.policy import FP16_POLICY, KVShape
 
 VOCAB = 32

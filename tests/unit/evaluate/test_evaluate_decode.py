@@ -11,8 +11,8 @@ from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine
 
 from stages.core.errors import UserError
 from stages.core.records import Sample
-from stages.engines.interface import SupportsForced
-from stages.evaluate.decoding.batches import DecodeStep, Greedy, Logits
+from stages.engines.interface import Logits, SupportsForced
+from stages.evaluate.decoding.batches import DecodeStep, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.noise import control_samples, repeated_samples
 from stages.evaluate.decoding.results import SampleResult
