@@ -36,7 +36,7 @@ RECORDS = {
         "stages.planning.tuning.TUNE_FILE": "what `stage=tune` measured, in `tuned/`; `tuned/kv/` has its policies",
     },
     "of an engine": {
-        "pipeline.evidence.identity.BUNDLE_FILE": "the engine's sources, target device and limits",
+        "stages.engines.bundle.BUNDLE_FILE": "the engine's sources, target device and limits",
         "stages.policies.policy.POLICY_FILE": "the KV policy",
         "stages.policies.scales.SCALES_FILE": "the static scales",
         "stages.engines.vllm.backend.ENGINE_ARGS_FILE": "arguments for `vllm serve` of the judged engine",

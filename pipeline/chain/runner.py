@@ -44,6 +44,7 @@ from stages.core.errors import (
 )
 from stages.core.files import store_of
 from stages.core.redaction import redact_output, redact_text
+from stages.engines.bundle import BUNDLE_FILE
 from stages.verdict.candidate import Cited, not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
@@ -105,7 +106,7 @@ def holding(config: Config) -> AbstractContextManager[None]:
         return nullcontext()
     root = config.artifacts
     if config.stage == "verify":  # the bundle may be outside of any work directory
-        store = store_of(Path(str(config.bundle)).resolve() / "bundle.json")
+        store = store_of(Path(str(config.bundle)).resolve() / BUNDLE_FILE)
         return used(store, make=False) if store is not None else nullcontext()
     return used(root, make=config.facts.makes or root.is_dir())
 

@@ -22,6 +22,7 @@ from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest
 from stages.core.errors import UserError, short
 from stages.core.strict import StrictModel, Unreadable, first_problem, parse_json, read_file
+from stages.engines.bundle import BUNDLE_FILE
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.verdict.thresholds import RULES, Thresholds, Verdict
 from stages.workloads.config import WorkloadsConfig
@@ -30,7 +31,6 @@ from stages.workloads.own import own_content
 R = TypeVar("R", bound=StrictModel)
 
 IDENTITY_FILE = "identity.json"
-BUNDLE_FILE = "bundle.json"
 
 Role = Literal["engine", "baseline", "evaluation"]
 

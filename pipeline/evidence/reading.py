@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evidence.identity import (
-    BUNDLE_FILE,
     IDENTITY_FILE,
     Identity,
     Lineage,
@@ -31,6 +30,7 @@ from pipeline.registry.signing import SIGNATURE_FILE
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, json_digest, kind_of
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.engines.bundle import BUNDLE_FILE
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Limits

@@ -24,12 +24,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from pipeline.api.engines import load
-from pipeline.evidence.identity import BUNDLE_FILE
 from pipeline.store.store import used
 from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError, short
 from stages.core.files import store_of
 from stages.core.records import Sample
+from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.interface import NOT_FINITE, Engine, SupportsRequests
 from stages.evaluate.decoding.batches import DecodeStep
 from stages.evaluate.decoding.decode import decode

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.registry.signing import SIGNATURE_FILE
 from stages.core.redaction import copy_redacted, redact
+from stages.engines.bundle import BUNDLE_FILE
 from stages.policies.policy import POLICY_FILE
 from stages.policies.scales import SCALES_FILE
 from stages.verdict.candidate import DECIDED, Candidate
@@ -20,7 +21,7 @@ from stages.verdict.report import SampleRow
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Colour of a run in MLflow's charts, by verdict."""
 UNDECIDED = "#6e7781"
-EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
+EVIDENCE_FILES = (BUNDLE_FILE, POLICY_FILE, SCALES_FILE)
 REASONS = 5
 """Maximum reasons of a verdict in the description; report.html has all."""
 LIMIT = 40
