@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from stages.core.digest import code_digest, files_digest, json_digest
-from stages.core.errors import MissingRequirement
+from stages.core.errors import MissingRequirement, UserError
 from stages.core.hardware import hardware
 from stages.core.records import Progress, no_progress
 
@@ -50,7 +50,9 @@ class Entry:
 
     @property
     def made(self) -> Artifact:
-        assert self.artifact is not None, f"{self.scratch} changed while it was being sealed"
+        """The finished artifact. Raises UserError if its files were changed before they were verified."""
+        if self.artifact is None:
+            raise UserError(f"{self.scratch}: was changed while this command finished it; run the command again")
         return self.artifact
 
 

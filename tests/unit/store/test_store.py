@@ -70,6 +70,20 @@ def test_what_was_altered_is_noticed_and_made_again(tmp_path: Path, alter: Calla
     assert (again.path / "sub" / "one.txt").read_text() == "one"
 
 
+def test_an_artifact_that_changes_while_it_is_finished_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seal = Store._seal
+
+    def altered(store: Store, scratch: Path, made: Recipe, seconds: float) -> None:
+        seal(store, scratch, made, seconds)
+        (scratch / "sub" / "one.txt").write_text("two")
+
+    monkeypatch.setattr(Store, "_seal", altered)
+    with pytest.raises(UserError, match="was changed while this command finished it; run the command again"):
+        make_artifact(Store(tmp_path), recipe(), write_one)
+    monkeypatch.undo()
+    assert not make_artifact(Store(tmp_path), recipe(), write_one).reused
+
+
 def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
     def fail(out: Path) -> None:
         write_one(out)
