@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import written
-from stages.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code, short
+from stages.core.errors import EXIT_CODES, Refusal, UserError, describe, exit_code, short
 from stages.policies.policy import KVPolicy
 
 P = ParamSpec("P")
@@ -27,7 +27,7 @@ def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
     def call(*arguments: P.args, **options: P.kwargs) -> R:
         try:
             return function(*arguments, **options)
-        except REFUSALS as error:
+        except Refusal as error:
             raise error.with_traceback(None) from None
         except Exception as error:
             kind = next((kind for kind, code in EXIT_CODES.items() if code == exit_code(error)), None)

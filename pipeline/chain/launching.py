@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from pipeline.cli import console
 from pipeline.config.compose import Plan, initialized, is_hydras
 from pipeline.config.launchers import install
-from stages.core.errors import REFUSALS, MissingRequirement, UserError, short
+from stages.core.errors import MissingRequirement, Refusal, UserError, short
 
 T = TypeVar("T")
 RAY = "ray"
@@ -46,7 +46,7 @@ RAY_OVERRIDES = [
     "++hydra.launcher.ray.remote.max_calls=1",  # one process per job, which frees all its memory
 ]
 
-NOT_OF_THE_LAUNCHER: tuple[type[Exception], ...] = (*REFUSALS, TypeError, AttributeError, PicklingError)
+NOT_OF_THE_LAUNCHER: tuple[type[Exception], ...] = (Refusal, TypeError, AttributeError, PicklingError)
 """Exceptions that are not the launcher's: refusals, and pickle's errors for a job that cannot be sent (defects of kvgate)."""
 ENDING_S = 5.0
 LAST_LINES_S = 1.0

@@ -17,7 +17,7 @@ from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
 from pipeline.registry.tracking import compare_url, server_command
-from stages.core.errors import REFUSALS, UserError
+from stages.core.errors import Refusal, UserError
 from stages.core.records import Sample
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
@@ -110,7 +110,7 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
             own = {sample.id for sample in samples} - {sample.id for sample in generated}
         elif workloads.documents is not None:
             own = {sample.id for sample in samples}
-    except REFUSALS as error:
+    except Refusal as error:
         problem = problem or f"its prompts cannot be made again: {error}"
     return Exhibit(
         candidate,

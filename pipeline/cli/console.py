@@ -21,7 +21,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from stages.core.errors import DEBUG_VARIABLE, REFUSALS, describe, exit_code
+from stages.core.errors import DEBUG_VARIABLE, Refusal, describe, exit_code
 from stages.core.redaction import printable, redact_text
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def ended_by(problem: Exception) -> None:
     """Print the errors that ended a job. If KVGATE_DEBUG is 1, also print the traceback of an unexpected exception."""
     for text in describe(problem).splitlines():
         error(text, exit_code=exit_code(problem))
-    if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(problem, REFUSALS):
+    if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(problem, Refusal):
         LOGGER.error("where it came from", exc_info=problem)
 
 

@@ -33,7 +33,7 @@ from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel, locate
 from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, read_manifest
 from stages.core.digest import file_digest, files_digest
-from stages.core.errors import REFUSALS, UserError
+from stages.core.errors import Refusal, UserError
 
 UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
 """Kinds of pieces that are not artifacts: resumable work of an interrupted command, and temporary directories."""
@@ -122,13 +122,13 @@ class Found:
     models: Sequence[RegisteredModel]
     sweeps: Sequence[Summary]
     """Sweeps, the latest first."""
-    problems: Sequence[Exception]
+    problems: Sequence[Refusal]
     """UserError or MissingRequirement for everything that could not be read."""
 
 
 def find(config: Config) -> Found:
     """Read a work directory and the tracking store. Nothing is written or made."""
-    root, problems = config.artifacts, list[Exception]()
+    root, problems = config.artifacts, list[Refusal]()
     pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Summary](), list[RegisteredModel]()
     last = ""
 
@@ -136,7 +136,7 @@ def find(config: Config) -> Found:
     def noting() -> Iterator[None]:
         try:
             yield
-        except REFUSALS as error:
+        except Refusal as error:
             problems.append(error)
         except OSError as error:
             problems.append(UserError(str(error)))

@@ -42,7 +42,8 @@ def show_status(config: Config) -> None:
     for who, what in missing.items():
         console.say(f"[yellow]note:[/] {escape(who)}: {escape(what)} is not in this work directory")
     if found.problems:
-        raise type(found.problems[0])("\n".join(str(problem).splitlines()[0] for problem in found.problems))
+        lines = "\n".join(str(problem).splitlines()[0] for problem in found.problems)
+        raise found.problems[0].with_message(lines)
     step = _step(config, found, reasons)
     if step is not None:
         next_steps.show(step)

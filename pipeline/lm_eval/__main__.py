@@ -3,7 +3,7 @@
 import sys
 
 from pipeline.loading import required_libraries
-from stages.core.errors import REFUSALS, exit_code
+from stages.core.errors import Refusal, exit_code
 
 
 def main() -> int:
@@ -12,7 +12,7 @@ def main() -> int:
         with required_libraries():
             from pipeline.lm_eval.model import cli_evaluate
         cli_evaluate()
-    except REFUSALS as error:
+    except Refusal as error:
         for line in str(error).splitlines():
             print(f"pipeline.lm_eval: error: {line}", file=sys.stderr)
         return exit_code(error)

@@ -266,7 +266,7 @@ class Engines:
         try:
             covered = self.verify(best).covered
         except (GateRefusal, MissingRequirement) as error:
-            raise type(error)(f"{best.name} is not promoted: {error}") from error
+            raise error.with_message(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
             now = registry.read()
             old = now.aliases.get("champion")
@@ -314,7 +314,7 @@ class Engines:
                 engine = self.find(version)
                 engine.verify(engine.decide)
             except (GateRefusal, MissingRequirement) as error:
-                raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
+                raise error.with_message(f"stage=rollback: version {previous} does not serve again: {error}") from error
             if bad in now.versions:
                 gone = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None}
                 registry.set_tags(bad, {**gone, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()})

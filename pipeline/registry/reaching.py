@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pipeline.registry.tracking import ENVIRONMENT, Location
 from pipeline.store.locks import UNTIL, announced
-from stages.core.errors import REFUSALS, MissingRequirement, UserError
+from stages.core.errors import MissingRequirement, Refusal, UserError
 from stages.core.redaction import redact_text
 
 QUIET_S = 5.0
@@ -81,7 +81,7 @@ def reached(location: Location, *kinds: type[Exception]) -> Iterator[None]:
         with announced(said, QUIET_S, limit):
             yield
     except kinds as error:
-        if getattr(error, "error_code", None) in HANDLED or isinstance(error, REFUSALS):
+        if getattr(error, "error_code", None) in HANDLED or isinstance(error, Refusal):
             raise
         raise _problem(location, error) from error
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import REFUSALS, MissingRequirement
+from stages.core.errors import MissingRequirement, Refusal
 from stages.core.records import Progress
 from stages.core.redaction import redact_output
 
@@ -83,7 +83,7 @@ def main(writing: int, parent: int) -> None:
 
 def _told(error: Exception) -> bytes:
     """Pickle an exception. A defect gets its traceback as a note, because pickling drops the traceback."""
-    if isinstance(error, REFUSALS):
+    if isinstance(error, Refusal):
         return pickle.dumps(error)
     try:
         pickle.loads(pickle.dumps(error))

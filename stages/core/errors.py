@@ -2,15 +2,26 @@
 
 import errno
 from collections.abc import Sequence
+from typing import Self
 
 from stages.core.redaction import printable, redact_text
 
 
-class UserError(ValueError):
+class Refusal(Exception):
+    """Base class of the errors that a user or CI can act on."""
+
+    def with_message(self, message: str) -> Self:
+        """Return a copy of this error with another message, without calling the constructor of its class."""
+        other = type(self).__new__(type(self), message)
+        vars(other).update(vars(self))
+        return other
+
+
+class UserError(Refusal, ValueError):
     """Bad input. The message has one line per problem with the key, the value and the fix."""
 
 
-class GateRefusal(Exception):
+class GateRefusal(Refusal):
     """The answer is no: a gate failed, evidence differs, or no policy meets the goal. Nothing was promoted or routed."""
 
 
@@ -30,19 +41,17 @@ class CannotBeJudged(GateRefusal):
         self.weak, self.able, self.wrong = weak, able, wrong
 
 
-class MissingRequirement(Exception):
+class MissingRequirement(Refusal):
     """A requirement that this machine lacks. The message names the requirement and how to get it."""
 
 
-EXIT_CODES: dict[type[Exception], int] = {UserError: 2, GateRefusal: 3, MissingRequirement: 4}
+EXIT_CODES: dict[type[Refusal], int] = {UserError: 2, GateRefusal: 3, MissingRequirement: 4}
 DEFECT = 1
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM, as in shells."""
 
 SEVERITY = (0, 3, 4, 2, INTERRUPTED, DEFECT)
 """Exit codes from good to bad. A sweep exits with the worst code of its jobs."""
-
-REFUSALS = tuple(EXIT_CODES)
 
 
 OF_THE_MACHINE = (OSError, MemoryError)
@@ -85,7 +94,7 @@ def exit_code(error: BaseException) -> int:
 
 def describe(error: BaseException) -> str:
     """Return the message for the exception that ended a process: one line per problem, without secrets."""
-    if isinstance(error, REFUSALS):
+    if isinstance(error, Refusal):
         return str(error)
     detail = " ".join(redact_text(str(error)).split())[:500]
     text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__

@@ -266,7 +266,7 @@ def route(engines: Engines, routes: Mapping[str, str], say: Callable[[str], None
             prove(engines, engine, workload)
         except (GateRefusal, MissingRequirement) as error:
             where = f"routing.routes.{workload}={engine.candidate.name}"
-            raise type(error)(f"{where}: version {engine.version} is not proven: {error}") from error
+            raise error.with_message(f"{where}: version {engine.version} is not proven: {error}") from error
         before = aliases_of(engines.model, workload)
         after = before.moved_to(engine.version)
         if after != before:

@@ -13,7 +13,7 @@ from pipeline.chain.showing import PAGE
 from pipeline.cli import console, next_steps
 from pipeline.config.compose import Plan, plan
 from pipeline.registry.summary import new_sweep
-from stages.core.errors import REFUSALS, CannotBeJudged, exit_code
+from stages.core.errors import CannotBeJudged, Refusal, exit_code
 from stages.core.records import Sample
 from stages.verdict.gates.evaluation import too_few
 from stages.verdict.thresholds import Thresholds
@@ -66,7 +66,7 @@ def run_command(jobs: Plan) -> int:
     """Run a command; return its exit code."""
     try:
         return run(jobs, new_sweep())
-    except REFUSALS as error:
+    except Refusal as error:
         return exit_code(error)
     finally:
         console.end()
