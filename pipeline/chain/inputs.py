@@ -172,7 +172,7 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
 
 
 def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Refuse lengths that exceed the model, the engine, the memory or the texts, or that have too few documents for a PASS."""
+    """Refuse lengths that exceed the model, the engine, the memory or the texts, or have too few documents for a PASS."""
     workloads, (limit, limited), memory = config.workloads, _context(config, checkpoint), virtual_memory().total
     together = -(-workloads.batch_size // LONG_QUESTIONS) + 1  # documents whose questions are decoded or wait at the same time
     for length in workloads.lengths:

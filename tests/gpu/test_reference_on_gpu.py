@@ -18,7 +18,7 @@ from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine, load_engine
 from stages.engines.reference.formats import dequantize, quantize
 from stages.engines.reference.formats import static_scales as static_of
-from stages.evaluate.conformance.explanation import relatives
+from stages.evaluate.conformance.explanation import faulty_references
 from stages.policies.formats import Format
 from stages.policies.policy import Eviction, Side
 from stages.policies.scales import SideScales
@@ -145,7 +145,7 @@ def test_known_mistakes_of_engines_are_computed_as_on_the_cpu(
 ) -> None:
     bundle = make_reference_bundle(tiny_checkpoint, tmp_path / "bundle", SHIPPED[name])
     pair = [load_engine(bundle, threads=4, prefill_chunk=128, device=device) for device in (CUDA, torch.device("cpu"))]
-    for (what, ours), (_, theirs) in zip(*map(relatives, pair), strict=True):
+    for (what, ours), (_, theirs) in zip(*map(faulty_references, pair), strict=True):
         assert ours.device == CUDA, what
         assert_close(ours.forced(texts[0][:200], 150), theirs.forced(texts[0][:200], 150))
 

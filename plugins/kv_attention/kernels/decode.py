@@ -45,7 +45,10 @@ PAGE = tl.constexpr(64)
 
 @triton.jit
 def _pages(lengths, b, batch, SINK: tl.constexpr, RECENT: tl.constexpr):
-    """Return the pages of sequences b that hold positions SINK to length - RECENT, 1 at least; 0 where b is no sequence."""
+    """Return the number of pages that hold positions SINK to length - RECENT, for each sequence in b.
+
+    It is at least 1, and 0 for a `b` beyond the batch.
+    """
     end = tl.load(lengths + b, mask=b < batch, other=0) - RECENT
     pages = tl.where(end > SINK, tl.cdiv(end, PAGE) - SINK // PAGE, 1)
     return tl.where(b < batch, pages, 0)

@@ -90,7 +90,7 @@ def load_values(
 def with_block_scales(
     stored, scales, block, visible, T: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add its scales to each chunk of nvfp4 that load_values loaded: bytes of E4M3 (T / 2, C / 16), one for each block.
+    """Pair each nvfp4 chunk from load_values with its block scales: bytes of E4M3 (T / 2, C / 16), one for each block.
 
     Streams of the even and of the odd tokens: first for the low bits' channels, then for the high bits'.
     """

@@ -135,8 +135,8 @@ def decode_variant(setting: Setting) -> Variant:
     layout, group, sm = setting.layout, setting.group, setting.sm
     value, dim = layout.value, layout.head_dim
     width, groups = value.width(dim), value.groups(dim)
-    # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p. Of
-    # nvfp4, whose scales are multiplied into the codes, it is as many channels as a word of four scales covers.
+    # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p. For
+    # nvfp4, whose scales are multiplied into the codes, a chunk has as many channels as one word of four scales covers.
     chunk = min(width, 64 if value.layer_scale else dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
     parts = _query_parts(layout.key, setting.dtype, sm)

@@ -1,8 +1,8 @@
 """Isolation test: a crowd of requests in a continuously refilled batch must not read data that other requests wrote.
 
-Two of three requests are watched, and the others are strangers. The order is random. The crowd runs twice. In the second run,
-the watched requests are the same in the same places, and the strangers have the same lengths but different tokens. No watched
-logit may change: any change, even a small one, must come from a page, row or buffer of a live or finished stranger. In the
+Two of three requests are watched, the others are unrelated. The order is random. The crowd runs twice. In the second run, the
+watched requests are the same in the same places, and the unrelated ones have the same lengths but different tokens. No watched
+logit may change: any change, even a small one, must come from a page, row or buffer of another request, live or ended. In the
 second run, sleeping sequences hold a page each, so that page numbers of the crowd exceed one byte, and the pages of the largest
 batch. If the engine is not deterministic, the first run is repeated unchanged, and its differences define the allowed change.
 """
@@ -34,7 +34,7 @@ ASLEEP_BYTES = 64 << 20
 WATCHED_LOGITS = 512
 """Approximate number of logits kept per row. A sample suffices, because reading a wrong page changes all logits."""
 NOISE = 4.0
-"""Allowed change by strangers, as a multiple of the change in an unchanged repetition."""
+"""Allowed change by unrelated requests, as a multiple of the change in an unchanged repetition."""
 
 WEAR_STEPS = 8
 """Decode steps of a request in the wear test."""
@@ -48,7 +48,7 @@ Marks = npt.NDArray[np.float32]
 
 
 def crowd(test: StressTest) -> None:
-    """Serve a crowd twice with different strangers, a fifth of the requests long, and check that watched logits stay equal."""
+    """Serve a crowd twice with other unrelated requests, a fifth of all long, and check that watched logits stay equal."""
     kinds = _kinds(test)
     first = _serve(test, kinds, 1, compared=True)
     sleepers = _start_sleepers(test)
@@ -153,9 +153,9 @@ def _kinds(test: StressTest) -> list[ForcedSequence]:
     return [test.sequence(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
 
 
-def _arrivals(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int) -> Iterator[ForcedSequence]:
-    """Yield the requests in order of arrival. All runs have the same lengths in the same order. Strangers have no name."""
-    order, tokens = np.random.default_rng([test.seed, 0]), np.random.default_rng([test.seed, strangers])
+def _arrivals(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int) -> Iterator[ForcedSequence]:
+    """Yield the requests in order of arrival, with equal lengths in all runs. Unrelated requests have no name."""
+    order, tokens = np.random.default_rng([test.seed, 0]), np.random.default_rng([test.seed, unrelated])
     long = len(kinds) - len(LONG)
     for is_long in order.permutation(np.arange(test.config.requests) % 5 == 4):  # not periodic: rare faults may be
         kind = kinds[int(order.integers(long, len(kinds)) if is_long else order.integers(long))]
@@ -164,13 +164,13 @@ def _arrivals(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int)
             yield ForcedSequence(kind.name, kind.prompt, list(kind.ahead))
             continue
         drawn: list[int] = tokens.integers(0, test.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
-        prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # some strangers begin like a watched request
+        prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # some begin like a watched request
         yield ForcedSequence("", prompt, drawn[len(kind.prompt) :], watched=False)
 
 
-def _serve(test: StressTest, kinds: Sequence[ForcedSequence], strangers: int, *, compared: bool = False) -> list[Marks]:
+def _serve(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int, *, compared: bool = False) -> list[Marks]:
     """Serve the crowd; return some logits per watched token, in order."""
-    waiting = deque(_arrivals(test, kinds, strangers))
+    waiting = deque(_arrivals(test, kinds, unrelated))
     places = np.random.default_rng([test.seed, 0, 1])
     marks: list[Marks] = []
     live: list[ForcedSequence] = []

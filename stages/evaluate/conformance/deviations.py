@@ -1,7 +1,7 @@
 """Decides which sequences of the stress test deviate from the reference engine.
 
-The rules are the rules of conformance, except that the whole run determines how large a rounding is at least: short sequences
-of random tokens may show too small a rounding by chance.
+The rules are those of conformance with one difference: the minimum size of a rounding is taken from the whole run, because
+short sequences of random tokens may show too small a rounding by chance.
 """
 
 from collections import Counter, defaultdict

@@ -1,7 +1,7 @@
 """Explains a deviating engine by a mistake that engines are known to make.
 
-A *relative* is a reference engine with one such mistake in writing or reading its cache. If a deviating engine is much closer
-to a relative than to the reference engine, it probably makes the same mistake.
+A faulty reference is a reference engine with one such mistake in writing or reading its cache. If a deviating engine is much
+closer to a faulty reference than to the reference engine, it probably makes the same mistake.
 """
 
 import math
@@ -22,7 +22,7 @@ from stages.verdict.conformance import ComparedRequest, Explanation
 from stages.verdict.record import or_infinite
 
 CLOSER = 4.0
-"""Minimum factor by which an engine is closer to a relative that explains it than to the reference engine."""
+"""Minimum factor by which an engine is closer to a faulty reference that explains it than to the reference engine."""
 
 
 class TowardsZero(Storage):
@@ -32,21 +32,21 @@ class TowardsZero(Storage):
         return quantize(x, self.form, self.static, towards_zero=True)
 
 
-def relatives(reference: TorchEngine) -> Iterator[tuple[str, TorchEngine]]:
+def faulty_references(reference: TorchEngine) -> Iterator[tuple[str, TorchEngine]]:
     """Yield (description of a known mistake, reference engine with this mistake) for the mistakes that fit the policy."""
 
-    def relative(change: Callable[[Storage], Storage], **policy: object) -> TorchEngine:
+    def faulty(change: Callable[[Storage], Storage], **policy: object) -> TorchEngine:
         storages = [{side: change(storage) for side, storage in layer.items()} for layer in reference.storages]
         changed = reference.policy.model_copy(update=policy)
         return TorchEngine(reference.model, changed, reference.shape, storages, reference.prefill_chunk)
 
     if reference.policy != FP16_POLICY:
         yield "keys and values are not quantized", TorchEngine.from_model(reference.model, FP16_POLICY)
-        yield "codes are rounded towards zero", relative(lambda storage: TowardsZero(storage.form, storage.static))
+        yield "codes are rounded towards zero", faulty(lambda storage: TowardsZero(storage.form, storage.static))
     if any(storage.static for layer in reference.storages for storage in layer.values()):
-        yield "every static scale is 1.0", relative(_scaled_one)
+        yield "every static scale is 1.0", faulty(_scaled_one)
     if reference.policy.eviction is not None:
-        yield "nothing is evicted", relative(lambda storage: storage, eviction=None)
+        yield "nothing is evicted", faulty(lambda storage: storage, eviction=None)
 
 
 def _scaled_one(storage: Storage) -> Storage:
@@ -57,19 +57,19 @@ def _scaled_one(storage: Storage) -> Storage:
 def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | None:
     """Return the known mistake that explains a deviating engine; None if no mistake does.
 
-    A mistake explains the engine if the engine conforms to the relative with this mistake, or is at least CLOSER to it, by the
-    figures of conformance. If the engine's codes have the policy's formats, relatives with other formats are excluded.
+    A mistake explains the engine if the engine conforms to the reference with this mistake, or is at least CLOSER to it, by the
+    figures of conformance. If the engine's codes have the policy's formats, references with other formats are excluded.
     """
     reference = comparer.reference.engine
     quantized = any(sequence.layers) and not comparer.problem(sequence)
     own = _compared(comparer, sequence, reference)
     limit = max(1.0, own.times_allowed(comparer.reference.limit) / CLOSER)
     found = []
-    for what, relative in relatives(reference):
-        if quantized and relative.policy.formats != reference.policy.formats:
+    for what, faulty in faulty_references(reference):
+        if quantized and faulty.policy.formats != reference.policy.formats:
             continue
         # With a mistake, an engine may be more sensitive to rounding, so the rounding of the reference engine counts.
-        record = _compared(comparer, sequence, relative).model_copy(update={"rounding": own.rounding})
+        record = _compared(comparer, sequence, faulty).model_copy(update={"rounding": own.rounding})
         times = record.times_allowed(comparer.reference.limit)
         if math.isfinite(times) and times <= limit:
             found.append((times, Explanation(what=what, kl=or_infinite(record.engine.kl_mean))))
@@ -81,7 +81,7 @@ def _compared(comparer: Comparer, sequence: ForcedSequence, engine: TorchEngine)
     other = replace(comparer, reference=replace(comparer.reference, engine=engine))
     ((replay, _),) = other.replay([sequence])
     record = other.compare(sequence, replay, problem="").record
-    # A vector may be closer than the relative's own codes, for example if only the relative rounds towards zero.
+    # A vector may be closer than the faulty reference's own codes, for example if only that one rounds towards zero.
     stored, layers = record.engine.stored_mean, tuple(map(abs, record.engine.stored_by_layer))
     changes = {"stored_mean": None if stored is None else abs(stored), "stored_by_layer": layers}
     return record.model_copy(update={"engine": record.engine.model_copy(update=changes)})

@@ -17,7 +17,7 @@ from stages.engines.reference import attention, engine, formats, placing
 from stages.engines.reference.attention import AttentionPiece, Block, Fed
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import head
-from stages.evaluate.conformance.explanation import relatives
+from stages.evaluate.conformance.explanation import faulty_references
 from stages.policies.policy import Eviction, KVPolicy, LayerOverride, Window
 
 DEVICE = torch.device("meta")
@@ -113,7 +113,7 @@ def test_all_that_is_computed_lies_on_the_engines_device(policy: KVPolicy, elsew
     reference.decode(handles, [1, 2, 3])
     reference.corrupt_key_scale(2.0)
     reference.decode(handles, [1, 2, 3])
-    for _, relative in relatives(reference):
+    for _, relative in faulty_references(reference):
         relative.forced(text[:100], 98)
 
 

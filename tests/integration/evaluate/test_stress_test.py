@@ -130,7 +130,7 @@ def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any, bri
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 
-def a_breath_of_another(engine: Any) -> None:
+def logits_of_another_leak(engine: Any) -> None:
     """In every 20th step, let a head of one layer read a thousandth of another request's value in a channel of a token."""
     steps = 0
     session = engine._sessions["decode"]
@@ -176,9 +176,9 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ),
     ("after_330_decoded", FAR, "", "batch: 1 token and far: first stored wrong at position 331"),
     ("answers_wrap_at_103", FAR, "", "generate: the first token of the answer to a prompt of"),
-    ("a_breath_of_another", FAR, "", "isolation: "),
+    ("logits_of_another_leak", FAR, "", "isolation: "),
 ]
-"""Faults of the library and `a_breath_of_another`, the scenario that must find the fault, and the expected message.
+"""Faults of the library and `logits_of_another_leak`, the scenario that must find the fault, and the expected message.
 
 Faults with FAR take long.
 """
@@ -193,7 +193,7 @@ def test_a_fault_that_no_sample_reaches_is_named(
 ) -> None:
     briefly(scenario)
     engine = load_engine(int8, threads=1)
-    (a_breath_of_another if name == "a_breath_of_another" else FAULTS[name].plant)(engine)
+    (logits_of_another_leak if name == "logits_of_another_leak" else FAULTS[name].plant)(engine)
     failures = run_stress_test(engine, reference, config, 16, 700 if config is FAR else 150, no_progress).failures
     assert any(expected in failure for failure in failures), failures
     if name == "prompt_logits_one_off":

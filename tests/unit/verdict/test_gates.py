@@ -1,4 +1,4 @@
-"""The verdict: PASS, FAIL or INCONCLUSIVE, the gates, which stop a PASS, and that missing data and noise never pass.
+"""Tests of the verdict: which gate gives FAIL or INCONCLUSIVE instead of PASS, and that missing or noisy data never pass.
 
 A verdict is PASS if no line stops it. A fault that only one gate stops passes without this gate.
 """

@@ -14,7 +14,7 @@ from onnx_fixtures import BY_NAME, make_engine, static_scales, tiny_decoder
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.formats import dequantize, quantize
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.conformance.explanation import relatives
+from stages.evaluate.conformance.explanation import faulty_references
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.rows import run_samples
 from stages.evaluate.inputs.lengths import fit_lengths, long_samples
@@ -56,7 +56,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "what"), CASES)
 def test_a_known_mistake_that_an_engine_makes_is_named(name: str, what: str, bench: Conformity) -> None:
     reference = torch_engine(bench, name)
-    engine = dict(relatives(reference))[what]
+    engine = dict(faulty_references(reference))[what]
     engine.policy = reference.policy
     long = max(bench.encoded, key=lambda item: len(item.prompt))
     result = compare(engine, ReferenceEngine(reference, "float32"), [long], 1)
