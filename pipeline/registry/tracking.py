@@ -127,7 +127,7 @@ class RegisteredModel:
     aliases: Mapping[str, str]
     tags: Mapping[str, str] = field(default_factory=dict)
     engines: Mapping[str, str | None] = field(default_factory=dict)
-    """Number of a version that an alias points at -> digest of its engine, if `read_registered` does not know its identity."""
+    """Number of a version that an alias points at -> digest of its engine, if the registry does not know its identity."""
 
     @property
     def pointed_at(self) -> dict[str, Version]:

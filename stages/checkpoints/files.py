@@ -111,10 +111,11 @@ def require_file(path: Path, name: str) -> None:
 
 
 def refuse_escape(path: Path, name: str) -> None:
-    root = path.resolve()
-    if root.parent.name == "snapshots":  # Hugging Face's cache: its files are links to ../../blobs
-        root = root.parents[1]
-    if not (path / name).resolve().is_relative_to(root):
+    root, target = path.resolve(), (path / name).resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots" and root.parents[1].name.startswith("models--"):  # Hugging Face's cache
+        allowed.append(root.parents[1] / "blobs")
+    if not any(target.is_relative_to(folder) for folder in allowed):
         raise refusal(path, f"{name} is a link that leaves the directory; copy the files (cp -rL)")
 
 

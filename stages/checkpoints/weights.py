@@ -200,7 +200,9 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
     except Unreadable as error:
         raise UserError(f"model.path={path}: {file} {error}") from None
     except OSError as error:
-        raise UserError(f"model.path={path}: {file} cannot be read ({error.strerror}); give a file that can be") from None
+        raise UserError(
+            f"model.path={path}: {file} cannot be read ({error.strerror or error}); give a file that can be"
+        ) from None
     except SafetensorError as error:
         raise UserError(f"model.path={path}: {file} is not a complete safetensors file ({error}); download it again") from None
 

@@ -248,18 +248,20 @@ def answers(test: StressTest) -> None:
     prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in parts]
     prompts += [test.draw(int(length)) for length in np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), PROMPTS))]
     asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]
-    known = test.ask(asked, [test.length(10, ANSWER) for _ in asked])
-    for call in range(CALLS):
-        order = test.rng.permutation(len(asked))[: test.length(1, len(asked))].tolist()
-        limits = [test.length(1, len(known[i])) if call % 2 else len(known[i]) for i in order]
-        places = [test.length(0, len(known[i]) - 1) for i in order[: test.length(1, 3)]]
+    found = test.ask(asked, [test.length(10, ANSWER) for _ in asked])
+    known = [(sequence, answer) for sequence, answer in zip(asked, found, strict=True) if answer]
+    for call in range(CALLS if known else 0):
+        chosen = [known[i] for i in test.rng.permutation(len(known))[: test.length(1, len(known))]]
+        limits = [test.length(1, len(answer)) if call % 2 else len(answer) for _, answer in chosen]
+        places = [test.length(0, len(answer) - 1) for _, answer in chosen[: test.length(1, 3)]]
         limits[0] = places[0] + 1  # a stop token is the last token that the limit allows
-        ends = {known[i][place] for i, place in zip(order, places, strict=False)}
-        last = [asked[i].prompt[-1] for i in order[:2]]  # a prompt may end in a stop token
-        near = [(known[i][0] + 256) % test.engine.vocab_size for i in order[:2]]  # equal to a said token in its low byte
-        others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in known)]
+        ends = {answer[place] for (_, answer), place in zip(chosen, places, strict=False)}
+        last = [sequence.prompt[-1] for sequence, _ in chosen[:2]]  # a prompt may end in a stop token
+        near = [(answer[0] + 256) % test.engine.vocab_size for _, answer in chosen[:2]]  # equal in its low byte
+        others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in found)]
         stops = [*others, *sorted(ends)][call % 3 :]
-        test.ask([asked[i] for i in order], limits, stops, test.length(1, test.largest), [known[i] for i in order])
+        sequences, full = zip(*chosen, strict=True)
+        test.ask(sequences, limits, stops, test.length(1, test.largest), full)
     # The answers to short random prompts repeat themselves.
     test.ask([test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)], [LONG_ANSWER] * 2)
     short = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]

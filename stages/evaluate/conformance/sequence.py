@@ -107,8 +107,14 @@ class ForcedSequence:
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of equal first tokens."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (token, other_token) in pairs if token != other_token), min(len(one), len(other)))
+    equal, most = 0, min(len(one), len(other))
+    while equal < most:  # halves the range: comparing slices is faster than comparing tokens
+        middle = (equal + most + 1) // 2
+        if one[equal:middle] == other[equal:middle]:
+            equal = middle
+        else:
+            most = middle - 1
+    return equal
 
 
 def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:

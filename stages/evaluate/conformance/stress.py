@@ -275,15 +275,16 @@ class StressTest:
 
     def compare(self, least: int = 0) -> None:
         """Compare ended sequences with the reference engine, if they have at least `least` tokens in total."""
-        # Forks and prompts with one beginning become neighbors, which share tokens of a replay.
         ended = [sequence for sequence in self.ended if sequence.logits]
+        if sum(len(sequence.tokens) for sequence in ended) < least:
+            return
+        # Forks and prompts with one beginning become neighbors, which share tokens of a replay.
         beginnings = list(dict.fromkeys(tuple(sequence.prompt[:BEGINNING]) for sequence in ended))
         ended.sort(key=lambda sequence: (beginnings.index(tuple(sequence.prompt[:BEGINNING])), sequence.positions[0]))
-        if sum(len(sequence.tokens) for sequence in ended) >= least:
-            self.ended = []
-            self.deviations.compare(ended)
-            self._advance(self.unreplayed)
-            self.unreplayed = 0
+        self.ended = []
+        self.deviations.compare(ended)
+        self._advance(self.unreplayed)
+        self.unreplayed = 0
 
     def _check_forced_answers(self) -> list[tuple[ForcedSequence, list[int]]]:
         """Check the answers of `generate` that the engine was also forced to decode; return the other answers."""

@@ -211,6 +211,11 @@ def three_stop_tokens(engine: Any) -> None:
     engine.generate = lambda prompts, limits, stops, **more: generate(prompts, limits, sorted(stops)[:3], **more)
 
 
+def no_answers(engine: Any) -> None:
+    """Answer nothing."""
+    engine.generate = lambda prompts, *_, **__: [[] for _ in prompts]
+
+
 def limits_of_the_place(engine: Any) -> None:
     """With more than 30 waiting prompts, limit an answer like the first answer in the same place of the batch."""
     generate = engine.generate
@@ -312,6 +317,7 @@ IN_LATER_SCENARIOS = [
     (full_pool_wipes_a_page, "full_pool", "full pool: request"),
     (stop_tokens_ignored, "answers", "generate: the stop token, and more, to a prompt of"),
     (three_stop_tokens, "answers", "generate: the stop token, and more, to a prompt of"),
+    (no_answers, "answers", "generate: 0 tokens instead of "),
     (limits_of_the_place, "answers", "generate: "),
     (rows_by_handle, "walk", "walk: a "),
     (long_turns_cut, "walk", "walk: a conversation"),

@@ -40,10 +40,23 @@ def test_a_snapshot_in_hugging_faces_cache_links_to_blobs_of_its_own_model_alone
     for file in make(blobs).iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     assert inspect_checkpoint(snapshot).weight_files == ("model.safetensors",)
-    (tmp_path / "private.json").write_text("{}")
-    (snapshot / "added_tokens.json").symlink_to("../../../private.json")
+    for link in ("../../../private.json", "../../private.json"):
+        (snapshot / link).write_text("{}")
+        (snapshot / "added_tokens.json").symlink_to(link)
+        with pytest.raises(UserError, match=r"added_tokens\.json is a link that leaves the directory"):
+            inspect_checkpoint(snapshot)
+        (snapshot / "added_tokens.json").unlink()
+
+
+def test_a_folder_of_snapshots_that_is_no_cache_does_not_lend_its_blobs(tmp_path: Path) -> None:
+    blobs, model = tmp_path / "home" / "blobs", tmp_path / "home" / "snapshots" / "model"
+    blobs.mkdir(parents=True)
+    model.mkdir(parents=True)
+    make(model)
+    (blobs / "private.json").write_text("{}")
+    (model / "added_tokens.json").symlink_to("../../blobs/private.json")
     with pytest.raises(UserError, match=r"added_tokens\.json is a link that leaves the directory"):
-        inspect_checkpoint(snapshot)
+        inspect_checkpoint(model)
 
 
 def test_the_form_in_which_transformers_returns_its_results_is_not_the_checkpoints(tmp_path: Path) -> None:
