@@ -56,10 +56,10 @@ demo: $(VENV)/for-demo
 	$(BIN)/python -m pipeline -m experiment=demo stage=build backend=tensorrt_rtx backend.compute_dtype=float32
 	$(BIN)/python -m pipeline stage=promote
 
-# Judge seven caches of SmolLM2-135M-Instruct on all cores, with questions that the model can answer, and promote the best.
-# `make real KV=int8,int4_g32` judges only these two. `make real MODEL=gemma3` judges four caches of Gemma 3 270M.
-# `make real BACKEND=llamacpp` judges llama.cpp's caches on SmolLM2's own GGUF. Its engines are built for the lengths of the
-# questions, because a promotion refuses an engine that allows more.
+# Judge six quantized caches of SmolLM2-135M-Instruct, and FP16 itself, on all cores, with questions that the model can answer,
+# and promote the best. `make real KV=int8,int4_g32` judges only these two. `make real MODEL=gemma3` judges four caches of
+# Gemma 3 270M. `make real BACKEND=llamacpp` judges llama.cpp's caches on SmolLM2's own GGUF. Its engines are built for the
+# lengths of the questions, because a promotion refuses an engine that allows more.
 MODEL := smollm2
 LLAMACPP_KV := fp16,llamacpp_q8_0,llamacpp_q8k_q4v,llamacpp_q4_0
 OF_BACKEND = backend=$(BACKEND) backend.n_ctx=640 backend.python=.venv-$(BACKEND)/bin/python kv=$(or $(KV),$(LLAMACPP_KV))
