@@ -13,7 +13,7 @@ from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_backend
 from pipeline.registry import summary
-from pipeline.registry.promotion import require_same
+from pipeline.registry.findings import require_same
 from pipeline.registry.routing import stages as routes
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError

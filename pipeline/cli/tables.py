@@ -10,7 +10,8 @@ from pipeline.cli.console import duration
 from pipeline.cli.grids import Column, Grid, Value, words
 from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
-from pipeline.registry.promotion import Finding, PromotionMove
+from pipeline.registry.findings import Finding
+from pipeline.registry.promotion import PromotionMove
 from stages.checkpoints.shapes import ModelShape
 from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity, PolicyCapacity

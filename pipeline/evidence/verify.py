@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import Evidence, lineage
 from pipeline.loading import required_libraries
-from pipeline.registry.promotion import Finding
+from pipeline.registry.findings import Finding
 from pipeline.registry.signing import SigningConfig
 from pipeline.store.store import MANIFEST, read_manifest
 from stages.checkpoints.files import END_FILES, TOKENIZER_FILES

@@ -10,7 +10,8 @@ from typing import Any
 from gate_reports import report as make_report
 from gate_reports import row
 
-from pipeline.registry.promotion import Engines, Finding, RegisteredEngine, Registry
+from pipeline.registry.findings import Finding
+from pipeline.registry.promotion import Engines, RegisteredEngine, Registry
 from pipeline.registry.tracking import LEFT, RegisteredModel, Version
 from stages.core.digest import file_digest, files_digest, tree_files
 from stages.core.errors import GateRefusal

@@ -9,7 +9,8 @@ from gate_reports import row
 from judged_candidates import MemoryRegistry, decide_pass, judged_candidate
 
 from pipeline.config.policies import shipped_policies
-from pipeline.registry.promotion import Engines, Finding, RegisteredEngine
+from pipeline.registry.findings import Finding
+from pipeline.registry.promotion import Engines, RegisteredEngine
 from pipeline.registry.routing.stages import route
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest

@@ -8,7 +8,8 @@ import pytest
 from judged_candidates import MemoryRegistry, decide_pass, engines_of, evidence_digest, judged_candidate
 from refusals import refused
 
-from pipeline.registry.promotion import Finding, PromotionMove, choose
+from pipeline.registry.findings import Finding
+from pipeline.registry.promotion import PromotionMove, choose
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
