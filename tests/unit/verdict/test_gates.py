@@ -4,6 +4,7 @@ A verdict is PASS if no line stops it. A fault that only one gate stops passes w
 """
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,110 +71,175 @@ BLIND, ABSENT = (MustFailControl(factor=0.1, rows=rows) for rows in (answered("r
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
 STORED_WRONG = conformance(engine_conformance(*SOUND_ENGINE.requests, compared(stored=3e-3)))
 
-CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
-    # name: rows, changes of thresholds (`gates`) and report, status, gates that stop a PASS, part of the first reason
-    "nothing flips": (
-        every_class(), {}, "PASS", set(), "all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"
+
+@dataclass(frozen=True)
+class Case:
+    """Samples, and the verdict that follows from them."""
+
+    rows: Rows
+    status: str
+    stops: set[str] = field(default_factory=set)
+    """Gates that stop a PASS."""
+    said: str = ""
+    """Part of the first reason."""
+    gates: dict[str, Any] = field(default_factory=dict)
+    """Changes of the thresholds."""
+    report: dict[str, Any] = field(default_factory=dict)
+    """Changes of the report."""
+
+
+CASES = {
+    "nothing flips": Case(
+        every_class(), "PASS", said="all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"
     ),
-    "2 of 60 answers are lost": (losing(2, pages(15)), {}, "PASS", set(), ""),
-    "answers are lost while every distribution stays close": (
-        every_class(retrieval=25), {}, "FAIL", {"accuracy"},
-        "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, change -0.1953, 99.83 % bound -0.0",
+    "2 of 60 answers are lost": Case(losing(2, pages(15)), "PASS"),
+    "answers are lost while every distribution stays close": Case(
+        every_class(retrieval=25),
+        "FAIL",
+        {"accuracy"},
+        said="retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, change -0.1953, 99.83 % bound -0.0",
     ),
-    "15 pages of four questions pass": (pages(15), {}, "PASS", set(), "all: keeps 100.0 %"),
-    "14 pages do not": (
-        pages(14), {}, "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, "14 documents, gates.min_samples is 15"),
-    "59 questions do not": (pages(15)[:59], {}, "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, ""),
-    "questions that the baseline cannot answer": (
-        HOPELESS, {}, "INCONCLUSIVE", {"min_recovery"}, "0.001, is below gates.min_baseline_prob"),
-    "questions that the gates do not need": (HOPELESS, {"gates": {"min_baseline_probability": 0.0}}, "PASS", set(), ""),
-    "samples of few documents": (shared(every_class(), 8), {}, "INCONCLUSIVE", {"min_recovery", *OPEN_MEANS}, ""),
-    "probability that is lost": (every_class_keeping(0.9), {}, "FAIL", {"min_recovery"}, "all: keeps 90.0 %"),
-    "probability that is lost in one kind of work": (
-        copies(baseline_probability=0.05, candidate_probability=0.035), {}, "FAIL", {"min_recovery"}, "copy: keeps 70.0 %"),
-    "a kind of work at its limit": (
-        copies(baseline_probability=0.05, candidate_probability=0.04), {}, "INCONCLUSIVE", {"min_recovery"}, "copy: keeps 80"),
-    "one page of 15 that loses everything": (
+    "15 pages of four questions pass": Case(pages(15), "PASS", said="all: keeps 100.0 %"),
+    "14 pages do not": Case(
+        pages(14), "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, said="14 documents, gates.min_samples is 15"
+    ),
+    "59 questions do not": Case(pages(15)[:59], "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}),
+    "questions that the baseline cannot answer": Case(
+        HOPELESS, "INCONCLUSIVE", {"min_recovery"}, said="0.001, is below gates.min_baseline_prob"
+    ),
+    "questions that the gates do not need": Case(HOPELESS, "PASS", gates={"min_baseline_probability": 0.0}),
+    "samples of few documents": Case(shared(every_class(), 8), "INCONCLUSIVE", {"min_recovery", *OPEN_MEANS}),
+    "probability that is lost": Case(every_class_keeping(0.9), "FAIL", {"min_recovery"}, said="all: keeps 90.0 %"),
+    "probability that is lost in one kind of work": Case(
+        copies(baseline_probability=0.05, candidate_probability=0.035), "FAIL", {"min_recovery"}, said="copy: keeps 70.0 %"
+    ),
+    "a kind of work at its limit": Case(
+        copies(baseline_probability=0.05, candidate_probability=0.04), "INCONCLUSIVE", {"min_recovery"}, said="copy: keeps 80"
+    ),
+    "one page of 15 that loses everything": Case(
         [*pages(15)[:-4], *(r.model_copy(update={"candidate_probability": 0.0}) for r in pages(15)[-4:])],
-        {}, "INCONCLUSIVE", {"min_recovery"}, ""),
-    "a probability that is missing": (every(512, candidate_probability=None), {}, "FAIL", {"min_recovery"}, "nan %"),
-    "probability without any in the baseline": (
-        every_class_keeping(1.0, baseline=0.0), {}, "INCONCLUSIVE", {"min_recovery"}, "below gates.min_baseline_probability"),
-    "a context bin": ([*every_class()[128:], *WITHIN_A_BIN], {}, "FAIL", {"accuracy"}, "retrieval [0, 150): 12 of 25"),
-    "more noise in one workload": (copies(mean_kl=0.15), {}, "FAIL", {"max_mean_kl"}, "outside max_mean_kl (at most 0.05)"),
-    "noise that straddles the limit": (with_kl(0.09, 0.001), {}, "INCONCLUSIVE", {"max_mean_kl"}, "not clearly within"),
-    "likely tokens that change places": (copies(top10_overlap=0.5), {}, "FAIL", {"min_top10_overlap"}, "(at least 0.8)"),
-    "one request in ten with another's page": (every(10, mean_kl=0.3), {}, "FAIL", {"max_ruined_share"}, ""),
-    "10 ruined requests": (
-        first(10, mean_kl=9.0), {}, "INCONCLUSIVE", {"max_ruined_share"},
-        "all: requests with a mean KL above 0.15: 10 of 512, share by document 0.01953",
+        "INCONCLUSIVE",
+        {"min_recovery"},
     ),
-    "40 ruined requests": (first(40, mean_kl=9.0), {}, "FAIL", {"max_ruined_share", "max_mean_kl"}, ""),
-    "single tokens that are far off": (every(4, far_tokens=10), {}, "FAIL", {"max_p999_kl"}, ""),
-    "prose beside answers": (every_class() + prose(24), {}, "PASS", set(), ""),
-    "broken prose beside answers": (every_class() + prose(3, mean_kl=3.0), {}, "FAIL", {"max_mean_kl"}, ""),
-    "fewer documents than anyone should trust": (
-        prose(14), {"gates": {"max_ruined_share": 0.3}}, "INCONCLUSIVE", {"min_samples"},
-        "all: no sample has an answer to judge, 14 documents have distances; gates.min_samples is 15",
+    "a probability that is missing": Case(every(512, candidate_probability=None), "FAIL", {"min_recovery"}, said="nan %"),
+    "probability without any in the baseline": Case(
+        every_class_keeping(1.0, baseline=0.0), "INCONCLUSIVE", {"min_recovery"}, said="below gates.min_baseline_probability"
     ),
-    "two documents without answers": (
-        FAR_APART, {}, "INCONCLUSIVE", {"min_samples", "max_ruined_share", *OPEN_MEANS}, "2 documents have distances"),
-    "no samples": ([], {}, "FAIL", {"complete"}, "all: no samples were evaluated"),
-    "a number that is not finite": (every(512, max_kl=None), {}, "FAIL", {"complete"}, "1 of 128 samples have no finite"),
-    "a KL that is missing": (every(512, mean_kl=None), {}, "FAIL", {"complete"}, ""),
-    "a likelihood that is missing": (every(512, candidate_nll=None), {}, "FAIL", {"complete"}, ""),
-    "a change of p that is missing": (every(512, mean_squared_delta_p=None), {}, "FAIL", {"complete"}, ""),
-    "an answer that is missing": (every(512, candidate_correct=None), {}, "FAIL", {"complete"}, ""),
-    "fewer samples than counted": (every_class(), {"samples": 513}, "FAIL", {"complete"}, "the report counts 513 samples"),
-    "a sample twice": ([*every_class()[:-1], every_class()[0]], {}, "FAIL", {"complete"}, ""),
-    "no sample of the first round": (
-        every(1, round=2), {"planned_rounds": 2}, "FAIL", {"complete"}, "rounds 2 of 1 to 2; rounds start at 1 and"),
-    "a round without samples": (
-        every(2, round=3), {"planned_rounds": 3}, "FAIL", {"complete"}, "has rounds 1, 3 of 1 to 3"),
-    "a round that was not planned": (every(2, round=2), {}, "FAIL", {"complete"}, "has rounds 1, 2 of 1 to 1"),
-    "distances whose sum is not finite": (
-        every(1, mean_kl=1e308, scored_tokens=1), {}, "FAIL", {"max_mean_kl", "max_ruined_share"}, "copy: mean KL nan"),
-    "an evaluation that does not read the cache": (
-        every_class(), {"control": BLIND}, "FAIL", {"must_fail_control"}, "the evaluation does not see the cache"),
-    "a must-fail control that did not run": (
-        every_class(), {"control": ABSENT}, "FAIL", {"must_fail_control"}, "it did not run"),
-    "noise of the baseline itself": (
-        every_class(), {"noise": fidelity(kl_mean=0.06)}, "INCONCLUSIVE", {"noise_floor"},
-        "max_mean_kl=0.05 is finer than the baseline's own noise"),
-    "noise of the candidate itself": (
-        every_class(), {"candidate_noise": fidelity(kl_mean=1.0)}, "INCONCLUSIVE", {"noise_floor"},
-        "the candidate's own noise"),
-    "noise of single tokens": (
-        every_class(), {"noise": fidelity(kl_p999=1.5)}, "INCONCLUSIVE", {"noise_floor"},
-        "A/A noise: the limit of far tokens, a KL of 1, is finer than the baseline's own noise (99.9th percentile of KL 1.5)"),
-    "noise that nobody measured": (every_class(), {"noise": None}, "INCONCLUSIVE", {"noise_floor"}, ""),
-    "a code that one request of seven stores wrong": (
-        every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),
-    "a fork that shares a page it should have copied": (
-        every_class(), {"tests": engine_tests(FAILED_STRESS)}, "FAIL", {"stress_test"}, "does not compute its policy: fork"),
-    "sixteen bits a number where four are claimed": (
-        every_class(), {"tests": engine_tests(LARGER_POOL)}, "FAIL", {"allocation"}, ""),
-    "free generation with another scale": (
-        every_class(), {"tests": engine_tests(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
-    "drafts that a cache ruins although its answers are right": (
-        drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},
-        "loss of acceptance length 0.2647, 99.87 % bound 0.2",
+    "a context bin": Case([*every_class()[128:], *WITHIN_A_BIN], "FAIL", {"accuracy"}, said="retrieval [0, 150): 12 of 25"),
+    "more noise in one workload": Case(
+        copies(mean_kl=0.15), "FAIL", {"max_mean_kl"}, said="outside max_mean_kl (at most 0.05)"
     ),
-    "an answer that was not drafted": (
-        UNDRAFTED, {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"}, "retrieval, drafts by lookup"),
-}  # fmt: skip
+    "noise that straddles the limit": Case(with_kl(0.09, 0.001), "INCONCLUSIVE", {"max_mean_kl"}, said="not clearly within"),
+    "likely tokens that change places": Case(copies(top10_overlap=0.5), "FAIL", {"min_top10_overlap"}, said="(at least 0.8)"),
+    "one request in ten with another's page": Case(every(10, mean_kl=0.3), "FAIL", {"max_ruined_share"}),
+    "10 ruined requests": Case(
+        first(10, mean_kl=9.0),
+        "INCONCLUSIVE",
+        {"max_ruined_share"},
+        said="all: requests with a mean KL above 0.15: 10 of 512, share by document 0.01953",
+    ),
+    "40 ruined requests": Case(first(40, mean_kl=9.0), "FAIL", {"max_ruined_share", "max_mean_kl"}),
+    "single tokens that are far off": Case(every(4, far_tokens=10), "FAIL", {"max_p999_kl"}),
+    "prose beside answers": Case(every_class() + prose(24), "PASS"),
+    "broken prose beside answers": Case(every_class() + prose(3, mean_kl=3.0), "FAIL", {"max_mean_kl"}),
+    "fewer documents than anyone should trust": Case(
+        prose(14),
+        "INCONCLUSIVE",
+        {"min_samples"},
+        said="all: no sample has an answer to judge, 14 documents have distances; gates.min_samples is 15",
+        gates={"max_ruined_share": 0.3},
+    ),
+    "two documents without answers": Case(
+        FAR_APART, "INCONCLUSIVE", {"min_samples", "max_ruined_share", *OPEN_MEANS}, said="2 documents have distances"
+    ),
+    "no samples": Case([], "FAIL", {"complete"}, said="all: no samples were evaluated"),
+    "a number that is not finite": Case(every(512, max_kl=None), "FAIL", {"complete"}, said="1 of 128 samples have no finite"),
+    "a KL that is missing": Case(every(512, mean_kl=None), "FAIL", {"complete"}),
+    "a likelihood that is missing": Case(every(512, candidate_nll=None), "FAIL", {"complete"}),
+    "a change of p that is missing": Case(every(512, mean_squared_delta_p=None), "FAIL", {"complete"}),
+    "an answer that is missing": Case(every(512, candidate_correct=None), "FAIL", {"complete"}),
+    "fewer samples than counted": Case(
+        every_class(), "FAIL", {"complete"}, said="the report counts 513 samples", report={"samples": 513}
+    ),
+    "a sample twice": Case([*every_class()[:-1], every_class()[0]], "FAIL", {"complete"}),
+    "no sample of the first round": Case(
+        every(1, round=2), "FAIL", {"complete"}, said="rounds 2 of 1 to 2; rounds start at 1 and", report={"planned_rounds": 2}
+    ),
+    "a round without samples": Case(
+        every(2, round=3), "FAIL", {"complete"}, said="has rounds 1, 3 of 1 to 3", report={"planned_rounds": 3}
+    ),
+    "a round that was not planned": Case(every(2, round=2), "FAIL", {"complete"}, said="has rounds 1, 2 of 1 to 1"),
+    "distances whose sum is not finite": Case(
+        every(1, mean_kl=1e308, scored_tokens=1), "FAIL", {"max_mean_kl", "max_ruined_share"}, said="copy: mean KL nan"
+    ),
+    "an evaluation that does not read the cache": Case(
+        every_class(), "FAIL", {"must_fail_control"}, said="the evaluation does not see the cache", report={"control": BLIND}
+    ),
+    "a must-fail control that did not run": Case(
+        every_class(), "FAIL", {"must_fail_control"}, said="it did not run", report={"control": ABSENT}
+    ),
+    "noise of the baseline itself": Case(
+        every_class(),
+        "INCONCLUSIVE",
+        {"noise_floor"},
+        said="max_mean_kl=0.05 is finer than the baseline's own noise",
+        report={"noise": fidelity(kl_mean=0.06)},
+    ),
+    "noise of the candidate itself": Case(
+        every_class(),
+        "INCONCLUSIVE",
+        {"noise_floor"},
+        said="the candidate's own noise",
+        report={"candidate_noise": fidelity(kl_mean=1.0)},
+    ),
+    "noise of single tokens": Case(
+        every_class(),
+        "INCONCLUSIVE",
+        {"noise_floor"},
+        said="A/A noise: the limit of far tokens, a KL of 1, is finer than the baseline's own noise (99.9th percentile of KL "
+        "1.5)",
+        report={"noise": fidelity(kl_p999=1.5)},
+    ),
+    "noise that nobody measured": Case(every_class(), "INCONCLUSIVE", {"noise_floor"}, report={"noise": None}),
+    "a code that one request of seven stores wrong": Case(
+        every_class(), "FAIL", {"conformance"}, said="1 of 7 requests", report={"conformance": STORED_WRONG}
+    ),
+    "a fork that shares a page it should have copied": Case(
+        every_class(),
+        "FAIL",
+        {"stress_test"},
+        said="does not compute its policy: fork",
+        report={"tests": engine_tests(FAILED_STRESS)},
+    ),
+    "sixteen bits a number where four are claimed": Case(
+        every_class(), "FAIL", {"allocation"}, report={"tests": engine_tests(LARGER_POOL)}
+    ),
+    "free generation with another scale": Case(
+        every_class(), "FAIL", {"free_answers"}, said="sample a: ...", report={"tests": engine_tests(free=["sample a: ..."])}
+    ),
+    "drafts that a cache ruins although its answers are right": Case(
+        drafted(every_class(), 34),
+        "FAIL",
+        {"max_acceptance_loss"},
+        said="loss of acceptance length 0.2647, 99.87 % bound 0.2",
+        report={"drafters": ["lookup"]},
+    ),
+    "an answer that was not drafted": Case(
+        UNDRAFTED, "FAIL", {"max_acceptance_loss"}, said="retrieval, drafts by lookup", report={"drafters": ["lookup"]}
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_verdict_follows_from_its_samples_and_names_the_gates_that_stop_it(name: str) -> None:
-    rows, how, status, stops, said = CASES[name]
-    outcome = verdict(rows, gates(**how.get("gates", {})), **{key: value for key, value in how.items() if key != "gates"})
-    assert outcome.status == status
-    assert {check.gate for check in outcome.checks if check.status in ("FAIL", "INCONCLUSIVE")} == stops
-    assert said in outcome.reasons[0]
-    worst = {check.reason for check in outcome.checks if check.status == status}
-    assert status == "PASS" or set(outcome.reasons) == worst
-    assert status == "INCONCLUSIVE" or outcome.samples_needed == {}
+    case = CASES[name]
+    outcome = verdict(case.rows, gates(**case.gates), **case.report)
+    assert outcome.status == case.status
+    assert {check.gate for check in outcome.checks if check.status in ("FAIL", "INCONCLUSIVE")} == case.stops
+    assert case.said in outcome.reasons[0]
+    worst = {check.reason for check in outcome.checks if check.status == case.status}
+    assert case.status == "PASS" or set(outcome.reasons) == worst
+    assert case.status == "INCONCLUSIVE" or outcome.samples_needed == {}
 
 
 def line(outcome: Verdict, gate: str) -> Check:
