@@ -36,6 +36,12 @@ STEPS = 4
 """Number of tokens that `forced` decodes after a prompt."""
 
 
+def random_texts(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of prompts of the given lengths, with STEPS more tokens to decode."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, length + STEPS).tolist() for length in lengths]
+
+
 def fmt(dtype: str, granularity: Granularity = "none", scale: ScaleSource = "dynamic", **options: Any) -> Format:
     static = granularity in ("per_tensor", "per_head", "per_channel")
     source: ScaleSource = "none" if granularity == "none" else "calibrated" if static else scale

@@ -4,11 +4,11 @@ Candidates exactly at the limit are constructed from the measured ones (`benchma
 bound can exclude faults that occur in only a few pages.
 """
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from error_rates import at_most
 from gate_reports import GATES, lines, report, row
 
 from benchmarks.gates import at_limit, drawn, failing, greedy, passing
@@ -23,11 +23,6 @@ KINDS = list(range(len(ANSWERS.kinds)))
 PLACES = [(KINDS, GATES.min_recovery), *(([kind], GATES.min_workload_recovery) for kind in KINDS)]
 
 
-def at_most(rate: float, runs: int = RUNS) -> float:
-    """Return the share of `runs` trials that a true rate exceeds with a probability of 1/1,000."""
-    return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
-
-
 def shapes(columns: list[int] = KINDS, limit: float = GATES.min_recovery) -> Iterator[tuple[str, Array, Array]]:
     every = at_limit(ANSWERS, limit, columns, np.random.default_rng(1))
     return ((name, base, kept) for name, base, kept in every if not name.endswith("pages"))
@@ -39,7 +34,7 @@ def test_a_candidate_at_the_limit_passes_in_at_most_5_percent(pages: int) -> Non
     wrong = {
         name: passing(*drawn(base, kept, pages, rng, RUNS), GATES.min_recovery, [pages]).mean() for name, base, kept in shapes()
     }
-    assert max(wrong.values()) <= at_most(0.05), wrong
+    assert max(wrong.values()) <= at_most(0.05, RUNS), wrong
     assert max(wrong.values()) > 0, "the gate is not merely closed"
 
 
@@ -48,8 +43,8 @@ def test_all_looks_pass_and_fail_a_candidate_at_the_limit_in_at_most_5_percent(c
     rng = np.random.default_rng(3)
     for name, base, kept in shapes(columns, limit):
         runs = drawn(base, kept, LOOKS[-1], rng, RUNS)
-        assert passing(*runs, limit, LOOKS).mean() <= at_most(0.05), name
-        assert failing(*runs, limit, LOOKS, len(PLACES)).mean() <= at_most(ALPHA / 2), name
+        assert passing(*runs, limit, LOOKS).mean() <= at_most(0.05, RUNS), name
+        assert failing(*runs, limit, LOOKS, len(PLACES)).mean() <= at_most(ALPHA / 2, RUNS), name
 
 
 def test_int8_passes_60_questions_in_at_least_95_percent_and_fp8_600_in_at_least_79() -> None:
@@ -85,5 +80,5 @@ def test_the_gate_decides_like_the_simulation() -> None:
 @pytest.mark.parametrize("rho", [0.0, 0.3])
 def test_greedy_answers_at_the_margin_fail_in_at_most_5_percent_and_broken_ones_fail(rho: float) -> None:
     for lost, gained in ((0.05, 0.0), (0.1, 0.05)):
-        assert greedy(40, (lost, gained), rho, 1) <= 100 * at_most(0.05)
+        assert greedy(40, (lost, gained), rho, 1) <= 100 * at_most(0.05, RUNS)
     assert greedy(40, (0.2, 0.0), rho, 30) >= 80

@@ -21,6 +21,7 @@ from onnx_fixtures import (
     make_decoder,
     make_engine,
     make_reference,
+    random_texts,
     save_model,
     shared_decoder,
 )
@@ -50,8 +51,7 @@ below 3e-5. For comparison, INT8 as a whole moves a row by 1e-3.
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, 256, length + STEPS).tolist() for length in LENGTHS]
+    return random_texts(LENGTHS)
 
 
 @pytest.fixture(scope="module", params=POLICIES, ids=lambda policy: policy.name)

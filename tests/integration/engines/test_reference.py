@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, POLICIES, STEPS, forced, llama_config, make_reference, static_scales
+from onnx_fixtures import BY_NAME, POLICIES, STEPS, forced, llama_config, make_reference, random_texts, static_scales
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
 from stages.engines.reference.attention import Fed
@@ -43,8 +43,7 @@ SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, 256, length + STEPS).tolist() for length in LENGTHS]
+    return random_texts(LENGTHS)
 
 
 def one_pass(engine: TorchEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:

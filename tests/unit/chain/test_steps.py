@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from commands import configured
 from stores import make_artifact
 
 from pipeline.chain import runner
@@ -15,7 +16,6 @@ from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.run import Run
 from pipeline.config.compose import plan
-from pipeline.config.config import Config
 from pipeline.evidence.reading import USER_INPUTS
 from pipeline.registry import summary
 from pipeline.store import store as store_module
@@ -60,10 +60,6 @@ def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[
     with pytest.raises(UserError, match=message), chain.making(recipe):
         change(given)
     assert not chain.store.path(recipe).exists()
-
-
-def configured(workdir: Path, *overrides: str) -> Config:
-    return plan([f"workdir={workdir}", "tracking=none", *overrides], multirun=False).jobs[0]
 
 
 def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(

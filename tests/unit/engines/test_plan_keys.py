@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import configured
 from stores import make_artifact
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.run import Run
-from pipeline.config.compose import plan
-from pipeline.config.config import Config
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import reachable_modules
@@ -20,10 +19,6 @@ from stages.core.errors import MissingRequirement
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import SCALES_FILE
-
-
-def configured(workdir: Path, *overrides: str) -> Config:
-    return plan([f"workdir={workdir}", "tracking=none", *overrides], multirun=False).jobs[0]
 
 
 class _Library:

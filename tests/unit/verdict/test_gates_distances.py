@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from error_rates import at_most
 from gate_reports import GATES, lines, report, row
 
 from benchmarks.gate_shapes import load
@@ -16,11 +17,6 @@ LIMIT = GATES.max_mean_kl
 EMPTY = report([])
 DISTANCES = ("max_mean_kl", "min_top10_overlap", "max_ruined_share", "max_p999_kl")
 RUNS = 400
-
-
-def at_most(rate: float, runs: int = RUNS) -> float:
-    """Return the share among `runs` that a true rate exceeds with a probability of 1/1,000."""
-    return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
 
 
 def passing(values: Array) -> float:
@@ -38,7 +34,7 @@ def test_no_shape_exactly_at_the_mean_kl_passes_in_more_than_5_percent(documents
             # a few requests have all of the KL, and capped they cannot reach the limit: other gates catch these ruined
             # requests
             continue
-        assert passing(rng.choice(at_limit, (RUNS, documents))) <= at_most(GATES.pass_alpha), shape
+        assert passing(rng.choice(at_limit, (RUNS, documents))) <= at_most(GATES.pass_alpha, RUNS), shape
         tested += 1
     assert tested > 30
 

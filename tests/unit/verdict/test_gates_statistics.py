@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_rates import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
@@ -19,11 +20,6 @@ LIMIT = 0.05
 CUT = bets.OUTLIER * LIMIT
 
 
-def at_most(rate: float, runs: int = RUNS) -> float:
-    """Return the share among `runs` that a true rate exceeds with a probability of 1/1,000."""
-    return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
-
-
 def two_points(rng: np.random.Generator, documents: int, high: float) -> Array:
     """Return documents with a mean exactly at the limit: most have 0, the others `high`."""
     return np.where(rng.random((RUNS, documents)) < LIMIT / high, high, 0.0)
@@ -34,7 +30,7 @@ def test_a_mean_at_its_limit_passes_wrongly_at_most_as_often_as_its_level_over_a
     drawn = two_points(np.random.default_rng(0), 120, high)
     gains = Mean(drawn, LIMIT).pass_gains(LIMIT)
     passed = np.logical_or.reduce([log_score(gains[:, :n], bets.PASS_STAKES) >= -math.log(0.05) for n in range(1, 121)])
-    assert passed.mean() <= at_most(0.05)
+    assert passed.mean() <= at_most(0.05, RUNS)
 
 
 @pytest.mark.parametrize("high", [0.0501, 0.5, 5.0, 500.0])
@@ -42,7 +38,7 @@ def test_a_mean_at_its_limit_fails_wrongly_at_most_as_often_as_its_level_over_al
     drawn = two_points(np.random.default_rng(1), 120, high)
     gains = Mean(drawn, LIMIT).fail_gains(LIMIT)
     failed = np.logical_or.reduce([log_score(gains[:, :n], bets.FAIL_STAKES) >= -math.log(0.05) for n in range(1, 121)])
-    assert failed.mean() <= at_most(0.05)
+    assert failed.mean() <= at_most(0.05, RUNS)
 
 
 def test_the_expected_score_at_the_limit_is_one_document_after_document() -> None:
