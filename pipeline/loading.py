@@ -14,9 +14,9 @@ from stages.engines.backend import Backend
 from stages.engines.config import BackendConfig
 
 
-def open_backend(config: BackendConfig) -> Backend:
+def open_backend(config: BackendConfig) -> Backend[BackendConfig]:
     """Return the backend that a configuration names, from the `backend.py` of its folder in `stages/engines`."""
-    backend: Backend = import_module(f"stages.engines.{config.folder}.backend").open_backend(config)
+    backend: Backend[BackendConfig] = import_module(f"stages.engines.{config.folder}.backend").open_backend(config)
     return backend
 
 

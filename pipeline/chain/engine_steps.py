@@ -65,7 +65,7 @@ class EngineSteps:
         return files_digest(dict(zip(names, in_threads(self.digest_of, [checkpoint / name for name in names]), strict=True)))
 
     @cached_property
-    def backend(self) -> Backend:
+    def backend(self) -> Backend[BackendConfig]:
         return open_backend(self.config.backend)
 
     @property

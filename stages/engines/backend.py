@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from stages.checkpoints.description import CheckpointInfo
 from stages.core.artifact import Artifact, Entry, Recipe
@@ -20,6 +20,8 @@ from stages.engines.interface import Engine
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import LayerDelivery
+
+C = TypeVar("C", bound=BackendConfig)
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""
@@ -102,7 +104,7 @@ FLOAT16_WEIGHTS = "float32, attention weights in float16"
 """Compute type of float32 engines whose kernels round attention weights to float16 before they multiply the values."""
 
 
-class Backend(ABC):
+class Backend(ABC, Generic[C]):
     """The interface to build, load and run the engines of one library.
 
     Keys contain the code of `build_module` and `engine_module`, with all that they can import, and the parts below.
@@ -111,7 +113,7 @@ class Backend(ABC):
     libraries: ClassVar[tuple[str, ...]]
     """Distributions whose versions are part of the keys of bundles and evaluations."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: C) -> None:
         self.config = config
 
     @property
@@ -132,7 +134,7 @@ class Backend(ABC):
         interpreter is missing on this machine.
         """
 
-    def check_runs(self) -> None:  # noqa: B027  (most backends run wherever they build)
+    def check_runs(self) -> None:
         """Refuse, in a dry run, an engine that can be built here but not run.
 
         A real job is not refused: it builds the engine first. Raises MissingRequirement if the GPU is missing.

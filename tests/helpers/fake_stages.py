@@ -58,7 +58,7 @@ def scale_cache(_: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[str, 
     (out / POLICY_FILE).write_text(policy.model_dump_json())
 
 
-class FakeBackend(Backend):
+class FakeBackend(Backend[Any]):
     """A backend with the same export for every policy, and bundles that hold their policy."""
 
     libraries = ("numpy",)

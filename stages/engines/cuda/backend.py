@@ -10,13 +10,11 @@ from stages.engines.interface import Engine
 from stages.policies.policy import KVPolicy
 
 
-class TorchBackend(Backend):
+class TorchBackend(Backend[TorchConfig]):
     """transformers' model over a plain quantized cache, which defines the result of every policy, or over the kernels."""
 
     build_module = "stages.engines.reference.build"
     libraries = TORCH
-
-    config: TorchConfig
 
     def check_inputs(self, job: Job) -> None:
         """Refuse a policy that the kernels do not support and, if the command judges, a missing GPU. Building needs no GPU.

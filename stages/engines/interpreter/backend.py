@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_other_attention
 from stages.checkpoints.quantized import SERVED
@@ -18,11 +18,12 @@ from stages.engines.interpreter.bundle import ServedBundle
 from stages.engines.interpreter.process import Interpreter, Program, probe
 from stages.policies.policy import KVPolicy
 
+C = TypeVar("C", bound=InterpreterConfig)
 
-class InterpreterBackend(Backend):
+
+class InterpreterBackend(Backend[C], Generic[C]):
     """A backend whose library runs in another interpreter. `load_engine` of `engine_module` receives the configuration."""
 
-    config: InterpreterConfig
     program: ClassVar[Program]
     record: ClassVar[type[ServedBundle]] = ServedBundle
     """Record type of `bundle.json`."""

@@ -131,13 +131,12 @@ def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -
     return f"{variable}llama-server --model {GGUF} {chosen} --flash-attn on {limits}\n"
 
 
-class LlamaCppBackend(InterpreterBackend):
+class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
     """A backend whose bundle is the user's GGUF and the arguments of llama-server."""
 
     program = PROGRAM
     record = LlamaCppBundle
     running_keys = ("threads",)
-    config: LlamaCppConfig
     gguf: Path
     compute_dtype = "bfloat16"
     """The type with a comparable rounding error. llama.cpp rounds the activations that it multiplies with quantized weights

@@ -12,12 +12,10 @@ from stages.engines.onnx.refusals import refuse_bfloat16, refuse_heavy_tokens, r
 from stages.policies.policy import KVPolicy
 
 
-class OnnxBackend(Backend):
+class OnnxBackend(Backend[OnnxRuntimeConfig]):
     """The default engine, on any CPU."""
 
     libraries = ("onnx", "onnxscript", "onnxruntime", "numpy", "scipy")
-
-    config: OnnxRuntimeConfig
 
     def check_inputs(self, job: Job) -> None:
         """Refuse bfloat16, H2O's eviction, formats that only the reference engine computes, and native without a compiler."""

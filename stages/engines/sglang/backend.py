@@ -47,11 +47,10 @@ def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:
     return {**given, "kv_cache_dtype": cache, "load_format": "safetensors", "trust_remote_code": False, "random_seed": 0}
 
 
-class SglangBackend(InterpreterBackend):
+class SglangBackend(InterpreterBackend[SglangConfig]):
     """A backend whose bundle is the checkpoint and the arguments of SGLang's server."""
 
     program = PROGRAM
-    config: SglangConfig
 
     def check_inputs(self, job: Job) -> None:
         """Refuse policies that SGLang's cache does not support, and a missing interpreter or GPU."""

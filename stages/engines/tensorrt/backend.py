@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from stages.checkpoints.description import refuse_other_attention
 from stages.checkpoints.exports import holder
@@ -13,7 +13,7 @@ from stages.engines.backend import Artifacts, Backend, Job, Source
 from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.refusals import refuse_reference_only
-from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
+from stages.engines.tensorrt.config import PlanConfig, TensorRTConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import Name, load, used_gpu
 from stages.policies.policy import FP16_POLICY, KVPolicy
 
@@ -22,8 +22,10 @@ TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT
 FP8, FIRST_FP8 = "FLOAT8E4M3FN", 89
 """The FP8 type, and the lowest compute capability with FP8. TensorRT for RTX does not convert FP8 for older GPUs."""
 
+C = TypeVar("C", bound=PlanConfig)
 
-class PlanBackend(Backend):
+
+class PlanBackend(Backend[C], Generic[C]):
     """The common base class of the TensorRT backends.
 
     Artifact keys contain the version of the imported module, because the libraries are distributed under several package names.
@@ -31,7 +33,6 @@ class PlanBackend(Backend):
 
     libraries = ("onnx", "numpy")
 
-    config: PlanConfig
     library: Name
 
     @property
@@ -72,12 +73,11 @@ class PlanBackend(Backend):
             check_extents(policy, job.checkpoint.shape, job.checkpoint.q_heads, native(policy), **self._sizes())
 
 
-class RTXBackend(PlanBackend):
+class RTXBackend(PlanBackend[TensorRTRTXConfig]):
     """TensorRT for RTX, which builds plans for the named GPUs, even on a machine without a GPU."""
 
     build_module = "stages.engines.tensorrt.build"
 
-    config: TensorRTRTXConfig
     library = "tensorrt_rtx"
 
     @property
@@ -108,7 +108,7 @@ class RTXBackend(PlanBackend):
         return {**super().build_arguments(), "targets": self.targets}
 
 
-class TensorRTBackend(PlanBackend):
+class TensorRTBackend(PlanBackend[TensorRTConfig]):
     """TensorRT, which builds plans with the attention plugin on the GPU that will run them."""
 
     build_module = "stages.engines.tensorrt.plugin"
@@ -199,5 +199,6 @@ def triton_version() -> str | None:
         return None
 
 
-def open_backend(config: PlanConfig) -> PlanBackend:
-    return {"tensorrt": TensorRTBackend, "tensorrt_rtx": RTXBackend}[config.name](config)
+def open_backend(config: PlanConfig) -> PlanBackend[Any]:
+    backends: dict[str, type[PlanBackend[Any]]] = {"tensorrt": TensorRTBackend, "tensorrt_rtx": RTXBackend}
+    return backends[config.name](config)

@@ -226,13 +226,12 @@ class TrtllmBundle(ServedBundle):
     scales; for target=pytorch it is 1.0, because the runtime does not read the checkpoint's scales."""
 
 
-class TrtllmBackend(InterpreterBackend):
+class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
     """A backend whose bundle is a checkpoint with pinned LLM arguments, or a TensorRT engine (release 1.2)."""
 
     program = PROGRAM
     record = TrtllmBundle
     checkpoint_folder = "checkpoint"
-    config: TrtllmConfig
 
     def check_inputs(self, job: Job) -> None:
         """Refuse configurations that the target does not support, a missing interpreter, and missing GPUs."""

@@ -237,13 +237,12 @@ def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = (
     return arguments
 
 
-class VllmBackend(InterpreterBackend):
+class VllmBackend(InterpreterBackend[VllmConfig]):
     """A backend whose bundle is the checkpoint with its scales and the engine arguments of `vllm serve`."""
 
     program = PROGRAM
     record = VllmBundle
     running_keys = ("threads",)
-    config: VllmConfig
 
     @property
     def compute_dtype(self) -> str | None:
