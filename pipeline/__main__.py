@@ -82,8 +82,7 @@ def _planned(argv: Sequence[str]) -> "Plan | int":
         check_inputs(*planned.jobs)
     from pipeline.cli import next_steps
 
-    folders = [part for folder in arguments.config_dir for part in ("--config-dir", folder)]
-    next_steps.remember([*folders, *arguments.overrides])
+    next_steps.remember([*(f"--config-dir={folder}" for folder in arguments.config_dir), *arguments.overrides])
     return planned
 
 

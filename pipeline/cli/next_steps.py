@@ -305,8 +305,8 @@ def see_status(config: Config) -> NextStep:
 def after_tuning(config: Config, chosen: str, folder: Path | None) -> NextStep:
     """Return the step that judges the chosen policy, from the configuration folder `folder` or, if None, from conf/."""
     base = typed() or carried(config)
-    if folder is not None and str(folder) not in base:
-        base = ["--config-dir", str(folder), *base]
+    if folder is not None and f"--config-dir={folder}" not in base:
+        base = [f"--config-dir={folder}", *base]
     base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
     return NextStep(why=f"judge {chosen}", command=command_line(base, "stage=evaluate", f"kv={chosen}"))
 

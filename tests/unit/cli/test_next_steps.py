@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from judged_candidates import judged_candidate
 from judged_engine import config_of
 
+from pipeline.__main__ import _planned
 from pipeline.chain.inputs import check_inputs
 from pipeline.cli import next_steps
 from pipeline.cli.next_steps import NextStep
@@ -52,8 +52,8 @@ def composed(step: NextStep | None) -> Config:
     assert Path(words[0]).name.startswith("python")
     assert words[1:3] == ["-m", "pipeline"]
     arguments = words[3:]
-    folders = [folder for option, folder in pairwise(arguments) if option == "--config-dir"]
-    planned = plan([one for one in arguments if one not in ("-m", "--config-dir", *folders)], "-m" in arguments, folders)
+    folders = [one.removeprefix("--config-dir=") for one in arguments if one.startswith("--config-dir=")]
+    planned = plan([one for one in arguments if not one.startswith("-")], "-m" in arguments, folders)
     sweeps = {one for one in arguments if one.startswith("experiment=")} - {next_steps.QUICK}
     assert planned.sweeping == ("-m" in arguments or bool(sweeps))
     for job in planned.jobs:
@@ -312,11 +312,12 @@ def test_a_policy_that_was_found_is_judged_with_the_options_of_the_users_folder(
     again = tmp_path / "tuned again"
     shutil.copytree(tuned, again)
     (again / "kv" / "found.yaml").rename(again / "kv" / "better.yaml")
-    next_steps.remember(["--config-dir", str(own), "capacity=mine", "stage=tune", "tune.texts=4"])
+    next_steps.remember([f"--config-dir={own}", "capacity=mine", "stage=tune", "tune.texts=4"])
     step = next_steps.after_tuning(config_of(), "found", tuned)
     assert composed(step).stage == "evaluate"
     next_steps.remember([*shlex.split(str(step.command))[3:], "stage=tune"])
     assert composed(next_steps.after_tuning(config_of(), "better", again)).stage == "evaluate"
+    assert str(next_steps.after_tuning(config_of(), "found", tuned).command).count("--config-dir") == 2, "given already"
 
 
 def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_sweep_too(tmp_path: Path) -> None:
@@ -333,6 +334,16 @@ def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
     base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
     assert "hydra" not in next_steps.command_line(base, "kv=int8")
     assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in next_steps.command_line(base, sweep=True)
+
+
+def test_a_folder_named_like_a_key_stays_in_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(next_steps, "_given", [])
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(Path(__file__).parents[3] / "conf" / "kv", tmp_path / "kv" / "kv")
+    for path in (tmp_path / "kv" / "kv").iterdir():
+        path.rename(path.with_stem(f"my_{path.stem}"))
+    assert not isinstance(_planned(["--config-dir", "kv", "kv=my_fp8", "stage=status", f"workdir={tmp_path}"]), int)
+    assert "--config-dir=kv" in shlex.split(next_steps.command_line(next_steps.typed(), "kv=int8"))
 
 
 def test_no_ending_is_left_out_here() -> None:
