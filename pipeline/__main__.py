@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline import __version__
 from pipeline.cli import console
 from stages.core.errors import INTERRUPTED, UserError, exit_code
-from stages.core.redaction import open_closed, redact_output
+from stages.core.redaction import open_closed, redact_output, reserve_stdout
 
 if TYPE_CHECKING:
     from pipeline.config.compose import Plan
@@ -95,12 +95,7 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.set_threshold(10_000)  # else collecting cycles during MLflow's import takes a tenth of a command's time
     open_closed()
-    results = sys.__stdout__
-    if (
-        results is not None and sys.stdout is results
-    ):  # native code of libraries prints on descriptor 1; only results belong on stdout
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding=results.encoding, errors=results.errors)
-        os.dup2(2, 1)
+    reserve_stdout()
     redact_output()
     argv = sys.argv[1:]
     if "--version" in argv:

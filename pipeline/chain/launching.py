@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from pickle import PicklingError
 from subprocess import CalledProcessError
 from typing import Any, TypeVar
@@ -62,7 +63,7 @@ def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
     with console.progress(f"starting {planned.launcher}"):
         more = start_ray(planned.launcher_config) if planned.launcher == RAY else []
     try:
-        with initialized():
+        with _stdout_inherited(), initialized():
             state = GlobalHydra.instance()
             assert state.hydra is not None
             composed = state.hydra.compose_config("config", [*planned.given, *more], RunMode.MULTIRUN, from_shell=False)
@@ -76,6 +77,22 @@ def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
         raise
     finally:
         _end_ray()
+
+
+@contextmanager
+def _stdout_inherited() -> Iterator[None]:
+    """Let the processes that start in the block inherit stdout as descriptor 1, as before `reserve_stdout`."""
+    try:
+        results = sys.stdout.fileno()
+    except UnsupportedOperation:  # stdout is not a file, such as in a notebook
+        results = 1
+    before = os.dup(1)
+    os.dup2(results, 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def start_ray(launcher: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ from stages.core.errors import (
     exit_code,
 )
 from stages.core.files import store_of
-from stages.core.redaction import redact_output, redact_text
+from stages.core.redaction import redact_output, redact_text, reserve_stdout
 from stages.engines.bundle import BUNDLE_FILE
 from stages.verdict.candidate import Cited, not_passed
 from stages.verdict.gates import decide
@@ -200,6 +200,7 @@ class Task:
 
     def __call__(self, composed: DictConfig) -> tuple[int, str]:
         """Run the job of a composed configuration, and return its exit code and its error's message."""
+        reserve_stdout()
         redact_output()
         next_steps.remember(self.typed)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # keep a handler that a cluster set

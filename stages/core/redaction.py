@@ -124,6 +124,14 @@ def open_closed() -> None:
             setattr(sys, name, open(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
+def reserve_stdout() -> None:
+    """Keep stdout for results. Native code of libraries prints on descriptor 1, which becomes a copy of stderr."""
+    results = sys.__stdout__
+    if results is not None and sys.stdout is results:
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=results.encoding, errors=results.errors)
+        os.dup2(2, 1)
+
+
 class RedactedStream:
     """A text stream that masks secrets.
 

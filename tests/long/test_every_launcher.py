@@ -119,6 +119,10 @@ def test_every_launcher_gives_the_same_verdicts_order_and_exit_code(
     assert (swept.summary["exit_code"], len(swept.summary["exit_codes"])) == (code, len(swept.summary["names"]))
     for line in said:
         assert swept.stderr.count(line) == 1, swept.stderr
+    if not launcher.startswith("submitit"):  # the output of its jobs is in files
+        assert sum(line.startswith("judged ") for line in swept.stdout.splitlines()) == len(candidates), swept.stdout
+    if launcher != "ray":  # it prints the native output of workers on stdout
+        assert "noise" not in swept.stdout
 
 
 @pytest.mark.parametrize("launcher", BESIDE)

@@ -25,6 +25,7 @@ def evaluate(run: Any) -> None:
     """Record a candidate, or end in another way, as the job's seed selects."""
     from judged_candidates import judged_candidate
 
+    from pipeline.cli import console
     from pipeline.registry import summary
     from stages.core.errors import MissingRequirement, UserError
 
@@ -45,6 +46,8 @@ def evaluate(run: Any) -> None:
     verdict = verdicts.get(seed, "PASS")
     candidate = judged_candidate(work / "judged" / str(seed), run.label, verdict, metrics={"memory/kib_per_token": 1.0})
     summary.record(work, run.sweep, candidate)
+    os.write(1, b"noise\n")  # as native code of a library does
+    console.say(f"judged {candidate.name}")
 
 
 class _Patching(Loader):
