@@ -3,8 +3,8 @@
 While a round runs, `unfinished/` in its directory holds the results of finished samples.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from stages.evaluate.conformance.comparison import Comparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import repeated_samples
-from stages.evaluate.decoding.results import SampleResult, unfinished
+from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import Answer, greedy_of, judged_answers, labelled, probability, run_samples
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
@@ -27,6 +27,22 @@ from stages.verdict.coverage import Exercised
 from stages.verdict.delivery import ScaleChange, describe_changes, scale_changes
 from stages.verdict.thresholds import ScaleChangeKind
 from stages.workloads.config import WorkloadsConfig
+
+
+@dataclass
+class ScoredSample:
+    """A sample with the reference that was scored, and its result."""
+
+    encoded: EncodedSample
+    result: SampleResult
+    answer: Answer | None
+    """The engine's answer; None if the sample is not judged."""
+    folder: ResultFolder
+    """Holds the distributions (heads) of the result."""
+
+    @property
+    def name(self) -> str:
+        return self.encoded.sample.id
 
 
 def measure(
@@ -64,43 +80,37 @@ def measure(
         GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not allowed.
     """
     changes = audit_scales(engine, allow_scale_changes)
-    digest, greedy = workloads_digest(encoded), greedy_of(tokenizer, config)
+    digest = workloads_digest(encoded)
+    greedy = greedy_of(tokenizer, config)
     known = None if baseline is None else read_round(baseline)
     if known is not None and (known.samples_digest, known.vocab_size) != (digest, engine.vocab_size):
         raise UserError(
             f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
             "directory, so that the baseline is measured again"
         )
-    items = list(encoded) if known is None else known.scored(encoded)
+    items = encoded if known is None else known.scored(encoded)
     label = labelled(progress, "baseline: ") if baseline is None else progress
     heads = None if baseline is None else stored_heads(baseline / LOGPROBS)
     comparison = None
     if reference is not None:  # the baseline determines the allowed distance of a candidate from its reference engine
         comparer = Comparer(engine, reference.allowing(None if known is None else known.conformance))
         chosen = spread(items, config.conformance_samples)
-        comparison = Comparison(comparer, tuple(items), chosen, config.batch_size, label)
+        comparison = Comparison(comparer, items, chosen, config.batch_size, label)
 
     with unfinished(out, workloads_digest(items)) as folder:
         repeated = {item.sample.id for item in repeated_samples(items, config)}
         run = partial(run_samples, engine, batch_size=config.batch_size, heads=heads)
         observe = None if comparison is None else comparison.take
         results = run(items, progress=label, greedy=greedy, folder=folder, repeated=repeated, observe=observe)
-        answers, folders = judged_answers(items, results, tokenizer, greedy), [folder] * len(items)
-        own = in_own_words(items, results, answers, greedy) if baseline is None else {}
-        if own:
-            beside = folder.beside(workloads_digest(list(own.values())))
-            again = run(list(own.values()), progress=labelled(label, "own answers: "), folder=beside)
-            for (i, item), result in zip(own.items(), again, strict=True):
-                if result.statistics.baseline_nll.sum() < results[i].statistics.baseline_nll.sum():
-                    trace = Exercised.merged([results[i].trace, result.trace])
-                    items[i], folders[i] = item, beside
-                    results[i] = replace(result, answer=results[i].answer, trace=trace)
-        names = [item.sample.id for item in items]
-        scored = zip(names, results, folders, strict=True)
-        recorded = ((name, kept.heads(result.sample)) for name, result, kept in scored if heads is None or name in repeated)
-        write_heads(out / LOGPROBS, recorded)
+        judged = judged_answers(items, results, tokenizer, greedy)
+        samples = [ScoredSample(*parts, folder) for parts in zip(items, results, judged, strict=True)]
+        if baseline is None:
+            score_own_answers(samples, greedy, partial(run, progress=labelled(label, "own answers: ")))
+        recorded = (sample for sample in samples if heads is None or sample.name in repeated)
+        write_heads(out / LOGPROBS, ((sample.name, sample.folder.heads(sample.result.sample)) for sample in recorded))
         others = () if known is None else known.answers_to(encoded)
-        answers = speculated(answers, items, config.speculation, greedy, label, others)
+        scored = [sample.encoded for sample in samples]
+        answers = speculated(judged, scored, config.speculation, greedy, label, others)
         conformance = None
         if comparison is not None:
             comparison.decode_missing()  # requests that had finished before an interruption
@@ -113,13 +123,13 @@ def measure(
             vocab_size=engine.vocab_size,
             policy=engine.policy.name,
             takes_effect=engine.policy.takes_effect,
-            coverage=Exercised.merged([result.trace for result in results]),
+            coverage=Exercised.merged([sample.result.trace for sample in samples]),
             conformance=conformance,
             compute_dtype=None if reference is None else reference.compute_dtype,
             scale_changes=changes,
-            right_answers={item.sample.id: list(item.reference) for item in items if item.replaced and heads is None},
-            answers={name: answer for name, answer in zip(names, answers, strict=True) if answer is not None},
-            statistics={name: result.statistics for name, result in zip(names, results, strict=True)},
+            right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
+            answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
+            statistics={sample.name: sample.result.statistics for sample in samples},
         ).write(out)
 
 
@@ -127,29 +137,40 @@ UNLIKELY = 0.1
 """Probability below which a reference counts as a phrasing that the baseline would not use for the answer."""
 
 
-def in_own_words(
-    encoded: Sequence[EncodedSample], results: Sequence[SampleResult], answers: Sequence[Answer | None], greedy: Greedy
-) -> dict[int, EncodedSample]:
-    """Return samples with the baseline's right answer as their reference, if their reference was unlikely, by index.
-
-    Samples with scored `results` keep their reference, because the baseline's answer has no such token ranges.
+def score_own_answers(samples: Sequence[ScoredSample], greedy: Greedy, run: Callable[..., list[SampleResult]]) -> None:
+    """Score the baseline's own right answers where the reference is unlikely, and keep an own answer that is likelier.
 
     Args:
-        encoded: The tokenized samples.
-        results: The baseline's results.
-        answers: The baseline's answers; None for samples that are not judged.
+        samples: The baseline's samples. A sample with a likelier own answer gets this answer as its reference.
         greedy: End conditions of answers.
+        run: `run_samples` on the baseline.
     """
-    instead = {}
-    for i, (item, result, answer) in enumerate(zip(encoded, results, answers, strict=True)):
-        if answer is None or not answer.correct or item.results:
-            continue
-        if probability(result.statistics.baseline_nll, item) >= UNLIKELY:
-            continue
-        said = greedy.said(answer.tokens, item)
-        if tuple(said) != item.reference:
-            instead[i] = item.answered(said)
-    return instead
+    changed = [(sample, own) for sample in samples if (own := in_own_words(sample, greedy)) is not None]
+    if not changed:
+        return
+    answered = [own for _, own in changed]
+    folder = samples[0].folder.beside(workloads_digest(answered))
+    results = run(answered, folder=folder)
+    for (sample, own), result in zip(changed, results, strict=True):
+        if result.statistics.baseline_nll.sum() < sample.result.statistics.baseline_nll.sum():
+            trace = Exercised.merged([sample.result.trace, result.trace])
+            sample.result = replace(result, answer=sample.result.answer, trace=trace)
+            sample.encoded = own
+            sample.folder = folder
+
+
+def in_own_words(sample: ScoredSample, greedy: Greedy) -> EncodedSample | None:
+    """Return a sample with the baseline's right answer as its reference; None if its reference was likely enough.
+
+    A sample with scored `results` keeps its reference, because the baseline's answer has no such token ranges.
+    """
+    encoded, answer = sample.encoded, sample.answer
+    if answer is None or not answer.correct or encoded.results:
+        return None
+    if probability(sample.result.statistics.baseline_nll, encoded) >= UNLIKELY:
+        return None
+    said = greedy.said(answer.tokens, encoded)
+    return encoded.answered(said) if tuple(said) != encoded.reference else None
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:
