@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pickle import PicklingError
@@ -53,15 +53,30 @@ ENDING_S = 5.0
 LAST_LINES_S = 1.0
 
 
-def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
+class LauncherRefusal(UserError):
+    """Refusal of a launcher's keys, before any job."""
+
+
+def start(planned: Plan) -> list[str]:
+    """Start the programs that a sweep's launcher needs, and return overrides for `launch`."""
+    if planned.launcher != RAY:
+        return []
+    others = psutil.Process().children(recursive=True)
+    try:
+        with console.progress("starting ray"):
+            return start_ray(planned.launcher_config)
+    except BaseException:
+        end_workers(others)
+        raise
+
+
+def launch(planned: Plan, task: Callable[[DictConfig], T], more: Sequence[str] = ()) -> list[T]:
     """Run the jobs of a sweep with its launcher and return the results of `task`, in the order of the command line.
 
     Hydra sends `task` to the job's machine and composes the configuration there again, because some defaults depend on the
-    machine.
+    machine. `more` are the overrides of `start`.
     """
     others = psutil.Process().children(recursive=True)
-    with console.progress(f"starting {planned.launcher}"):
-        more = start_ray(planned.launcher_config) if planned.launcher == RAY else []
     try:
         with _stdout_inherited(), initialized():
             state = GlobalHydra.instance()
@@ -137,7 +152,7 @@ def launcher_errors(name: str) -> Iterator[None]:
         text = " ".join(command.stderr.split()) if command is not None and command.stderr else str(error)
         lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
         if isinstance(error, ValueError):
-            raise UserError(f"hydra/launcher={name}: {short(lines[0], 200)}; correct hydra.launcher.*") from error
+            raise LauncherRefusal(f"hydra/launcher={name}: {short(lines[0], 200)}; correct hydra.launcher.*") from error
         raise MissingRequirement(
             f"hydra/launcher={name}: the process of a job died, or the launcher failed ({short(lines[-1], 200)}); free some "
             "memory, run fewer jobs at once, or correct hydra.launcher.*"

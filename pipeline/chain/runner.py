@@ -7,7 +7,7 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 """
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pipeline.chain import serving
-from pipeline.chain.launching import launch
+from pipeline.chain.launching import LauncherRefusal, launch, start
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.run import Run, open_store
 from pipeline.chain.showing import compare_in_mlflow, remove_page, show, warned
@@ -38,7 +38,6 @@ from stages.core.errors import (
     CannotBeJudged,
     GateRefusal,
     MissingRequirement,
-    UserError,
     describe,
     exit_code,
 )
@@ -123,12 +122,13 @@ def run(planned: Plan, sweep: str) -> int:
     job = Run(planned.jobs[0], sweep, planned.names[0])
     config, sweeping = job.config, planned.sweeping
     with holding(config):  # held between the jobs of a sweep too
+        more, before = start(planned), None
         if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
-            summary.begin(config.work, sweep, planned.names, command=next_steps.whole(sweep=sweeping))
+            before = summary.begin(config.work, sweep, planned.names, command=next_steps.whole(sweep=sweeping))
         code = 0
         try:
             if sweeping:
-                code = _sweep(planned, sweep)
+                code = _sweep(planned, sweep, more)
             else:
                 with _recorded(config, sweep, console.RunningJob(config.stage, job.label)):
                     STAGES[config.stage](job)
@@ -142,8 +142,9 @@ def run(planned: Plan, sweep: str) -> int:
         except Exception as error:  # from the only job, or from the launcher
             if sweeping:
                 console.ended_by(error)
-                if isinstance(error, UserError) and config.facts.judges and not summary.load(config.work, sweep).exit_codes:
-                    summary.forget(config.work, sweep)  # the launcher refused its keys before any job
+                if isinstance(error, LauncherRefusal) and config.facts.judges:
+                    with warned(f"{summary.FILE} of the last command is not restored"):
+                        summary.forget(config.work, sweep, before)
                     return exit_code(error)
                 return _conclude(planned, job, exit_code(error))
             with warned("the end of the command is not recorded"):
@@ -170,8 +171,11 @@ def _recorded(config: Config, sweep: str, job: console.RunningJob) -> Iterator[N
         summary.finish(config.work, sweep, 0, job.number)
 
 
-def _sweep(planned: Plan, sweep: str) -> int:
-    """Run the jobs of a sweep, in this process or with a launcher, and return the worst exit code."""
+def _sweep(planned: Plan, sweep: str, more: Sequence[str]) -> int:
+    """Run the jobs of a sweep, in this process or with a launcher, and return the worst exit code.
+
+    `more` are overrides for `launch`.
+    """
     first, launcher, jobs = planned.jobs[0], planned.launcher, len(planned.jobs)
     named = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
     places = [console.RunningJob(one.stage, name, number, jobs) for number, (one, name) in named]
@@ -181,7 +185,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
         has_logs = launcher.startswith("submitit")  # their jobs write into files
         if has_logs:
             console.LOGGER.info("jobs write their output below %s", first.work / LOGS)
-        ended = launch(planned, Task(sweep, planned.names, tuple(next_steps.typed())))
+        ended = launch(planned, Task(sweep, planned.names, tuple(next_steps.typed())), more)
         for place, (code, said) in zip(places, ended, strict=True) if has_logs else ():
             for line in said.splitlines():  # refusals, which the jobs wrote to their log files
                 console.error(f"{place.name}{line}", exit_code=code)

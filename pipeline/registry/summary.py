@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
@@ -131,18 +132,34 @@ def note(workdir: Path, sweep: str | None, **values: Any) -> Summary:
     return _update(workdir, sweep, lambda old: old.model_copy(update=values))
 
 
-def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary:
-    """Record the beginning of a sweep that judges, with the display names of its jobs: jobs that never end are noticed."""
-    return note(workdir, sweep, names=tuple(names), began=time.time(), command=command and redact_text(command))
+def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> bytes | None:
+    """Record the beginning of a sweep that judges, with the display names of its jobs: jobs that never end are noticed.
+
+    Return the previous content of `summary.json`, for `forget`; None if there was no file.
+    """
+    before: bytes | None = None
+
+    def change(old: Summary) -> Summary:
+        nonlocal before
+        with suppress(FileNotFoundError):
+            before = (workdir / FILE).read_bytes()
+        known = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
+        return old.model_copy(update=known)
+
+    _update(workdir, sweep, change)
+    return before
 
 
-def forget(workdir: Path, sweep: str) -> None:
-    """Remove the summary of a sweep that started no job, and make the previous sweep the last one again."""
-    (workdir / FOLDER / f"{sweep}.json").unlink()
-    if before := sweeps(workdir):
-        write_whole(workdir / FILE, (workdir / FOLDER / f"{before[-1]}.json").read_text(encoding="utf-8"))
-    else:
-        (workdir / FILE).unlink()
+def forget(workdir: Path, sweep: str, before: bytes | None) -> None:
+    """Remove the summary of a sweep that started no job, and restore `summary.json` as `begin` returned it."""
+    with locked(workdir / f".{FILE}.lock", FILE):
+        (workdir / FOLDER / f"{sweep}.json").unlink()
+        if load(workdir).sweep != sweep:  # another command has written it since
+            return
+        if before is None:
+            (workdir / FILE).unlink()
+        else:
+            write_whole(workdir / FILE, before.decode())
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:

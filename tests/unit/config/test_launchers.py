@@ -3,13 +3,14 @@
 import doctest
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from refusals import refused
 from submitit.core.utils import UncompletedJobError
 
-from pipeline.chain import runner
+from pipeline.chain import launching, runner
 from pipeline.cli.next_steps import standing
 from pipeline.config import compose, launchers
 from pipeline.config.compose import plan
@@ -50,6 +51,20 @@ def test_a_launcher_that_refuses_its_keys_leaves_the_last_sweep_and_its_page(
     assert {path.name for path in tmp_path.rglob("*.*")} >= {"summary.json", "report.html", "20260101.json"}
     assert load(tmp_path).sweep == "20260101"
     assert not (tmp_path / "summaries" / "20260102.json").exists()
+
+
+def test_a_ray_that_does_not_start_leaves_the_last_sweep_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> list[str]:
+        raise MissingRequirement("hydra/launcher=ray: Ray did not start")
+
+    monkeypatch.setattr(launching, "start_ray", refuse)
+    for name in ("summary.json", "report.html", "junit.xml"):
+        (tmp_path / name).write_text("before")
+    planned = replace(plan(["kv=fp8,int8", f"workdir={tmp_path}"], multirun=True), launcher="ray")
+    with pytest.raises(MissingRequirement, match="Ray did not start"):
+        runner.run(planned, "20260102")
+    assert {(tmp_path / name).read_text() for name in ("summary.json", "report.html", "junit.xml")} == {"before"}
+    assert not (tmp_path / "summaries").exists()
 
 
 def test_all_typos_of_a_command_are_reported_at_once() -> None:

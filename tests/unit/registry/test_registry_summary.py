@@ -89,13 +89,22 @@ def test_files_that_are_no_sweeps_are_ignored(tmp_path: Path) -> None:
     assert last_judged(tmp_path) is None
 
 
-def test_a_sweep_that_started_no_job_leaves_the_one_before_it_as_the_last(tmp_path: Path) -> None:
-    begin(tmp_path, "20260101", ["fp8"])
-    begin(tmp_path, "20260102", ["int8"])
-    forget(tmp_path, "20260102")
-    assert load(tmp_path).sweep == "20260101"
-    forget(tmp_path, "20260101")
+def test_a_sweep_that_started_no_job_leaves_the_summary_as_it_was(tmp_path: Path) -> None:
+    none = begin(tmp_path, "20260101", ["fp8"])
+    note(tmp_path, None, champion="a rolled-back champion")  # only in summary.json
+    known = (tmp_path / "summary.json").read_bytes()
+    forget(tmp_path, "20260102", begin(tmp_path, "20260102", ["int8"]))
+    assert (tmp_path / "summary.json").read_bytes() == known
+    forget(tmp_path, "20260101", none)
     assert [path.name for path in tmp_path.rglob("*.json")] == []
+
+
+def test_a_summary_that_another_command_has_written_since_stays(tmp_path: Path) -> None:
+    before = begin(tmp_path, "20260101", ["fp8"])
+    begin(tmp_path, "20260102", ["int8"])
+    forget(tmp_path, "20260101", before)
+    assert load(tmp_path).sweep == "20260102"
+    assert sweeps(tmp_path) == ["20260102"]
 
 
 def test_a_metric_that_is_no_number_is_no_candidates() -> None:
