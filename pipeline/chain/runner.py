@@ -22,6 +22,7 @@ from pipeline.chain.run import Run, open_store
 from pipeline.chain.showing import compare_in_mlflow, remove_page, show, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
+from pipeline.cli.next_steps import NextStep
 from pipeline.cli.prune import prune
 from pipeline.cli.status import show_status
 from pipeline.config.compose import Plan, to_config
@@ -125,10 +126,10 @@ def run(planned: Plan, sweep: str) -> int:
         more, before = start(planned), None
         if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
             before = summary.begin(config.work, sweep, planned.names, command=next_steps.whole(sweep=sweeping))
-        code = 0
+        code, step = 0, None
         try:
             if sweeping:
-                code = _sweep(planned, sweep, more)
+                code, step = _sweep(planned, sweep, more)
             else:
                 with _recorded(config, sweep, console.RunningJob(config.stage, job.label)):
                     STAGES[config.stage](job)
@@ -148,9 +149,16 @@ def run(planned: Plan, sweep: str) -> int:
                     return exit_code(error)
                 return _conclude(planned, job, exit_code(error))
             with warned("the end of the command is not recorded"):
-                _conclude(planned, job, exit_code(error))
+                _conclude(planned, job, exit_code(error), _advice(config, error))
             raise
-        return _conclude(planned, job, code)
+        return _conclude(planned, job, code, step)
+
+
+def _advice(config: Config, error: Exception, *, sweep: bool = False) -> NextStep | None:
+    """Return the next step after the error of a job; None if the error calls for no command."""
+    if not isinstance(error, CannotBeJudged):
+        return None
+    return next_steps.after_weak(config, error, next_steps.typed(), sweep=sweep)
 
 
 @contextmanager
@@ -158,23 +166,32 @@ def _recorded(config: Config, sweep: str, job: console.RunningJob) -> Iterator[N
     """Announce a job, and record the exit code of a job that judges in summary.json."""
     console.begin(job, config.model.path if config.facts.makes or config.facts.plans else None)
     try:
-        with required_libraries():
+        with holding(config), required_libraries():
             yield
     except BaseException as error:
         if config.facts.judges:
             with warned("the end of the job is not recorded"):  # a failure here must not replace the job's error
                 summary.finish(config.work, sweep, exit_code(error), job.number)
-        if isinstance(error, CannotBeJudged) and job.number == 1:  # the other jobs of a sweep have the same baseline
-            next_steps.show(next_steps.after_weak(config, error, next_steps.typed(), sweep=job.of > 1))
         raise
     if config.facts.judges:
         summary.finish(config.work, sweep, 0, job.number)
 
 
-def _sweep(planned: Plan, sweep: str, more: Sequence[str]) -> int:
-    """Run the jobs of a sweep, in this process or with a launcher, and return the worst exit code.
+@dataclass(frozen=True)
+class Ended:
+    """End of a sweep's job."""
 
-    `more` are overrides for `launch`.
+    code: int
+    said: str = ""
+    """Message of the error."""
+    step: NextStep | None = None
+    """Next step after the error."""
+
+
+def _sweep(planned: Plan, sweep: str, more: Sequence[str]) -> tuple[int, NextStep | None]:
+    """Run the jobs of a sweep, in this process or with a launcher.
+
+    Return the worst exit code, and the next step after the first error that calls for one. `more` are overrides for `launch`.
     """
     first, launcher, jobs = planned.jobs[0], planned.launcher, len(planned.jobs)
     named = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
@@ -186,10 +203,11 @@ def _sweep(planned: Plan, sweep: str, more: Sequence[str]) -> int:
         if has_logs:
             console.LOGGER.info("jobs write their output below %s", first.work / LOGS)
         ended = launch(planned, Task(sweep, planned.names, tuple(next_steps.typed())), more)
-        for place, (code, said) in zip(places, ended, strict=True) if has_logs else ():
-            for line in said.splitlines():  # refusals, which the jobs wrote to their log files
-                console.error(f"{place.name}{line}", exit_code=code)
-    return max((code for code, _ in ended), key=SEVERITY.index)
+        for place, end in zip(places, ended, strict=True) if has_logs else ():
+            for line in end.said.splitlines():  # refusals, which the jobs wrote to their log files
+                console.error(f"{place.name}{line}", exit_code=end.code)
+    step = next((end.step for end in ended if end.step is not None), None)
+    return max((end.code for end in ended), key=SEVERITY.index), step
 
 
 @dataclass(frozen=True)
@@ -202,8 +220,8 @@ class Task:
     typed: tuple[str, ...]
     """The arguments of the sweep's command, which a next command repeats."""
 
-    def __call__(self, composed: DictConfig) -> tuple[int, str]:
-        """Run the job of a composed configuration, and return its exit code and its error's message."""
+    def __call__(self, composed: DictConfig) -> Ended:
+        """Run the job of a composed configuration."""
         reserve_stdout()
         redact_output()
         next_steps.remember(self.typed)
@@ -211,28 +229,28 @@ class Task:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         number, config = HydraConfig.get().job.num, to_config(composed)
         console.configure(config.log)
-        with holding(config):
-            job = console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
-            return _attempt(config, self.sweep, job)
+        job = console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
+        return _attempt(config, self.sweep, job)
 
 
-def _attempt(config: Config, sweep: str, job: console.RunningJob) -> tuple[int, str]:
-    """Run a job of a sweep, and return its exit code and its error's message."""
+def _attempt(config: Config, sweep: str, job: console.RunningJob) -> Ended:
+    """Run a job of a sweep, and return how it ended."""
     try:
         with _recorded(config, sweep, job):
             STAGES[config.stage](Run(config, sweep, job.policy))
     except Exception as error:
         console.ended_by(error)
-        return exit_code(error), redact_text(describe(error))
+        return Ended(exit_code(error), redact_text(describe(error)), _advice(config, error, sweep=True))
     finally:
         console.end()
-    return 0, ""
+    return Ended(0)
 
 
-def _conclude(planned: Plan, job: Run, code: int) -> int:
+def _conclude(planned: Plan, job: Run, code: int, step: NextStep | None = None) -> int:
     """Show the candidates of a command with the next step, and return the command's exit code.
 
-    `code` is the worst exit code of the jobs, or of the error that ended the command early.
+    `code` is the worst exit code of the jobs, or of the error that ended the command early. `step` is the next step after an
+    error, which is shown if there are no candidates.
 
     Raises:
         GateRefusal: The candidate of the only job did not pass. A sweep prints its refusal.
@@ -240,7 +258,9 @@ def _conclude(planned: Plan, job: Run, code: int) -> int:
     config, sweeping = job.config, planned.sweeping
     if not config.facts.judges:
         if config.stage in ("quantize", "build") and code == 0:
-            next_steps.show(next_steps.after_making(config.stage, next_steps.typed(), sweep=sweeping))
+            step = next_steps.after_making(config.stage, next_steps.typed(), sweep=sweeping)
+        if step is not None:
+            next_steps.show(step)
         if config.facts.recorded:
             summary.finish(config.work, None, code)
         return code
@@ -248,6 +268,8 @@ def _conclude(planned: Plan, job: Run, code: int) -> int:
     write_junit(config.work / JUNIT, last)
     if not last.candidates:
         remove_page(config.work)
+        if step is not None:
+            next_steps.show(step)
     elif last.champion is None:  # else the promotion has shown them
         _show_judged(planned, job, last, advise=sweeping or code == 0)
     refusal = _refusal(planned, last) if sweeping or code == 0 else None

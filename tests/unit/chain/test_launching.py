@@ -16,6 +16,7 @@ from submitit.core.utils import FailedJobError
 from pipeline.chain import launching, runner
 from pipeline.cli import console, next_steps
 from pipeline.config.compose import plan
+from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
 
 
@@ -29,9 +30,12 @@ def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
     monkeypatch.setitem(runner.STAGES, "all", evaluate)
     planned = plan([f"workdir={tmp_path}", "kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
     ended = launching.launch(planned, runner.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
-    assert ended == [(3, "FP16 itself answers none")] * 2
-    said = capsys.readouterr().out
-    assert said.count("copy-1: asked ...") == said.count("-m kv=fp8,int8 model.path=/model workloads.samples.copy=0") == 1
+    assert [(end.code, end.said) for end in ended] == [(3, "FP16 itself answers none")] * 2
+    for end in ended:
+        assert end.step is not None
+        assert end.step.wrong == ["copy-1: asked ..."]
+        assert str(end.step.command).endswith("-m kv=fp8,int8 model.path=/model workloads.samples.copy=0")
+    assert "copy-1" not in capsys.readouterr().out, "the command shows it at its end"
     console.close()
 
 
@@ -51,6 +55,22 @@ def test_results_of_jobs_in_other_processes_are_on_stdout() -> None:
     done = subprocess.run([sys.executable, "-c", PARALLEL], check=True, capture_output=True, text=True, timeout=100)
     assert sorted(done.stdout.split()) == ["fp8", "int8"], done.stderr
     assert done.stderr.endswith("noise"), "afterwards, native output is kept off stdout again"
+
+
+def test_a_lock_that_times_out_ends_only_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def held(_: object) -> None:
+        raise MissingRequirement("artifacts: another process held the lock")
+
+    planned = plan([f"workdir={tmp_path}", "kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
+    monkeypatch.setattr(next_steps, "_given", [])
+    monkeypatch.setattr(runner, "holding", held)
+    ended = launching.launch(planned, runner.Task("20260101", planned.names, ()))
+    assert [end.code for end in ended] == [4, 4]
+    assert summary.load(tmp_path, "20260101").exit_codes == {1: 4, 2: 4}
+    assert "job 2 of 2 int8: artifacts: another process held the lock" in capsys.readouterr().err
+    console.close()
 
 
 @pytest.mark.parametrize(
@@ -115,15 +135,19 @@ import psutil
 from joblib.externals.loky.backend import resource_tracker
 from pipeline.chain.launching import end_workers
 resource_tracker.ensure_running()
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-end_workers([])
-print([" ".join(child.cmdline()).count("resource_tracker") for child in psutil.Process().children()])
+sleeps = [sys.executable, "-c", "import time; time.sleep(100)"]
+before, worker = subprocess.Popen(sleeps), subprocess.Popen(sleeps)
+end_workers([psutil.Process(before.pid)])
+left = psutil.Process().children()
+print(sorted("tracker" if "resource_tracker" in " ".join(child.cmdline()) else str(child.pid == before.pid) for child in left))
+before.kill()
 """
 
 
-def test_resource_trackers_that_clean_up_after_workers_are_not_killed() -> None:
+def test_only_workers_are_ended() -> None:
+    """Resource trackers clean up after workers, and other processes of the caller are not the launcher's."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "[1]\n", "the worker ended, the tracker did not"
+    assert done.stdout == "['True', 'tracker']\n"
 
 
 class Ray:

@@ -1,15 +1,19 @@
-"""A command without a verdict leaves no report of an earlier command."""
+"""The end of a command: its page, its next step, and what summary.json has of it."""
 
 from pathlib import Path
 
 import pytest
 from commands import run_job
 from fake_stages import FakeBackend, use_fake_stages
+from judged_candidates import judged_candidate
 
 from pipeline.chain import runner
+from pipeline.chain.run import Run
+from pipeline.cli import console, next_steps
 from pipeline.config.compose import plan
 from pipeline.registry import summary
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import CannotBeJudged, MissingRequirement, UserError
+from stages.verdict.thresholds import Status
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -48,3 +52,39 @@ def test_a_summary_that_cannot_be_written_does_not_replace_the_error_of_the_job(
     with pytest.raises(MissingRequirement, match="no GPU"):
         run_job(config)
     assert "is not recorded: summary.json cannot be written" in capsys.readouterr().err
+
+
+def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
+    """Replace the evaluation by one with this verdict."""
+
+    def judge(run: Run) -> None:
+        candidate = judged_candidate(run.config.work / "judged", run.label, verdict, metrics={"memory/kib_per_token": 1.0})
+        summary.record(run.config.work, run.sweep, candidate)
+
+    for stage in ("evaluate", "all"):
+        monkeypatch.setitem(runner.STAGES, stage, judge)
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_the_advice_after_any_weak_baseline_of_a_sweep_ends_its_output_if_there_is_no_candidate(
+    judged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judging(monkeypatch, "FAIL")
+    judge = runner.STAGES["evaluate"]
+
+    def evaluate(run: Run) -> None:
+        console.say(f"job {run.label}")
+        if run.label == "int8":
+            raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"], ["copy-1: asked ..."])
+        if not judged:
+            raise MissingRequirement("no GPU")
+        judge(run)
+
+    monkeypatch.setattr(next_steps, "_given", [("kv=fp8,int8,int4",)])
+    monkeypatch.setitem(runner.STAGES, "evaluate", evaluate)
+    given = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]
+    assert runner.run(plan(given, multirun=True), "20260101") == (3 if judged else 4)
+    said = capsys.readouterr().out
+    assert said.count("Next: ") == 1
+    assert said.index("Next: ") > said.index("job int4")
+    assert ("copy-1: asked" in said.partition("job int4")[2]) == (not judged)
