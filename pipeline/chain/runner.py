@@ -133,9 +133,8 @@ def run(planned: Plan, sweep: str) -> int:
             else:
                 with _recorded(config, sweep, console.RunningJob(config.stage, job.label)):
                     STAGES[config.stage](job)
-                last = summary.load(config.work, sweep) if config.stage == "all" and config.tracking.enabled else None
-                if last is not None and last.candidates[0].verdict == "PASS":
-                    serving.promote_from(job, last)
+                    if config.stage == "all" and config.tracking.enabled:
+                        _promote_passed(job)
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
             with warned("the interruption is not recorded"):
                 _conclude(planned, job, INTERRUPTED)
@@ -152,6 +151,15 @@ def run(planned: Plan, sweep: str) -> int:
                 _conclude(planned, job, exit_code(error), _advice(config, error))
             raise
         return _conclude(planned, job, code, step)
+
+
+def _promote_passed(job: Run) -> None:
+    """Promote the candidate of a command's only job if it passed. A killed promotion leaves its page, and an unfinished job."""
+    last = summary.load(job.config.work, job.sweep)
+    if last.candidates[0].verdict == "PASS":
+        with console.silent():
+            show(job.config, last.candidates, sweep=job.sweep, command=last.command)
+        serving.promote_from(job, last)
 
 
 def _advice(config: Config, error: Exception, *, sweep: bool = False) -> NextStep | None:
@@ -274,7 +282,11 @@ def _conclude(planned: Plan, job: Run, code: int, step: NextStep | None = None) 
         _show_judged(planned, job, last, advise=sweeping or code == 0)
     refusal = _refusal(planned, last) if sweeping or code == 0 else None
     codes = (code, last.exit_code, 0 if refusal is None else exit_code(refusal))
-    code = summary.note(config.work, job.sweep, exit_code=max(codes, key=SEVERITY.index)).exit_code
+    code = max(codes, key=SEVERITY.index)
+    if sweeping:
+        summary.note(config.work, job.sweep, exit_code=code)
+    else:
+        summary.finish(config.work, job.sweep, code)
     if refusal is not None and not sweeping:
         raise refusal
     if refusal is not None:

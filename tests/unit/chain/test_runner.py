@@ -7,12 +7,12 @@ from commands import run_job
 from fake_stages import FakeBackend, use_fake_stages
 from judged_candidates import judged_candidate
 
-from pipeline.chain import runner
+from pipeline.chain import runner, serving
 from pipeline.chain.run import Run
 from pipeline.cli import console, next_steps
 from pipeline.config.compose import plan
 from pipeline.registry import summary
-from stages.core.errors import CannotBeJudged, MissingRequirement, UserError
+from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, UserError
 from stages.verdict.thresholds import Status
 
 
@@ -35,9 +35,8 @@ def test_an_old_report_is_removed_with_a_line_and_never_hides_the_error(
     assert page.exists() == (not is_file)
 
 
-@pytest.mark.parametrize("written", ["finish", "note"])
 def test_a_summary_that_cannot_be_written_does_not_replace_the_error_of_the_job(
-    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
         raise MissingRequirement("no GPU")
@@ -47,11 +46,12 @@ def test_a_summary_that_cannot_be_written_does_not_replace_the_error_of_the_job(
 
     monkeypatch.setitem(runner.STAGES, "evaluate", refuse)
     (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs
-    monkeypatch.setattr(summary, "begin", lambda *_, **__: None)
-    monkeypatch.setattr(summary, written, full)
+    monkeypatch.setattr(summary, "finish", full)
     with pytest.raises(MissingRequirement, match="no GPU"):
         run_job(config)
-    assert "is not recorded: summary.json cannot be written" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the end of the job is not recorded: summary.json cannot be written" in said
+    assert "the end of the command is not recorded: summary.json cannot be written" in said
 
 
 def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
@@ -63,6 +63,40 @@ def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
 
     for stage in ("evaluate", "all"):
         monkeypatch.setitem(runner.STAGES, stage, judge)
+
+
+def test_a_promotion_in_the_same_command_is_unfinished_until_its_end_and_has_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed promotion is finished by running the command again, as an unfinished job tells stage=promote."""
+    promoted = []
+
+    def promote(_: Run, last: summary.Summary) -> None:
+        now = summary.load(tmp_path)
+        promoted.append((now.unfinished is None, "yesterday's" in page.read_text(), last.unfinished == now.unfinished))
+        raise ModuleNotFoundError("No module named 'psycopg2'", name="psycopg2")
+
+    judging(monkeypatch, "PASS")
+    monkeypatch.setattr(serving, "promote_from", promote)
+    page = tmp_path / "report.html"
+    page.write_text("yesterday's")
+    (config,) = plan([f"workdir={tmp_path}", "stage=all"], multirun=False).jobs
+    with pytest.raises(MissingRequirement, match="psycopg2 is not installed here"):
+        run_job(config)
+    assert promoted == [(False, False, True)]
+    last = summary.load(tmp_path)
+    assert (last.exit_code, last.exit_codes, last.unfinished) == (4, {1: 4}, None)
+
+
+def test_the_job_of_a_candidate_that_did_not_pass_has_the_exit_code_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judging(monkeypatch, "FAIL")
+    (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs
+    with pytest.raises(GateRefusal):
+        run_job(config)
+    last = summary.load(tmp_path)
+    assert (last.exit_code, last.exit_codes) == (3, {1: 3})
 
 
 @pytest.mark.parametrize("judged", [False, True])
