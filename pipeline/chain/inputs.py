@@ -21,7 +21,7 @@ from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.shapes import read_model
 from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
-from stages.core.errors import MissingRequirement, UserError, short
+from stages.core.errors import MissingRequirement, Refusal, UserError, short
 from stages.core.records import Sample
 from stages.engines.backend import Job
 from stages.engines.config import BackendConfig, backend_configs
@@ -269,8 +269,8 @@ def check_draft(path: str, target: Path) -> None:
         check_tokenizer(drafter)
         check_weights(drafter, expected_tensors)
         check_opens(drafter)
-    except UserError as error:
-        raise UserError(str(error).replace("model.path=", key)) from None
+    except Refusal as error:
+        raise error.with_message(str(error).replace("model.path=", key)) from None
     wanted, unused = _vocabulary(target, f"model.path={target}")
     offered, _ = _vocabulary(draft, f"{key}{path}")
     tokens = (wanted | offered).keys() - unused
