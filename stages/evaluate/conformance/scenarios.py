@@ -253,13 +253,13 @@ def answers(test: StressTest) -> None:
     for call in range(CALLS if known else 0):
         chosen = [known[i] for i in test.rng.permutation(len(known))[: test.length(1, len(known))]]
         limits = [test.length(1, len(answer)) if call % 2 else len(answer) for _, answer in chosen]
-        places = [test.length(0, len(answer) - 1) for _, answer in chosen[: test.length(1, 3)]]
+        said = [answer[test.length(0, len(answer) - 1)] for _, answer in chosen[: test.length(1, 3)]]
+        places = [answer.index(token) for (_, answer), token in zip(chosen, said, strict=False)]
         limits[0] = places[0] + 1  # a stop token is the last token that the limit allows
-        ends = {answer[place] for (_, answer), place in zip(chosen, places, strict=False)}
         last = [sequence.prompt[-1] for sequence, _ in chosen[:2]]  # a prompt may end in a stop token
         near = [(answer[0] + 256) % test.engine.vocab_size for _, answer in chosen[:2]]  # equal in its low byte
         others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in found)]
-        stops = [*others, *sorted(ends)][call % 3 :]
+        stops = [*others, *sorted(set(said))][call % 3 :]
         sequences, full = zip(*chosen, strict=True)
         test.ask(sequences, limits, stops, test.length(1, test.largest), full)
     # The answers to short random prompts repeat themselves.

@@ -48,11 +48,14 @@ def walk(test: StressTest) -> None:
     walker = Walk(test, long)
     operations = [*[walker.join] * JOINS, *[walker.step] * STEPS, *[walker.run] * RUNS, *[walker.leave] * DEPARTURES]
     if isinstance(test.engine, SupportsExtend):
-        operations += [*[walker.turn] * TURNS, walker.long_turn]
+        operations += [walker.turn] * TURNS
     if isinstance(test.engine, SupportsFork):
         operations += [walker.fork] * FORKS
-    for place in test.rng.permutation(len(operations)):
-        operations[place]()
+    order = [operations[place] for place in test.rng.permutation(len(operations))]
+    if isinstance(test.engine, SupportsExtend):
+        order.insert(test.length(0, len(order) // 4), walker.long_turn)  # early, while it has room
+    for operate in order:
+        operate()
     walker.finish()
 
 
@@ -60,7 +63,7 @@ class Walk:
     """The live sequences of a random walk, and its operations."""
 
     def __init__(self, test: StressTest, long: list[ForcedSequence]) -> None:
-        """Start a conversation that stays to the end, and most of the long prompts, in one call."""
+        """Start a conversation that stays to the end, then most of the long prompts in one call."""
         self.test, self.rng = test, test.rng
         policy, most = test.engine.policy, test.max_tokens
         window = most if policy.window is None else policy.window.tokens
@@ -76,7 +79,13 @@ class Walk:
         self.last: list[ForcedSequence] = []
         self.beginnings: list[list[int]] = []
         self.rows: list[ForcedSequence] = []
-        self._start([self.talker, *long[: test.largest - 1]])
+        gone = [test.sequence("a prompt that leaves at once", PAGE_TOKENS + 1)][: test.largest - 1]
+        if gone:
+            test.prefill(*gone)
+        self._start([self.talker])
+        test.release(*gone)  # so that the pool grows while pages before the conversation's are free
+        if others := long[: test.largest - 1]:
+            self._start(others)
 
     def _lengths(self, modulus: int, most: int) -> Iterator[int]:
         """Yield lengths up to `most`, short ones more often, with all residues of `modulus` in random order."""
@@ -152,13 +161,15 @@ class Walk:
         self._fork(row)
 
     def turn(self) -> None:
-        """Extend a row once, or twice in succession. A fourth of the turns end with a page."""
+        """Extend a row once, or twice in succession. A fourth of the turns end with a page, where another begins."""
         row = self.rows[0] if self.rng.random() < 1 / 6 else self._pick()
-        for _ in range(1 + (self.rng.random() < 1 / 4)):
-            length = next(self.turns)
-            if self.rng.random() < 1 / 4:
+        for _ in range(2):
+            length, ends = next(self.turns), self.rng.random() < 1 / 4
+            if ends:
                 length += -(len(row.tokens) + length) % PAGE_TOKENS
             self._extend(row, length)
+            if not ends and self.rng.random() < 3 / 4:
+                break
 
     def long_turn(self) -> None:
         """Extend the conversation by a turn that leaves room for some short turns."""
