@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stages.checkpoints.places import cached_repository
 from stages.core.errors import UserError, short
 from stages.core.strict import Unreadable, parse_json, read_file
 
@@ -112,10 +113,9 @@ def require_file(path: Path, name: str) -> None:
 
 def refuse_escape(path: Path, name: str) -> None:
     root, target = path.resolve(), (path / name).resolve()
-    allowed = [root]
-    if root.parent.name == "snapshots" and root.parents[1].name.startswith("models--"):  # Hugging Face's cache
-        allowed.append(root.parents[1] / "blobs")
-    if not any(target.is_relative_to(folder) for folder in allowed):
+    repository = cached_repository(root)
+    blobs = root if repository is None else repository / "blobs"
+    if not (target.is_relative_to(root) or target.is_relative_to(blobs)):
         raise refusal(path, f"{name} is a link that leaves the directory; copy the files (cp -rL)")
 
 

@@ -66,6 +66,15 @@ def checkpoint_label(path: str) -> str:
         return PurePath(path).stem
     if path.startswith(PACKAGED):
         return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
-    *_, repository, folder, name = ("", "", *absolute(path).parts)
-    # A snapshot in Hugging Face's cache is a folder models--OWNER--NAME/snapshots/COMMIT.
-    return repository.rpartition("--")[2] if folder == "snapshots" and repository.startswith("models--") else name
+    directory = absolute(path)
+    repository = cached_repository(directory)
+    return directory.name if repository is None else repository.name.rpartition("--")[2]
+
+
+def cached_repository(directory: Path) -> Path | None:
+    """Return the folder of a model in Hugging Face's cache if `directory` is one of its snapshots, otherwise None.
+
+    A snapshot is the folder models--OWNER--NAME/snapshots/COMMIT. Its files are links to models--OWNER--NAME/blobs.
+    """
+    repository = directory.parent.parent
+    return repository if directory.parent.name == "snapshots" and repository.name.startswith("models--") else None

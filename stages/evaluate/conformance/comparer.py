@@ -151,8 +151,8 @@ class Comparer:
                 if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
                     return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
                 (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens, shape)
-                kept = not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS
-                if stop > start and kept and not side.in_window:
+                evicts = stop > start and not side.in_window  # a window records its own gaps as evicted
+                if evicts and not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS:
                     return f"{where} have lost tokens {start} to {stop - 1}, some of which the policy keeps"
         return ""
 

@@ -38,8 +38,8 @@ KEPT_CHUNKS, HITS = 8, 9
 
 PROMPTS, SHORT, WAITING = 9, 30, 140
 """Number of different prompts of free answers, of different short prompts, and of waiting prompts in one call."""
-CALLS, ANSWER, LONG_ANSWER = 5, 18, 130
-"""Number of calls with the same prompts, maximum tokens of their answers, and tokens of the long answers to short prompts."""
+CALLS, ANSWER, REPEATING = 5, 18, 130
+"""Number of calls with the same prompts, maximum tokens of their answers, and tokens of two answers that repeat themselves."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def answers(test: StressTest) -> None:
         sequences, full = zip(*chosen, strict=True)
         test.ask(sequences, limits, stops, test.length(1, test.largest), full)
     # The answers to short random prompts repeat themselves.
-    test.ask([test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)], [LONG_ANSWER] * 2)
+    test.ask([test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)], [REPEATING] * 2)
     short = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]
     short += [short[i] for i in test.rng.integers(0, SHORT, WAITING - SHORT)]
     limits = np.minimum(test.rng.geometric(0.4, WAITING), PAGE_TOKENS).tolist()

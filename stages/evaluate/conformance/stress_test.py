@@ -82,7 +82,8 @@ def _run_scenarios(test: StressTest) -> None:
     """
     engine = test.engine
     room = 2 if engine.max_sequences is None else engine.max_sequences - test.largest
-    test.scenario, most = "rest", max(1, min(3 * PAGE_TOKENS, test.max_tokens - RESTING_TURN * (len(SCENARIOS) + 2)))
+    most = max(1, min(3 * PAGE_TOKENS, test.max_tokens - RESTING_TURN * (len(SCENARIOS) + 2)))
+    test.scenario = "rest"
     names = ("a sequence that rests while others come and go", "a conversation that rests while others come and go")
     if not isinstance(engine, SupportsRequests) and room > 0:
         test.resting = [
