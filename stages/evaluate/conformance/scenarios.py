@@ -271,7 +271,7 @@ def answers(test: StressTest) -> None:
 
 
 SCENARIOS = (
-    Scenario(walk),  # first: the pool grows while sequences come and go
+    Scenario(walk),  # first: its many sequences show how large a rounding is
     Scenario(batch),
     Scenario(equal),
     Scenario(evicted_fork, (SupportsFork,)),

@@ -63,7 +63,7 @@ class Walk:
     """The live sequences of a random walk, and its operations."""
 
     def __init__(self, test: StressTest, long: list[ForcedSequence]) -> None:
-        """Start a conversation that stays to the end, then most of the long prompts in one call."""
+        """Start a conversation that stays to the end, and most of the long prompts, in one call."""
         self.test, self.rng = test, test.rng
         policy, most = test.engine.policy, test.max_tokens
         window = most if policy.window is None else policy.window.tokens
@@ -79,13 +79,7 @@ class Walk:
         self.last: list[ForcedSequence] = []
         self.beginnings: list[list[int]] = []
         self.rows: list[ForcedSequence] = []
-        gone = [test.sequence("a prompt that leaves at once", PAGE_TOKENS + 1)][: test.largest - 1]
-        if gone:
-            test.prefill(*gone)
-        self._start([self.talker])
-        test.release(*gone)  # so that the pool grows while pages before the conversation's are free
-        if others := long[: test.largest - 1]:
-            self._start(others)
+        self._start([self.talker, *long[: test.largest - 1]])
 
     def _lengths(self, modulus: int, most: int) -> Iterator[int]:
         """Yield lengths up to `most`, short ones more often, with all residues of `modulus` in random order."""
