@@ -255,7 +255,7 @@ def many_forks_share(engine: Any) -> None:
         found = tables(handles)
         for row, handle in enumerate(handles):
             if handle in wrong:
-                found["page_table"][row, 0] = found["page_table"][row, 1]
+                found["page_table"][row, 0] = found["page_table"][row, -1]
         return found
 
     engine.fork, engine.pool.tables = forked, given
