@@ -38,7 +38,7 @@ from stages.verdict.coverage import Limits
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 
-USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents", "draft")
+USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents")
 """Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""
 
 

@@ -44,7 +44,7 @@ def join(
         encoded: All samples of the evaluation, including samples of rounds that did not run.
         rounds: (baseline, candidate) by round that ran, from the first.
         once: The measurements made only once, (baseline, candidate).
-        config: Configuration with context bins and drafters.
+        config: Configuration with context bins.
         engine: Digest of the candidate's bundle, which the report cites.
         baseline: Digest of the baseline's bundle.
         samples: `workloads_digest` of `encoded`.
@@ -85,6 +85,5 @@ def join(
         tests=own.tests,
         baseline_tests=base.tests,
         scale_changes=first.scale_changes,
-        drafters=config.speculation.drafters if config.speculation is not None else [],
     )
     return JoinedEvaluation(report, rows)

@@ -8,7 +8,7 @@ from pydantic import Field
 from stages.core.strict import StrictModel
 from stages.verdict.record import Number, Record, finite
 
-RULES = 18
+RULES = 19
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 MOST_SAMPLES = 1_000_000
@@ -61,9 +61,6 @@ class Thresholds(StrictModel):
     """Minimum share per workload. 15 questions can show this share without passing broken caches."""
     min_baseline_probability: Share = 0.02
     """Minimum mean probability of right answers under the baseline. A workload below it has nothing to lose and cannot PASS."""
-    max_acceptance_loss: Margin = 0.1
-    """Maximum share of the baseline's acceptance length under speculative decoding that a candidate may lose, per workload and
-    drafter, if `workloads.speculation` measures it."""
     max_mean_kl: Positive = 0.05
     """Maximum mean KL(baseline || candidate) per workload, nats per token; a document counts at most three times this."""
     max_ruined_share: Margin = 0.025
@@ -102,7 +99,6 @@ class Gate(StrEnum):
     COMPLETE = "complete", "Complete"
     RECOVERY = "min_recovery", "Recovery"
     ACCURACY = "accuracy", "Right answers"
-    ACCEPTANCE = "max_acceptance_loss", "Acceptance loss"
     MIN_SAMPLES = "min_samples", "Documents"
     MEAN_KL = "max_mean_kl", "Mean KL"
     TOP10_OVERLAP = "min_top10_overlap", "Top-10 overlap"

@@ -1,7 +1,7 @@
 """Runs samples on an engine (forced decode and answers) and converts the results to report rows."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from stages.evaluate.distances.scores import Heads, SampleHeads, head_of
 from stages.evaluate.inputs.checks import judge, well_formed
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.verdict.record import finite
-from stages.verdict.report import Acceptance, SampleRow
+from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import FAR_KL
 from stages.workloads.config import WorkloadsConfig
 
@@ -29,10 +29,6 @@ class Answer:
 
     text: str
     correct: bool
-    tokens: tuple[int, ...] = ()
-    """Tokens including the stop token; an answer that reached its limit has no stop token."""
-    passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Drafter -> (tokens of the answer including the stop token, target passes that produce them)."""
 
 
 def labelled(progress: Progress, prefix: str) -> Progress:
@@ -55,7 +51,7 @@ def judged_answers(
             answers.append(None)
         else:
             text = tokenizer.text(greedy.words(result.answer))
-            answers.append(Answer(text, judge(item.sample, text), result.answer))
+            answers.append(Answer(text, judge(item.sample, text)))
     return answers
 
 
@@ -164,20 +160,6 @@ def probability(nll: Array, item: EncodedSample) -> float:
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 
 
-def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
-    """Return the acceptance by drafter, for drafters that both engines used."""
-    return {
-        name: Acceptance(
-            baseline_tokens=baseline.passes[name][0],
-            baseline_passes=baseline.passes[name][1],
-            candidate_tokens=tokens,
-            candidate_passes=passes,
-        )
-        for name, (tokens, passes) in candidate.passes.items()
-        if name in baseline.passes
-    }
-
-
 def make_rows(
     encoded: Sequence[EncodedSample],
     statistics: Sequence[StepStatistics],
@@ -220,7 +202,6 @@ def make_rows(
             non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
             difficulty=item.sample.difficulty,
             round=item.round,
-            acceptance=_acceptance(before, after) if before and after else {},
             baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
             candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
             right_answer="baseline" if item.replaced else "reference",

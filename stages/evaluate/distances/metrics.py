@@ -8,7 +8,7 @@ import numpy as np
 
 from stages.evaluate.distances.distance import Array, StepStatistics
 from stages.verdict.record import finite
-from stages.verdict.report import Acceptance, Accuracy, Fidelity, SampleRow, Slice
+from stages.verdict.report import Accuracy, Fidelity, SampleRow, Slice
 
 SliceKey = tuple[str | None, tuple[int, int | None] | None]
 """(workload, context bin) of a slice; None means all."""
@@ -56,18 +56,6 @@ def fidelity(steps: StepStatistics) -> Fidelity:
     )
 
 
-def acceptance(rows: Sequence[SampleRow]) -> dict[str, Acceptance]:
-    """Sum the tokens and passes of all answers, by drafter."""
-    parts: dict[str, list[Acceptance]] = {}
-    for row in rows:
-        for drafter, counts in row.acceptance.items():
-            parts.setdefault(drafter, []).append(counts)
-    return {
-        drafter: Acceptance(**{name: sum(getattr(part, name) for part in counts) for name in Acceptance.model_fields})
-        for drafter, counts in parts.items()
-    }
-
-
 def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edges: Sequence[int]) -> list[Slice]:
     """Summarize all rows together, by workload, by context bin, and by workload and context bin.
 
@@ -99,7 +87,6 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
                 samples=len(slice_rows),
                 accuracy=Accuracy.of(judged) if judged else None,
                 fidelity=fidelity(steps),
-                acceptance=acceptance(slice_rows),
             )
         )
     return summaries

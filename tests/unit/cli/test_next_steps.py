@@ -28,7 +28,7 @@ TINY = str(Path(__file__).parents[3] / "stages" / "tiny" / "checkpoint")
 TYPED = [
     f"model.path={TINY}",
     "workdir='a dir/it\\'s'",
-    "gates.max_acceptance_loss=0.2",
+    "gates.max_mean_kl=0.2",
     "tracking.experiment='other one'",
     "backend.threads=1",
 ]
@@ -95,7 +95,7 @@ def test_after_judging_the_next_command_repeats_the_users_arguments(
     assert after.tracking.enabled
     assert "tracking=none" in base or after.tracking.experiment == "other one"
     if stage != "tune":
-        assert after.gates.max_acceptance_loss == 0.2
+        assert after.gates.max_mean_kl == 0.2
 
 
 @pytest.mark.parametrize(("verdict", "kv", "quick"), [("INCONCLUSIVE", "fp8", False), ("FAIL", "int8", True)])
@@ -203,7 +203,7 @@ def test_a_refused_promotion_suggests_another_policy_or_names_the_champion(tmp_p
     config = config_of(*TYPED, "stage=promote")
     judged = [candidate(tmp_path, "int4", "FAIL"), candidate(tmp_path, "fp8", "FAIL")]
     finer = composed(next_steps.after_no_promotion(config, judged))
-    assert (finer.stage, finer.kv.name, finer.gates.max_acceptance_loss) == ("evaluate", "int8", 0.2)
+    assert (finer.stage, finer.kv.name, finer.gates.max_mean_kl) == ("evaluate", "int8", 0.2)
     assert composed(next_steps.after_no_promotion(config, [candidate(tmp_path, "fp8", "PASS")])).stage == "status"
 
 
