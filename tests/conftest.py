@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from amount import STRIDE
 from bad_input.case import Commands
-from composed_once import compose_once
+from helpers.commands.cached_hydra import compose_once
+from helpers.stride import STRIDE
 
 if TYPE_CHECKING:
-    from conformance_cases import Conformity
-    from main_path import Swept
+    from helpers.commands.tiny_model import Swept
+    from helpers.engines.conformance import Conformity
 
 # xdist sets COLUMNS. Without it, tables have the width of output without a terminal.
 os.environ.pop("COLUMNS", None)
@@ -75,16 +75,16 @@ def tiny_checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The decoder skeleton of the random Llama in `onnx_fixtures`, which computes in float32."""
-    from onnx_fixtures import shared_decoder
+    """The decoder skeleton of the random Llama in `helpers.engines.random_llama`, which computes in float32."""
+    from helpers.engines.random_llama import shared_decoder
 
     return shared_decoder(tmp_path_factory, "float32")
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The random Llama in `onnx_fixtures`."""
-    from onnx_fixtures import load_model, shared_checkpoint
+    """The random Llama in `helpers.engines.random_llama`."""
+    from helpers.engines.random_llama import load_model, shared_checkpoint
 
     return load_model(shared_checkpoint(tmp_path_factory))
 
@@ -92,7 +92,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="session")
 def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of int8 with the random Llama."""
-    from onnx_fixtures import BY_NAME, make_bundle
+    from helpers.engines.random_llama import BY_NAME, make_bundle
 
     return make_bundle(decoder, tmp_path_factory.mktemp("int8") / "bundle", BY_NAME["int8"])
 
@@ -100,7 +100,7 @@ def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> "Conformity":
     """Engines of the trained tiny model with their reference engines."""
-    from conformance_cases import Conformity
+    from helpers.engines.conformance import Conformity
 
     return Conformity(tiny_checkpoint, tmp_path_factory)
 
@@ -108,7 +108,7 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> "C
 @pytest.fixture(scope="session")
 def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Evidence of a judged engine, in its store. Tests may only change copies."""
-    from judged_engine import judged_engine
+    from helpers.registry.judged_engine import judged_engine
 
     return judged_engine(tmp_path_factory.mktemp("store"))
 
@@ -116,7 +116,7 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(evidence: Path, tmp_path: Path) -> Path:
     """An engine and its evidence, copied out of the store."""
-    from judged_engine import exported
+    from helpers.registry.judged_engine import exported
 
     return exported(evidence, tmp_path / "copy", "engine", "baseline")
 
@@ -153,6 +153,6 @@ def commands() -> Iterator[Commands]:
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> "Swept":
     """The work directory after a sweep over a sound and a broken cache, and the finished process."""
-    from main_path import sweep
+    from helpers.commands.tiny_model import sweep
 
     return sweep(tmp_path_factory.mktemp("main") / "work")

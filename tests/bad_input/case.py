@@ -68,7 +68,7 @@ class Commands:
     """The process that runs command lines (`bad_input.forks`)."""
 
     def __enter__(self) -> Self:
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")])
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         kept = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bad_input.forks"],

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from composed_once import compose_once
+from helpers.commands.cached_hydra import compose_once
 
 from pipeline.__main__ import main
 from pipeline.config.compose import plan

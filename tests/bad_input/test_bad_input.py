@@ -6,7 +6,7 @@
 from pathlib import Path
 
 import pytest
-from amount import STRIDE
+from helpers.stride import STRIDE
 
 from bad_input import configuration, models, work
 from bad_input.case import Case, Commands, broken_promises

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_interpreter import make_interpreter, make_sglang_interpreter
-from interpreter_bundles import make_bundle, open_engine
-from refusals import refused
-from shipped import conf
-from trtllm_exports import make_exports
+from helpers.engines.interpreter_bundles import make_bundle, open_engine
+from helpers.engines.interpreters import make_interpreter, make_sglang_interpreter
+from helpers.engines.trtllm_exports import make_exports
+from helpers.policies.shipped import conf
+from helpers.refusals import refused
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import Program, probe

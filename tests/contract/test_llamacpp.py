@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_cases import form_of
-from gguf_files import random_model, write_gguf
+from helpers.checkpoints.gguf_files import random_model, write_gguf
+from helpers.policies.ggml import form_of
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from fake_interpreter import make_sglang_interpreter
-from interpreter_bundles import config_of, make_bundle, open_engine
-from shipped import SHIPPED
+from helpers.engines.interpreter_bundles import config_of, make_bundle, open_engine
+from helpers.engines.interpreters import make_sglang_interpreter
+from helpers.policies.shipped import SHIPPED
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError

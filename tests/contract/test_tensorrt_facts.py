@@ -12,14 +12,14 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
-import tensorrt_facts
-from tensorrt_facts import OVERRIDDEN, ROOT
+from helpers.tensorrt import facts
+from helpers.tensorrt.facts import OVERRIDDEN, ROOT
 
 from stages.engines.bundle import release_of
 from stages.engines.onnx.native.compiler import find_compiler
 from stages.engines.tensorrt.library import RANGES, Name
 
-USES = tensorrt_facts.uses()
+USES = facts.uses()
 
 RTX_ONLY = {
     "BuilderFlag.REQUIRE_USER_ALLOCATION",
@@ -37,7 +37,7 @@ PLUGINS_ONLY = {"NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"}
 
 
 def wanted(library: Name) -> set[str]:
-    names = set(tensorrt_facts.named())
+    names = set(facts.named())
     if library == "tensorrt":
         return names - RTX_ONLY
     return {name for name in names - PLUGINS_ONLY if not name.startswith("plugin.")}
@@ -73,7 +73,7 @@ def installed(request: pytest.FixtureRequest) -> tuple[Name, str, dict[str, Any]
     if find_compiler() is None:
         pytest.skip("no C compiler, or no AVX2")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        version, found = pool.submit(tensorrt_facts.installed, request.param).result(timeout=120)
+        version, found = pool.submit(facts.installed, request.param).result(timeout=120)
     if request.param == "tensorrt":
         assert version == os.environ.get("REQUIRE_TENSORRT", version), "not the release that was to be tested"
     return request.param, version, found

@@ -7,10 +7,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from fake_interpreter import make_interpreter
-from interpreter_bundles import make_bundle, open_engine
+from helpers.engines.interpreter_bundles import make_bundle, open_engine
+from helpers.engines.interpreters import make_interpreter
+from helpers.engines.trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_exports
 from safetensors.torch import load_file
-from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_exports
 
 from stages.core.errors import MissingRequirement, UserError
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from shipped import SHIPPED, conf
+from helpers.policies.shipped import SHIPPED, conf
 
 from stages.core.errors import UserError
 from stages.engines.interpreter.process import Interpreter

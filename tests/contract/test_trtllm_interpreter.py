@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_interpreter import make_interpreter, script
-from interpreter_bundles import make_bundle, open_engine
-from refusals import refused
-from shipped import SHIPPED, conf
-from trtllm_exports import make_exports
+from helpers.engines.interpreter_bundles import make_bundle, open_engine
+from helpers.engines.interpreters import make_interpreter, script
+from helpers.engines.trtllm_exports import make_exports
+from helpers.policies.shipped import SHIPPED, conf
+from helpers.refusals import refused
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from fake_interpreter import make_interpreter, script
-from interpreter_bundles import make_bundle, open_engine
-from processes import await_none_with, processes_with
-from trtllm_exports import make_exports
+from helpers.commands.processes import await_none_with, processes_with
+from helpers.engines.interpreter_bundles import make_bundle, open_engine
+from helpers.engines.interpreters import make_interpreter, script
+from helpers.engines.trtllm_exports import make_exports
 
 from stages.core.errors import UserError
 from stages.engines.interpreter import process

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from interpreter_bundles import config_of
-from shipped import SHIPPED
-from vllm_facts import CALLED, RULES, SAMPLING, engine_arguments, recorded
+from helpers.engines.interpreter_bundles import config_of
+from helpers.engines.vllm_facts import CALLED, RULES, SAMPLING, engine_arguments, recorded
+from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import UserError
 from stages.engines.vllm.audit import RELEASES

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_command import judge_on_gpu
-from kernel_cases import no_waiting
-from kernel_engine_cases import GUARDED, distance
-from onnx_fixtures import make_reference_bundle
+from helpers.commands.on_gpu import judge_on_gpu
+from helpers.engines.random_llama import make_reference_bundle
+from helpers.kernels.cases import no_waiting
+from helpers.kernels.engines import GUARDED, distance
 
 from benchmarks import benchlib
 from pipeline.loading import open_backend
@@ -41,7 +41,7 @@ STEPS = 6
 CLOSE = 1e-3
 """Allowed distance of logits, relative to their norm.
 
-It exceeds kernel_engine_cases.CLOSE: with a thousand tokens, more codes lie on a border, and the two devices' matrix
+It exceeds helpers.kernels.engines.CLOSE: with a thousand tokens, more codes lie on a border, and the two devices' matrix
 products differ.
 """
 SAME = 1e-6

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import no_waiting, side
+from helpers.kernels.cases import no_waiting, side
 from torch import Tensor
 
 from plugins.kv_attention import launch

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_command import judge_on_gpu
-from kernel_engine_cases import GUARDED, distance
-from onnx_fixtures import make_reference_bundle, static_scales
-from shipped import SHIPPED
+from helpers.commands.on_gpu import judge_on_gpu
+from helpers.engines.random_llama import make_reference_bundle, static_scales
+from helpers.kernels.engines import GUARDED, distance
+from helpers.policies.shipped import SHIPPED
 
 from benchmarks import benchlib
 from stages.core.errors import MissingRequirement

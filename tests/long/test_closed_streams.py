@@ -9,7 +9,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from hostile import plant_code
+from helpers.checkpoints.planted_code import plant_code
 from nbclient import NotebookClient
 
 REDIRECTIONS = (">&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full")

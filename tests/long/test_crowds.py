@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from interruptions import FORK, attempt
-from judged_candidates import engines_of
-from small_runs import build, evaluate, open_tracking
+from helpers.commands.interruptions import FORK, attempt
+from helpers.commands.small_runs import build, evaluate, open_tracking
+from helpers.registry.candidates import engines_of
 
 from pipeline.registry import summary
 from pipeline.registry.promotion import Engines
@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from processes import await_up, free_port
+from helpers.commands.processes import await_up, free_port
 
 HINT = "needs PostgreSQL's server (Debian: apt-get install postgresql) and psycopg2; REQUIRE_POSTGRES=1 makes this a failure"
 

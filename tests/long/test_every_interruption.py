@@ -8,8 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import pytest
-from interruptions import FAULTS, Attempt, Fault, attempt
-from small_runs import Ended, evaluate, open_tracking
+from helpers.commands.interruptions import FAULTS, Attempt, Fault, attempt
+from helpers.commands.small_runs import Ended, evaluate, open_tracking
 
 from pipeline.registry import summary
 

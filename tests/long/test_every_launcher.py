@@ -1,6 +1,6 @@
 """Sweeps with every installed launcher: verdicts, order, exit codes, output, killed workers, interrupts.
 
-Every job is a small evaluation whose seed selects the outcome (`helpers/small_sweeps/sitecustomize.py`).
+Every job is a small evaluation whose seed selects the outcome (`helpers/commands/small_sweeps/sitecustomize.py`).
 """
 
 import json
@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import await_none_with
+from helpers.commands.processes import await_none_with
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = ROOT / "tests" / "helpers"
+TESTS = ROOT / "tests"
 
 LAUNCHERS = {
     "basic": (),
@@ -66,7 +66,7 @@ class Swept:
 @contextmanager
 def started(folder: Path, seeds: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Start a sweep over seeds in `folder`, with output to the files `stdout` and `stderr` there."""
-    path = os.pathsep.join(map(str, (ROOT, HELPERS, HELPERS / "small_sweeps")))
+    path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "helpers" / "commands" / "small_sweeps")))
     inherited = os.environ.get("PYTHONPATH")  # a launcher may be installed there
     environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{inherited}" if inherited else path, "HOME": str(folder)}
     command = [sys.executable, "-m", "pipeline", "-m", "stage=evaluate", f"seed={seeds}", *arguments]

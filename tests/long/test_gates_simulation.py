@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from error_rates import at_most
-from gate_reports import GATES, lines, report, row
+from helpers.verdicts.error_rates import at_most
+from helpers.verdicts.reports import GATES, lines, report, row
 
 from benchmarks.gates import at_limit, drawn, failing, greedy, passing
 from benchmarks.recovery import load

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, llama_config, make_reference, static_scales
+from helpers.engines.random_llama import BY_NAME, llama_config, make_reference, static_scales
 from transformers import AutoModelForCausalLM
 
 from stages.core.errors import UserError

@@ -7,10 +7,10 @@ the cache. Engines of other libraries: tests/contract/test_interpreters.py, test
 from pathlib import Path
 
 import pytest
-from commands import run_job
-from fake_interpreter import make_interpreter
-from gate_reports import lines
-from short_evaluations import THREE, job_of, judge
+from helpers.commands.jobs import run_job
+from helpers.commands.short_evaluations import THREE, job_of, judge
+from helpers.engines.interpreters import make_interpreter
+from helpers.verdicts.reports import lines
 
 from stages.core.errors import GateRefusal
 from stages.verdict.report import load_report

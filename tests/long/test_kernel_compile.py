@@ -88,7 +88,7 @@ from collections import Counter
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
-from tests.helpers.machine_code import accesses, assembled, streamed_bytes
+from tests.helpers.kernels.machine_code import accesses, assembled, streamed_bytes
 from tests.long.test_kernel_compile import CASES, CHUNKS, GATHERED, HEADLINE
 
 def described(kernel, **more):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import load_model, make_bundle, make_decoder
-from shipped import SHIPPED
+from helpers.engines.random_llama import load_model, make_bundle, make_decoder
+from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import UserError
 from stages.core.records import no_progress

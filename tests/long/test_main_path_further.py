@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from main_path import FEW, Swept, pipeline, summary
-from signing_keys import key_pair
+from helpers.commands.tiny_model import FEW, Swept, pipeline, summary
+from helpers.registry.signing_keys import key_pair
 
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.registry.signing import SIGNATURE_FILE

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from report_pages import exhibit, exhibits, occasion, rows
+from helpers.verdicts.report_pages import exhibit, exhibits, occasion, rows
 
 from stages.report.page import write_page
 

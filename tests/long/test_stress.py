@@ -7,8 +7,8 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from conformance_cases import POLICIES, Conformity
-from onnx_fixtures import static_scales
+from helpers.engines.conformance import POLICIES, Conformity
+from helpers.engines.random_llama import static_scales
 
 from stages.core.records import no_progress
 from stages.engines.reference.engine import TorchEngine

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from main_path import pipeline
+from helpers.commands.tiny_model import pipeline
 
 from pipeline.config.policies import load_policies
 from stages.checkpoints.loading import load_causal_lm

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from main_path import FEW
+from helpers.commands.tiny_model import FEW
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import FIRST, assert_batches_steps_and_answers_agree, assert_reads_what_it_stored, mean_kl, two_stories
-from ggml_cases import NAMES, form_of, raw, vectors
-from gguf_files import write_without_tokenizer
-from interpreter_bundles import config_of, write_scales
-from shipped import SHIPPED
+from helpers.checkpoints.gguf_files import write_without_tokenizer
+from helpers.engines.interpreter_bundles import config_of, write_scales
+from helpers.engines.real_libraries import (
+    FIRST,
+    assert_batches_steps_and_answers_agree,
+    assert_reads_what_it_stored,
+    mean_kl,
+    two_stories,
+)
+from helpers.policies.ggml import NAMES, form_of, raw, vectors
+from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import UserError
 from stages.core.records import no_progress
@@ -137,7 +143,7 @@ def test_a_gguf_that_the_release_does_not_read_is_refused_in_a_line(
     assert "\n" not in str(refused.value)
 
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "ggml_rows.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "engines" / "ggml_rows.py"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from gate_reports import lines
-from short_evaluations import job_of, judge
+from helpers.commands.short_evaluations import job_of, judge
+from helpers.verdicts.reports import lines
 
 from stages.engines.llamacpp import backend, engine
 from stages.verdict.report import load_report

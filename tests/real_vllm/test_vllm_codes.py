@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from shipped import SHIPPED
+from helpers.policies.shipped import SHIPPED
 from torch import Tensor
 
 from stages.engines.reference.formats import quantize
@@ -16,7 +16,7 @@ from stages.policies.arithmetic_torch import unpack
 from stages.policies.formats import Format
 from stages.policies.vllm_token_head.arithmetic_torch import signs, token_head
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "vllm_kernels.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "engines" / "vllm_kernels.py"
 DIMS = (64, 96)
 """Head sizes. 96 is no power of two, so vLLM rotates blocks of 32."""
 Arrays = dict[str, npt.NDArray[Any]]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rows import (
+from helpers.engines.interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
+from helpers.engines.real_libraries import (
     FIRST,
     KNOWN_LAYOUT,
     assert_batches_steps_and_answers_agree,
@@ -18,10 +19,9 @@ from engine_rows import (
     mean_kl,
     two_stories,
 )
-from gate_reports import full_pool_line
-from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
+from helpers.policies.shipped import conf
+from helpers.verdicts.reports import full_pool_line
 from safetensors.torch import load_file, save_file
-from shipped import conf
 from torch import Tensor
 
 from stages.checkpoints.files import INDEX

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_rows import FIRST, KNOWN_LAYOUT, mean_kl, two_stories
-from gate_reports import lines
-from interpreter_bundles import KEY_SCALE, make_bundle, open_engine
-from quantized_checkpoints import quantize_checkpoint
+from helpers.checkpoints.quantized import quantize_checkpoint
+from helpers.commands.short_evaluations import job_of, judge
+from helpers.engines.interpreter_bundles import KEY_SCALE, make_bundle, open_engine
+from helpers.engines.real_libraries import FIRST, KNOWN_LAYOUT, mean_kl, two_stories
+from helpers.verdicts.reports import lines
 from safetensors import safe_open
-from short_evaluations import job_of, judge
 
 from pipeline.chain.inputs import check_inputs
 from stages.checkpoints.description import inspect_checkpoint

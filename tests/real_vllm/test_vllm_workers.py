@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from engine_rows import KNOWN_LAYOUT, assert_reads_what_it_stored, mean_kl
-from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
-from shipped import SHIPPED
+from helpers.engines.interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
+from helpers.engines.real_libraries import KNOWN_LAYOUT, assert_reads_what_it_stored, mean_kl
+from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import UserError
 from stages.engines.vllm.engine import VllmEngine

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rows import FIRST, assert_batches_steps_and_answers_agree, mean_kl, two_stories
-from fake_interpreter import script
-from interpreter_bundles import config_of, make_bundle
-from shipped import SHIPPED
+from helpers.engines.interpreter_bundles import config_of, make_bundle
+from helpers.engines.interpreters import script
+from helpers.engines.real_libraries import FIRST, assert_batches_steps_and_answers_agree, mean_kl, two_stories
+from helpers.policies.shipped import SHIPPED
 
 from pipeline.loading import open_backend
 from stages.checkpoints.loading import load_causal_lm

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from fake_interpreter import script
-from family_models import MODELS
-from interpreter_bundles import config_of, make_bundle, open_engine
-from quantize_fixtures import MAX_LENGTH, TEXTS, random_checkpoint, rotations, stage
-from refusals import refused
+from helpers.checkpoints.families import MODELS
+from helpers.checkpoints.modelopt import MAX_LENGTH, TEXTS, random_checkpoint, rotations, stage
+from helpers.engines.interpreter_bundles import config_of, make_bundle, open_engine
+from helpers.engines.interpreters import script
+from helpers.policies.shipped import SHIPPED
+from helpers.refusals import refused
 from safetensors.torch import load_file
-from shipped import SHIPPED
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import no_progress

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import MODELS, SIZE, family_model
+from helpers.checkpoints.families import MODELS, SIZE, family_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import run_job
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from gguf_files import (
+from helpers.checkpoints.gguf_files import (
     CHARACTERS,
     SENTENCE_PIECES,
     SENTENCEPIECE_SCORES,
@@ -26,6 +25,7 @@ from gguf_files import (
     sentencepiece_metadata,
     write_gguf,
 )
+from helpers.commands.jobs import run_job
 from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 

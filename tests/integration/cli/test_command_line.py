@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from bad_input.case import Case, Commands, Outcome
-from checkpoints import LLAMA_8B
-from judged_engine import config_of
+from helpers.checkpoints.configs import LLAMA_8B
+from helpers.registry.judged_engine import config_of
 
 from pipeline.chain import planning
 from pipeline.chain.planning import recommend_policy, show_capacity

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from main_path import FEW, Swept, command, summary, sweep
+from helpers.commands.tiny_model import FEW, Swept, command, summary, sweep
 
 from stages.core.digest import files_digest, tree_files
 

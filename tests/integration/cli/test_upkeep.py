@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import run_job
-from evidence_copies import edit
-from interruptions import FORK, attempt
-from judged_engine import candidate_of, config_of, judged_engine
+from helpers.commands.interruptions import FORK, attempt
+from helpers.commands.jobs import run_job
+from helpers.registry.evidence_copies import edit
+from helpers.registry.judged_engine import candidate_of, config_of, judged_engine
+from helpers.registry.stores import make_artifact
 from rich.filesize import decimal
-from stores import make_artifact
 
 from pipeline.chain.dry import foretell
 from pipeline.cli.needs import Piece, distinct_bytes, find, walk

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from amount import STRIDE
-from family_models import MODELS, family_model
-from onnx_fixtures import conf_policy, forced, make_decoder
+from helpers.checkpoints.families import MODELS, family_model
+from helpers.engines.random_llama import conf_policy, forced, make_decoder
+from helpers.stride import STRIDE
 from transformers import PreTrainedModel
 
 from stages.checkpoints.description import inspect_checkpoint

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import CLOSE, GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
-from onnx_fixtures import static_scales
+from helpers.engines.random_llama import static_scales
+from helpers.kernels.engines import CLOSE, GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
 
 from benchmarks import benchlib
 from stages.core.errors import UserError

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, Heads
-from format_cases import add_int2
-from onnx_fixtures import BY_NAME, POLICIES, fmt, make_engine
+from helpers.engines.attention import AttentionCase, Heads
+from helpers.engines.random_llama import BY_NAME, POLICIES, fmt, make_engine
+from helpers.policies.formats import add_int2
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.onnx.backend import OnnxBackend

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_fixtures import (
+from helpers.engines.random_llama import (
     BY_NAME,
     forced,
     llama_config,

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from amount import STRIDE
-from onnx_fixtures import (
+from helpers.engines.random_llama import (
     BY_NAME,
     POLICIES,
     STEPS,
@@ -25,6 +24,7 @@ from onnx_fixtures import (
     save_model,
     shared_decoder,
 )
+from helpers.stride import STRIDE
 
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.reference.engine import TorchEngine

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx_fixtures import BY_NAME, make_bundle
+from helpers.engines.random_llama import BY_NAME, make_bundle
 
 from stages.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine, load_engine

@@ -5,7 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, POLICIES, STEPS, forced, llama_config, make_reference, random_texts, static_scales
+from helpers.engines.random_llama import (
+    BY_NAME,
+    POLICIES,
+    STEPS,
+    forced,
+    llama_config,
+    make_reference,
+    random_texts,
+    static_scales,
+)
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
 from stages.engines.reference.attention import Fed

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import short_model
-from onnx_fixtures import static_scales
-from shipped import SHIPPED
+from helpers.engines.random_llama import static_scales
+from helpers.kernels.engines import short_model
+from helpers.policies.shipped import SHIPPED
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 

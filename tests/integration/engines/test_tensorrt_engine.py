@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine, make_plans
-from onnx_fixtures import BY_NAME, make_bundle
+from helpers.engines.random_llama import BY_NAME, make_bundle
+from helpers.tensorrt.fake import LIBRARY, FakeDevice, FakeEngine, make_plans
 
 from stages.core.errors import UserError
 from stages.engines.base import Mode

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from fake_tensorrt import LIBRARY, make_plans
-from onnx_fixtures import BY_NAME, LAYERS, make_bundle
-from tensorrt_graph_cases import AGED, INT4_KEYS, Surgery, forced, operate, surgeries
+from helpers.engines.random_llama import BY_NAME, LAYERS, make_bundle
+from helpers.tensorrt.fake import LIBRARY, make_plans
+from helpers.tensorrt.graphs import AGED, INT4_KEYS, Surgery, forced, operate, surgeries
 
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels.variants import Setting, decode_variant

@@ -6,15 +6,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from amount import STRIDE
-from fake_tensorrt import computed_with, make_plans
-from onnx import external_data_helper
-from onnx_fixtures import (
+from helpers.engines.random_llama import (
     BY_NAME,
     SHIPPED,
     make_bundle,
     shared_decoder,
 )
+from helpers.stride import STRIDE
+from helpers.tensorrt.fake import computed_with, make_plans
+from onnx import external_data_helper
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.base import Mode

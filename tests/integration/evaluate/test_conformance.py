@@ -4,12 +4,12 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-from amount import STRIDE
-from conformance_cases import POLICIES, Conformity, conformance_config
-from evaluations import evaluate, measure_baseline
 from faults.hooks import Plant, times, write, zero
 from faults.library import BY_NAME as FAULTS
-from gate_reports import lines, report
+from helpers.engines.conformance import POLICIES, Conformity, conformance_config
+from helpers.stride import STRIDE
+from helpers.verdicts.evaluations import evaluate, measure_baseline
+from helpers.verdicts.reports import lines, report
 
 from stages.engines.onnx.engine import OnnxEngine
 from stages.evaluate.conformance import stress_test

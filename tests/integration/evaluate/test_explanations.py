@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conformance_cases import POLICIES, Conformity, compare, conformance_config
-from evaluations import evaluate, measure_baseline
-from gate_reports import gates
-from onnx_fixtures import BY_NAME, make_engine, static_scales, tiny_decoder
+from helpers.engines.conformance import POLICIES, Conformity, compare, conformance_config
+from helpers.engines.random_llama import BY_NAME, make_engine, static_scales, tiny_decoder
+from helpers.verdicts.evaluations import evaluate, measure_baseline
+from helpers.verdicts.reports import gates
 
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.formats import dequantize, quantize

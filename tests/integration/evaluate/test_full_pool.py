@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_reports import full_pool_line
-from onnx_fixtures import BY_NAME, make_engine
+from helpers.engines.random_llama import BY_NAME, make_engine
+from helpers.verdicts.reports import full_pool_line
 
 from stages.core.errors import UserError
 from stages.core.records import Sample, no_progress

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from onnx_fixtures import BY_NAME, make_reference
+from helpers.engines.random_llama import BY_NAME, make_reference
 
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.deviations import Deviations

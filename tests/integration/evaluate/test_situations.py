@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from faults.fault import keeps_prefixes
 from faults.situations import FAULTS
-from onnx_fixtures import BY_NAME, make_engine, make_reference
+from helpers.engines.random_llama import BY_NAME, make_engine, make_reference
 
 from stages.core.records import no_progress
 from stages.engines.onnx.engine import load_engine

@@ -10,15 +10,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from amount import STRIDE
 from faults.library import BY_NAME as FAULTS
-from judged_engine import config_of
-from onnx_fixtures import (
+from helpers.engines.random_llama import (
     BY_NAME,
     make_bundle,
     make_engine,
     make_reference,
 )
+from helpers.registry.judged_engine import config_of
+from helpers.stride import STRIDE
 
 from stages.core.records import no_progress
 from stages.engines.onnx.engine import OnnxEngine, load_engine

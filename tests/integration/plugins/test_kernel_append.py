@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differing, on_device, poison, side
+from helpers.kernels.cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differing, on_device, poison, side
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DEVICE, Case, differing, on_device, side
+from helpers.kernels.cases import DEVICE, Case, differing, on_device, side
 from torch import Tensor
 
 from plugins.kv_attention import aot, launch

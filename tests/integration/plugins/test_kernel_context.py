@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from amount import STRIDE
-from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device, planned, side
+from helpers.kernels.cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device, planned, side
+from helpers.stride import STRIDE
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference

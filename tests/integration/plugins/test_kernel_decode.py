@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from amount import STRIDE
-from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device, planned
+from helpers.kernels.cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device, planned
+from helpers.stride import STRIDE
 
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS

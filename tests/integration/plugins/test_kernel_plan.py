@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.kernels.cases import DEVICE, planned, side
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, planned, side
 from torch import Tensor
 
 from plugins.kv_attention import launch

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE
+from helpers.kernels.cases import DEVICE
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from plugins.kv_attention.kernels.codes import decode, decode_words

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import tensorrt_stubs_builder as builder
-from shipped import SHIPPED
-from tensorrt_stubs_builder import Plan, Run, Tensor, Triple
+from helpers.policies.shipped import SHIPPED
+from helpers.tensorrt import builder
+from helpers.tensorrt.builder import Plan, Run, Tensor, Triple
 
 from plugins.kv_attention.kernels.variants import WIDEST, Compute, Setting, context_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout

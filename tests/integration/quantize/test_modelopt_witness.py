@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from format_cases import name
-from onnx_fixtures import FP8, fmt
-from quantize_fixtures import FP8_UNCALIBRATED, cache_states, quantized_model, token_ids
-from shipped import SHIPPED
+from helpers.checkpoints.modelopt import FP8_UNCALIBRATED, cache_states, quantized_model, token_ids
+from helpers.engines.random_llama import FP8, fmt
+from helpers.policies.formats import name
+from helpers.policies.shipped import SHIPPED
 from torch import Tensor
 
 from stages.checkpoints.description import inspect_checkpoint

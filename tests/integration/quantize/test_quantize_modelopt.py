@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from onnx_fixtures import FP8, fmt
-from quantize_fixtures import (
+from helpers.checkpoints.modelopt import (
     quantized_model,
     random_checkpoint,
     stage,
     token_ids,
 )
+from helpers.engines.random_llama import FP8, fmt
 from safetensors import safe_open
 from safetensors.torch import load_file
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from onnx_fixtures import FP8, fmt
-from quantize_fixtures import POLICIES, cache_states, stage
+from helpers.checkpoints.modelopt import POLICIES, cache_states, stage
+from helpers.engines.random_llama import FP8, fmt
 from torch import Tensor
 
 from stages.checkpoints.description import inspect_checkpoint

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_copies import edit
-from fake_engine import CharTokenizer
+from helpers.engines.fake import CharTokenizer
+from helpers.refusals import refused
+from helpers.registry.evidence_copies import edit
+from helpers.registry.judged_engine import config_of, exported, judged_engine, make_champion
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from judged_engine import config_of, exported, judged_engine, make_champion
 from omegaconf import OmegaConf
-from refusals import refused
 
 from pipeline.api import (
     GateRefusal,

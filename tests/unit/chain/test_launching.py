@@ -9,8 +9,8 @@ from pathlib import Path
 from pickle import PicklingError
 
 import pytest
+from helpers.refusals import refused
 from joblib.externals.loky.process_executor import TerminatedWorkerError
-from refusals import refused
 from submitit.core.utils import FailedJobError
 
 from pipeline.chain import launching, runner

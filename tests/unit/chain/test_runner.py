@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from commands import run_job
-from fake_stages import FakeBackend, use_fake_stages
-from judged_candidates import judged_candidate
+from helpers.commands.fake_stages import FakeBackend, use_fake_stages
+from helpers.commands.jobs import run_job
+from helpers.registry.candidates import judged_candidate
 
 from pipeline.chain import runner, serving
 from pipeline.chain.run import Run

@@ -6,8 +6,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from commands import configured
-from stores import make_artifact
+from helpers.commands.jobs import configured
+from helpers.registry.stores import make_artifact
 
 from pipeline.chain import runner
 from pipeline.chain.engine_steps import EngineSteps

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MISTRAL, make
-from judged_engine import TINY
-from quantized_checkpoints import FORMS, quantize_checkpoint
+from helpers.checkpoints.configs import MISTRAL, make
+from helpers.checkpoints.quantized import FORMS, quantize_checkpoint
+from helpers.policies.shipped import SHIPPED
+from helpers.registry.judged_engine import TINY
 from safetensors.torch import load_file, save_file
-from shipped import SHIPPED
 
 from stages.checkpoints.description import inspect_checkpoint, read_config
 from stages.checkpoints.files import INDEX

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from evaluations import builtin_workloads
-from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, SharingFake, fake_engine
-from gguf_files import TOKENS, bpe_metadata, random_model, write_gguf
-from hostile import changed
-from judged_engine import TINY
+from helpers.checkpoints.gguf_files import TOKENS, bpe_metadata, random_model, write_gguf
+from helpers.checkpoints.planted_code import changed
+from helpers.engines.fake import EOS, CharTokenizer, FakeEngine, OnePassFake, SharingFake, fake_engine
+from helpers.registry.judged_engine import TINY
+from helpers.verdicts.evaluations import builtin_workloads
 from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
 from stages.checkpoints.description import inspect_checkpoint

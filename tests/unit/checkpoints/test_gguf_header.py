@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize
-from gguf_files import VOCAB_SIZE, bpe_metadata, random_model, write_gguf
-from refusals import refused
+from helpers.checkpoints.gguf_files import VOCAB_SIZE, bpe_metadata, random_model, write_gguf
+from helpers.refusals import refused
 
 from pipeline.chain import inputs
 from pipeline.config.compose import plan

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_stages import FakeBackend, checked, use_fake_stages
+from helpers.commands.fake_stages import FakeBackend, checked, use_fake_stages
 
 from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_stages import use_fake_stages
+from helpers.commands.fake_stages import use_fake_stages
 
 from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
@@ -76,7 +76,7 @@ def test_a_dry_run_says_that_few_questions_cannot_pass_and_exits_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_fake_stages(monkeypatch)
-    monkeypatch.setattr("fake_stages.QUESTIONS", questions(8, 8, "copy"))
+    monkeypatch.setattr("helpers.commands.fake_stages.QUESTIONS", questions(8, 8, "copy"))
     assert foretell(planned(tmp_path, "kv=int8", "dry=true")) == 3
     said = capsys.readouterr()
     assert "asks 8 of copy, in 1 rounds at most" in said.out

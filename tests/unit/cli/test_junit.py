@@ -3,7 +3,7 @@
 from pathlib import Path
 from xml.etree import ElementTree
 
-from judged_candidates import judged_candidate
+from helpers.registry.candidates import judged_candidate
 
 from pipeline.cli.junit import write_junit
 from pipeline.registry.summary import Summary

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from judged_candidates import judged_candidate
-from judged_engine import config_of
+from helpers.registry.candidates import judged_candidate
+from helpers.registry.judged_engine import config_of
 
 from pipeline.__main__ import _planned
 from pipeline.chain.inputs import check_inputs

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from gate_reports import answered, sliced, verdict
-from judged_candidates import judged_candidate
+from helpers.registry.candidates import judged_candidate
+from helpers.verdicts.reports import answered, sliced, verdict
 from rich.console import Console
 
 from pipeline.cli.grids import Column, Grid, Value

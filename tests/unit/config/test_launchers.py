@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from refusals import refused
+from helpers.refusals import refused
 from submitit.core.utils import UncompletedJobError
 
 from pipeline.chain import launching, runner

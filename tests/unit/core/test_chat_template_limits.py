@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+from helpers.refusals import refused
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from refusals import refused
 
 from stages.core.errors import UserError
 from stages.core.records import Sample

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from refusals import refused
+from helpers.refusals import refused
 
 from stages.core.errors import MissingRequirement
 from stages.core.hardware import gpus, hardware

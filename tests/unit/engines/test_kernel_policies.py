@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MISTRAL, make
-from refusals import refused
-from shipped import SHIPPED
+from helpers.checkpoints.configs import MISTRAL, make
+from helpers.policies.shipped import SHIPPED
+from helpers.refusals import refused
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan

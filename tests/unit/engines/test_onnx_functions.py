@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from attention_cases import FLOATS, AttentionCase, Heads
-from format_cases import name
+from helpers.engines.attention import FLOATS, AttentionCase, Heads
+from helpers.policies.formats import name
+from helpers.policies.shipped import SHIPPED
 from onnx import helper
-from shipped import SHIPPED
 
 from stages.engines.onnx.build import IR_VERSION
 from stages.engines.onnx.engine import GraphSession

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import configured
-from stores import make_artifact
+from helpers.commands.jobs import configured
+from helpers.registry.stores import make_artifact
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs

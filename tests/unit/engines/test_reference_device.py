@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shipped import SHIPPED
+from helpers.policies.shipped import SHIPPED
 
 from benchmarks import benchlib
 from pipeline.chain.inputs import check_inputs

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from shipped import SHIPPED
+from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.tensorrt import library as library_module

@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from fake_interpreter import make_interpreter
-from interpreter_bundles import config_of
-from shipped import SHIPPED, conf
+from helpers.engines.interpreter_bundles import config_of
+from helpers.engines.interpreters import make_interpreter
+from helpers.policies.shipped import SHIPPED, conf
 
 import stages.engines.interpreter
 import stages.engines.vllm

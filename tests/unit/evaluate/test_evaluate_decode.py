@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine, sharing_engine
+from helpers.engines.fake import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine, sharing_engine
 
 from stages.core.errors import UserError
 from stages.core.records import Sample

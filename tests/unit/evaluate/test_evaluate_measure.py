@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import SAMPLES, evaluate, measure_baseline
-from fake_engine import CharTokenizer, fake_engine
+from helpers.engines.fake import CharTokenizer, fake_engine
+from helpers.verdicts.evaluations import SAMPLES, evaluate, measure_baseline
 
 from stages.core.errors import UserError
 from stages.core.records import Sample

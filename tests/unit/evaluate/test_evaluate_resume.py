@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from evaluations import brief_workloads, joined, measure_baseline, measure_candidate, samples
-from fake_engine import CharTokenizer, SharingFake, sharing_engine
+from helpers.engines.fake import CharTokenizer, SharingFake, sharing_engine
+from helpers.verdicts.evaluations import brief_workloads, joined, measure_baseline, measure_candidate, samples
 
 from stages.evaluate.decoding.results import UNFINISHED
 from stages.evaluate.inputs.tokens import encode_rounds

@@ -5,8 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from evaluations import SAMPLES, brief_workloads, evaluate, joined, measure_baseline, measure_candidate, samples
-from fake_engine import CharTokenizer, FakeEngine, fake_engine
+from helpers.engines.fake import CharTokenizer, FakeEngine, fake_engine
+from helpers.verdicts.evaluations import (
+    SAMPLES,
+    brief_workloads,
+    evaluate,
+    joined,
+    measure_baseline,
+    measure_candidate,
+    samples,
+)
 
 from stages.core.records import Sample
 from stages.evaluate.inputs.rounds import assign_rounds

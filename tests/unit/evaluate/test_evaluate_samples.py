@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from evaluations import builtin_workloads
-from hostile import plant_code
-from refusals import refused
+from helpers.checkpoints.planted_code import plant_code
+from helpers.refusals import refused
+from helpers.verdicts.evaluations import builtin_workloads
 
 from pipeline.config.config import CalibrationConfig
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fake_engine import VOCAB, FakeEngine
-from gate_reports import full_pool_line
+from helpers.engines.fake import VOCAB, FakeEngine
+from helpers.verdicts.reports import full_pool_line
 
 from stages.core.records import Sample, ServedRequest, no_progress
 from stages.engines.interface import ForcedRequest

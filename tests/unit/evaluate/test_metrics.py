@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import brief_workloads, evaluate, measure_baseline
-from fake_engine import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_engine
+from helpers.engines.fake import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_engine
+from helpers.verdicts.evaluations import brief_workloads, evaluate, measure_baseline
 
 from stages.core.records import Check, Sample
 from stages.evaluate.decoding.stored import read_round

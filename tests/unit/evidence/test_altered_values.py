@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_copies import ALL, at, code, places, replaced
-from gate_reports import CLASSES
-from judged_engine import exported, judged_engine
+from helpers.registry.evidence_copies import ALL, at, code, places, replaced
+from helpers.registry.judged_engine import exported, judged_engine
+from helpers.verdicts.reports import CLASSES
 
 from pipeline.evidence.identity import IDENTITY_FILE
 from stages.core.records import Sample
@@ -27,7 +27,7 @@ STRANGE: list[Any] = [None, [], {}, 0, -1, 10**30, 10**400, "x", 1e308, -1e308, 
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of an engine and its evidence: 60 rows, which are decided fast, of the first of two rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gate_reports.CLASSES", dict.fromkeys(CLASSES, 15))
+        patch.setattr("helpers.verdicts.reports.CLASSES", dict.fromkeys(CLASSES, 15))
         judged = judged_engine(tmp_path_factory.mktemp("store"), measured={"planned_rounds": 2})
     return exported(judged, tmp_path_factory.mktemp("copies") / "copy", *ALL)
 

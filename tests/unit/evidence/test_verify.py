@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
-from judged_engine import candidate_of, exported, judged_engine
+from helpers.registry.evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
+from helpers.registry.judged_engine import candidate_of, exported, judged_engine
 
 from pipeline.evidence.identity import IDENTITY_FILE, Role, read_identity, read_lineage
 from pipeline.evidence.reading import find_evidence

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LLAMA_8B
-from refusals import refused
+from helpers.checkpoints.configs import LLAMA_8B
+from helpers.refusals import refused
 
 from pipeline.cli.tables import policy_line
 from pipeline.config.compose import plan

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checkpoints import LLAMA_8B
-from gate_reports import report as make_report
-from judged_engine import config_of, judged_engine
-from shipped import SHIPPED
+from helpers.checkpoints.configs import LLAMA_8B
+from helpers.policies.shipped import SHIPPED
+from helpers.registry.judged_engine import config_of, judged_engine
+from helpers.verdicts.reports import report as make_report
 
 from pipeline.chain.planning import recommend_policy
 from pipeline.cli import next_steps

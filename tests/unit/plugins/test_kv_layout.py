@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from format_cases import tensors
+from helpers.policies.formats import tensors
 from hypothesis import example, given, settings
 from torch import Tensor
 from torch.nn import functional

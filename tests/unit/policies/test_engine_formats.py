@@ -3,14 +3,14 @@
 tests/real_vllm/test_vllm_codes.py compares with vLLM's own kernels, tests/real_llamacpp/test_llamacpp_engine.py with ggml.
 """
 
-import ggml_cases
 import numpy as np
 import pytest
 import torch
-from ggml_cases import form_of
 from gguf import GGMLQuantizationType, quants
+from helpers.policies import ggml
+from helpers.policies.ggml import form_of
+from helpers.policies.shipped import SHIPPED
 from pydantic import ValidationError
-from shipped import SHIPPED
 from torch import Tensor
 
 from pipeline.chain.inputs import check_inputs
@@ -88,11 +88,11 @@ def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None
     np.testing.assert_allclose(back[whole], expected[whole], atol=1e-4 * np.abs(x.numpy()).max())
 
 
-@pytest.mark.parametrize("name", ggml_cases.NAMES)
+@pytest.mark.parametrize("name", ggml.NAMES)
 def test_the_bytes_have_the_meaning_of_ggufs_reader(name: str) -> None:
     form = form_of(name)
-    stored = quantize(ggml_cases.vectors(), form, None)
-    bytes_ = ggml_cases.raw(stored)
+    stored = quantize(ggml.vectors(), form, None)
+    bytes_ = ggml.raw(stored)
     assert bytes_.shape[-1] == form.token_bytes(64)
     expected = quants.dequantize(bytes_, GGMLQuantizationType[name.upper()])
     np.testing.assert_array_equal(dequantize(stored, form, None).numpy(), expected)
@@ -107,7 +107,7 @@ def test_hadamard_64_rotates_each_64_channels_and_goes_back() -> None:
 
 
 def test_queries_are_rounded_to_blocks_of_8_bits() -> None:
-    x = ggml_cases.vectors()
+    x = ggml.vectors()
     expected = quants.dequantize(quants.quantize(x.numpy(), GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
     assert np.abs(asked(x).numpy() - expected).max() <= np.abs(x.numpy()).max() / 127
     assert (asked(x).numpy() != expected).mean() < 2e-3

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from format_cases import DYNAMIC, FORMATS, QUANTIZED, Trial, add_int2, fitting, fixed, name, tensors, tried
+from helpers.policies.formats import DYNAMIC, FORMATS, QUANTIZED, Trial, add_int2, fitting, fixed, name, tensors, tried
 from hypothesis import given, settings
 from torch import Tensor
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.policies.shipped import SHIPPED
+from helpers.refusals import refused
 from pydantic import ValidationError
-from refusals import refused
-from shipped import SHIPPED
 
 from pipeline.config.compose import plan
 from stages.core.errors import UserError

@@ -15,7 +15,7 @@ from typing import get_args
 
 import pytest
 import yaml
-from signing_keys import key_pair
+from helpers.registry.signing_keys import key_pair
 
 from pipeline.chain.dry import foretell
 from pipeline.config.compose import Plan, plan

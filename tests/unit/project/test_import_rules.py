@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from source_imports import MODULES, ROOT, imported_names, names_in
+from helpers.source_imports import MODULES, ROOT, imported_names, names_in
 
 from stages.core.digest import reachable_modules
 

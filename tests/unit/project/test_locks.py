@@ -9,10 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from helpers.source_imports import MODULES, imported_names
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from source_imports import MODULES, imported_names
 
 from pipeline.config.compose import plan
 from stages.core.redaction import secret_name

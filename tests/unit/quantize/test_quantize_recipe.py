@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BF16, FP8, FP16, fmt
+from helpers.engines.random_llama import BF16, FP8, FP16, fmt
 from safetensors.numpy import save_file
 
 from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal

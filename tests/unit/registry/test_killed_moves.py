@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_candidates import MemoryRegistry, engines_of, judged_candidate
+from helpers.registry.candidates import MemoryRegistry, engines_of, judged_candidate
 
 from pipeline.registry.promotion import mover
 from pipeline.registry.routing.stages import Aliases, Move, aliases_of, make_moves

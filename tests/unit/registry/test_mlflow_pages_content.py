@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from gate_reports import answered, row, sliced, verdict
-from judged_candidates import judged_candidate
+from helpers.registry.candidates import judged_candidate
+from helpers.verdicts.reports import answered, row, sliced, verdict
 
 from pipeline.registry.pages import FIRST, LIMIT, chosen, of_baseline, run_tables
 from stages.verdict.candidate import Candidate

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from routed_engines import Fleet
+from helpers.registry.routes import Fleet
 
 from pipeline.config.compose import plan
 from pipeline.registry.routing.files import ClassSnapshot, MonitorConfig, read_snapshot

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import refused
+from helpers.refusals import refused
 
 from pipeline.registry import reaching
 from pipeline.registry.mlflow_store import MlflowStore

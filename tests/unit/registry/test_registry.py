@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_candidates import MemoryRegistry, decide_pass, engines_of, evidence_digest, judged_candidate
-from refusals import refused
+from helpers.refusals import refused
+from helpers.registry.candidates import MemoryRegistry, decide_pass, engines_of, evidence_digest, judged_candidate
 
 from pipeline.registry.findings import Finding
 from pipeline.registry.promotion import PromotionMove, choose

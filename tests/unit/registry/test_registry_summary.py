@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from helpers.refusals import refused
 from pydantic import ValidationError
-from refusals import refused
 
 from pipeline.cli.needs import last_sweeps
 from pipeline.registry.summary import Summary, begin, finish, forget, last_judged, load, note, record, sweeps

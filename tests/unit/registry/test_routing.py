@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from evidence_copies import edit
-from judged_candidates import decide_pass
-from judged_engine import cited_tags, judged_engine
-from routed_engines import Fleet
+from helpers.registry.candidates import decide_pass
+from helpers.registry.evidence_copies import edit
+from helpers.registry.judged_engine import cited_tags, judged_engine
+from helpers.registry.routes import Fleet
 
 from pipeline.evidence.reading import identities, registered_engine
 from pipeline.evidence.verify import replay

@@ -13,10 +13,10 @@ import pytest
 from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from evidence_copies import edit
-from judged_candidates import MemoryRegistry
-from judged_engine import candidate_of, cited_tags, config_of, exported, judged_engine, make_champion
-from signing_keys import key_pair, keys
+from helpers.registry.candidates import MemoryRegistry
+from helpers.registry.evidence_copies import edit
+from helpers.registry.judged_engine import candidate_of, cited_tags, config_of, exported, judged_engine, make_champion
+from helpers.registry.signing_keys import key_pair, keys
 
 from pipeline.api import champion
 from pipeline.chain.run import Run

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_reports import row
-from judged_candidates import judged_candidate
+from helpers.registry.candidates import judged_candidate
+from helpers.verdicts.reports import row
 
 from pipeline.chain.run import open_store
 from pipeline.registry.mlflow_client import path_of

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_reports import GATES
-from judged_engine import candidate_of, config_of, judged_engine
-from report_pages import asked, exhibit, exhibits, occasion, rows
+from helpers.registry.judged_engine import candidate_of, config_of, judged_engine
+from helpers.verdicts.report_pages import asked, exhibit, exhibits, occasion, rows
+from helpers.verdicts.reports import GATES
 
 from pipeline.chain import showing
 from pipeline.config.config import Config

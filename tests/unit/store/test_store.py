@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import make_artifact
+from helpers.registry.stores import make_artifact
 
 import stages
 from pipeline.store import locks

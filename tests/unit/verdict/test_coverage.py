@@ -4,9 +4,9 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from engine_records import SOUND_ENGINE, compared, conformance, engine_conformance, engine_tests, stress_result
-from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
-from gate_reports import GATES, every_class, lines, report, verdict
+from helpers.engines.fake import EOS, CharTokenizer, fake_engine, sharing_engine
+from helpers.verdicts.engine_records import SOUND_ENGINE, compared, conformance, engine_conformance, engine_tests, stress_result
+from helpers.verdicts.reports import GATES, every_class, lines, report, verdict
 
 from stages.core.records import Sample
 from stages.evaluate.decoding.batches import Greedy

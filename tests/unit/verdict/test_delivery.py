@@ -1,7 +1,7 @@
 """Scales that arrive changed in an engine: the names of the changes, and the gate's decision."""
 
 import pytest
-from gate_reports import gates, lines, report
+from helpers.verdicts.reports import gates, lines, report
 
 from stages.evaluate.conformance.engine import LEAST_MEASURED, ROUNDING, ReferenceEngine
 from stages.policies.policy import Side

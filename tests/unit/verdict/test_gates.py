@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_records import FAILED_STRESS, LARGER_POOL, SOUND_ENGINE, compared, conformance, engine_conformance, engine_tests
-from gate_reports import CLASSES, GATES, answered, every_class, fidelity, gates, prose, row, verdict
+from helpers.verdicts.engine_records import (
+    FAILED_STRESS,
+    LARGER_POOL,
+    SOUND_ENGINE,
+    compared,
+    conformance,
+    engine_conformance,
+    engine_tests,
+)
+from helpers.verdicts.reports import CLASSES, GATES, answered, every_class, fidelity, gates, prose, row, verdict
 
 from pipeline.config.compose import plan
 from stages.verdict.bets import OUTLIER

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from error_rates import at_most
-from gate_reports import GATES, lines, report, row
+from helpers.verdicts.error_rates import at_most
+from helpers.verdicts.reports import GATES, lines, report, row
 
 from benchmarks.gate_shapes import load
 from benchmarks.gates import SOUND_KL, scaled

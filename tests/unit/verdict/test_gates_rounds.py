@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from gate_reports import (
+from helpers.policies.shipped import SHIPPED
+from helpers.verdicts.reports import (
     CLASSES,
     CONTROL_ROWS,
     GATES,
@@ -19,7 +20,6 @@ from gate_reports import (
     verdict,
 )
 from pydantic import ValidationError
-from shipped import SHIPPED
 
 from stages.policies.policy import KVPolicy, KVShape
 from stages.verdict.gates import decide, is_final

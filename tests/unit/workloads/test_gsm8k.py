@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import brief_workloads, evaluate, measure_baseline
-from fake_engine import CharTokenizer, fake_engine
+from helpers.engines.fake import CharTokenizer, fake_engine
+from helpers.verdicts.evaluations import brief_workloads, evaluate, measure_baseline
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan

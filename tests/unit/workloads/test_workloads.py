@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from evaluations import builtin_workloads
+from helpers.verdicts.evaluations import builtin_workloads
 
 from pipeline.config.compose import plan
 from stages.checkpoints.places import locate_checkpoint

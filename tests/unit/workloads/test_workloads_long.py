@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from evaluations import builtin_workloads
-from judged_engine import config_of
+from helpers.registry.judged_engine import config_of
+from helpers.verdicts.evaluations import builtin_workloads
 
 from pipeline.chain.inputs import _check_lengths
 from stages.checkpoints.description import inspect_checkpoint

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from gate_reports import every_class, report
-from stores import make_artifact
 
+from helpers.registry.stores import make_artifact
+from helpers.verdicts.reports import every_class, report
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_lineage, write_identity
@@ -29,7 +29,7 @@ from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.workloads.own import own_content
 
-TINY = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
+TINY = Path(__file__).resolve().parents[3] / "stages" / "tiny" / "checkpoint"
 SAMPLES = ["workloads=builtin", "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"]
 RECORD = {
     "backend": "onnxruntime",

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from judged_engine import config_of
-
+from helpers.registry.judged_engine import config_of
 from pipeline.chain.run import Run
 from pipeline.chain.serving import verify
 from pipeline.evidence.identity import IDENTITY_FILE, Role

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx_fixtures import FP8, fmt
 from torch import Tensor
 
 from benchmarks import benchlib
+from helpers.engines.random_llama import FP8, fmt
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
 from stages.policies.policy import KVPolicy, KVShape, LayerOverride

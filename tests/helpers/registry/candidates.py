@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gate_reports import report as make_report
-from gate_reports import row
-
+from helpers.verdicts.reports import report as make_report
+from helpers.verdicts.reports import row
 from pipeline.registry.findings import Finding
 from pipeline.registry.promotion import Engines, RegisteredEngine, Registry
 from pipeline.registry.tracking import LEFT, RegisteredModel, Version

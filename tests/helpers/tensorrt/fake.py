@@ -40,7 +40,7 @@ NUMPY = {"FLOAT": "f4", "HALF": "f2", "INT8": "i1", "INT32": "i4", "INT64": "i8"
 
 
 def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, **changes: Any) -> Path:
-    """Build the plans of a bundle from onnx_fixtures, for SM 8.9 unless `changes` differ."""
+    """Build the plans of a bundle of the random Llama, for SM 8.9 unless `changes` differ."""
     out.mkdir()
     scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
     options: dict[str, Any] = {"library": "tensorrt_rtx", "max_batch": 4, "max_tokens": 512, "targets": [89], **changes}

@@ -7,7 +7,7 @@ import yaml
 
 from stages.policies.policy import KVPolicy
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 
 
 def conf(group: str, name: str) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fake_engine import CharTokenizer
-from shipped import conf
-
+from helpers.engines.fake import CharTokenizer
+from helpers.policies.shipped import conf
 from stages.core.records import Progress, Sample, no_progress
 from stages.engines.interface import Engine
 from stages.evaluate.conformance.engine import ReferenceEngine

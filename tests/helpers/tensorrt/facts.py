@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 Uses = dict[str, list[tuple[int, frozenset[str]]]]
 """Name, `Class.member` or `plugin.name` -> its calls, as (number of positional arguments, names of keyword arguments)."""
@@ -118,9 +118,9 @@ def _signatures(member: str, documentation: str) -> list[str]:
 def installed(library: str) -> tuple[str, dict[str, Any]]:
     """Return the installed release and its facts. Call it only once per process."""
     if library == "tensorrt":
-        import tensorrt_stubs
+        from helpers.tensorrt import stubs
 
-        tensorrt_stubs.load()
+        stubs.load()
     trt = importlib.import_module(library)
     return str(trt.__version__), facts(trt, sorted(named()))
 

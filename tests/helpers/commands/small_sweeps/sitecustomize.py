@@ -23,7 +23,7 @@ WAIT_S = 120.0
 
 def evaluate(run: Any) -> None:
     """Record a candidate, or end in another way, as the job's seed selects."""
-    from judged_candidates import judged_candidate
+    from helpers.registry.candidates import judged_candidate
 
     from pipeline.cli import console
     from pipeline.registry import summary

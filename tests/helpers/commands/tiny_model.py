@@ -9,8 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from amount import STRIDE
 from bad_input import forks
+
+from helpers.stride import STRIDE
 
 Ended = subprocess.CompletedProcess[str]
 Swept = tuple[Path, Ended]

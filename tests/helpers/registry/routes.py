@@ -5,9 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gate_reports import row
-from judged_candidates import MemoryRegistry, decide_pass, judged_candidate
-
+from helpers.registry.candidates import MemoryRegistry, decide_pass, judged_candidate
+from helpers.verdicts.reports import row
 from pipeline.config.policies import shipped_policies
 from pipeline.registry.findings import Finding
 from pipeline.registry.promotion import Engines, RegisteredEngine

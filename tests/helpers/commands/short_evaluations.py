@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run_job
 
+from helpers.commands.jobs import run_job
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
 from pipeline.config.config import Config

@@ -6,9 +6,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from gate_reports import GATES, fidelity, report, row
-from judged_candidates import judged_candidate
 
+from helpers.registry.candidates import judged_candidate
+from helpers.verdicts.reports import GATES, fidelity, report, row
 from pipeline.cli.tables import comparison
 from stages.core.records import Sample
 from stages.evaluate.distances.distance import StepStatistics

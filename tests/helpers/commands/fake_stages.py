@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gate_reports import answered, every_class, report
 
+from helpers.verdicts.reports import answered, every_class, report
 from pipeline.chain import dry, engine_steps, inputs, verdict_steps
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest
@@ -127,7 +127,7 @@ def _join(_: object, rounds: Sequence[tuple[object, str]], *__: object, engine: 
 
 def signature(module: str, name: str) -> inspect.Signature:
     """Return the parameters of a real function, class or class method from its source: an import may take ten seconds."""
-    source = Path(__file__).parents[2] / "stages" / f"{module.replace('.', '/')}.py"
+    source = Path(__file__).parents[3] / "stages" / f"{module.replace('.', '/')}.py"
     body, node = ast.parse(source.read_text(encoding="utf-8")).body, None
     for part in (*name.split("."), "__init__"):
         found = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import shipped
 import torch
-from amount import STRIDE
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from helpers.policies import shipped
+from helpers.stride import STRIDE
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.records import no_progress
 from stages.engines.interface import Engine

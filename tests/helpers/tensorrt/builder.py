@@ -1,4 +1,4 @@
-"""The steps of TensorRT's builder for a quickly deployable plugin, in their order, on the stand-ins of tensorrt_stubs.
+"""The steps of TensorRT's builder for a quickly deployable plugin, in their order, on the stand-ins of stubs.
 
 `build` and `declared` run in a separate process. Their arguments and results can be pickled, and errors raised by the
 plugin or by NVIDIA's validation reach the test unchanged.
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorrt_stubs
 
+from helpers.tensorrt import stubs
 from stages.engines.onnx.native.compiler import find_compiler
 
 Triple = tuple[int, int, int]
@@ -69,7 +69,7 @@ def nvidia() -> Iterator[Run]:
 
 def prepare() -> None:
     """Load NVIDIA's package and declare the plugins."""
-    tensorrt_stubs.load()
+    stubs.load()
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
@@ -83,7 +83,7 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
 
     output_types = plugin.get_output_data_types(types, [len(dims) for dims in values])
     shapes = [_dims(trt, dims) for dims in values]
-    with tensorrt_stubs.expressions(trt) as expressions:
+    with stubs.expressions(trt) as expressions:
         output_shapes = plugin.get_output_shapes(shapes, [], expressions)
     assert len(output_shapes) == len(output_types) == plugin.get_num_outputs()
     outputs = [tuple(dim.values for dim in dims) for dims in output_shapes]
@@ -98,7 +98,7 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
     plugin.set_tactic(0)
 
     launch, extras = _Launch(), _Extras()
-    with tensorrt_stubs.expressions(trt) as expressions:
+    with stubs.expressions(trt) as expressions:
         plugin.get_launch_params(shapes, described, len(types), launch, extras, expressions)
     symbol, ptx = plugin.get_kernel([desc.desc for desc in given], [desc.desc for desc in made])
     assert sorted(extras) == list(range(extras.nbSymExprs))
@@ -169,7 +169,7 @@ def _triples(tensor: Tensor) -> tuple[Triple, ...]:
 def _dims(trt: Any, values: tuple[Triple, ...]) -> Any:
     dims = trt.DimsExprs(len(values))
     for i, triple in enumerate(values):
-        dims[i] = tensorrt_stubs.Dimension(triple, len(set(triple)) == 1)
+        dims[i] = stubs.Dimension(triple, len(set(triple)) == 1)
     return dims
 
 

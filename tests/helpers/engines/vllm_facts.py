@@ -2,7 +2,7 @@
 
 To add a release, unpack its source distribution and run this script; it neither imports nor builds vLLM:
 
-    PYTHONPATH=.:tests/helpers python tests/helpers/vllm_facts.py vllm-0.33.0/vllm
+    PYTHONPATH=.:tests python -m helpers.engines.vllm_facts vllm-0.33.0/vllm
 """
 
 import ast
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FACTS = Path(__file__).resolve().parents[1] / "contract" / "facts" / "vllm.json"
+FACTS = Path(__file__).resolve().parents[2] / "contract" / "facts" / "vllm.json"
 
 LAYERS = "model_executor/layers"
 CALLED = {
@@ -59,8 +59,7 @@ def recorded() -> dict[str, Any]:
 
 def engine_arguments() -> set[str]:
     """Return the engine arguments that kvgate sets: for serving, evaluation and memory pressure."""
-    from interpreter_bundles import config_of
-
+    from helpers.engines.interpreter_bundles import config_of
     from stages.engines.vllm.backend import engine_args
     from stages.engines.vllm.engine import EVALUATED
 

@@ -5,7 +5,7 @@ import stat
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "contract" / "fake"
+PACKAGE = Path(__file__).resolve().parents[2] / "contract" / "fake"
 SGLANG_PACKAGE = PACKAGE.with_name("fake_sglang")
 
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from judged_candidates import candidate_in, judged_candidate
-from stores import make_artifact
-
+from helpers.registry.candidates import candidate_in, judged_candidate
+from helpers.registry.stores import make_artifact
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate

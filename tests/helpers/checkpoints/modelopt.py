@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import transformers
-from family_models import family_model
-from shipped import SHIPPED
 
+from helpers.checkpoints.families import family_model
+from helpers.policies.shipped import SHIPPED
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.records import no_progress
 from stages.policies.formats import Format, Rotation, WeightsFormat

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from faults.hooks import SOUND, Plant
-from onnx_fixtures import make_bundle, static_scales, tiny_decoder
-from shipped import SHIPPED, conf
 
+from helpers.engines.random_llama import make_bundle, static_scales, tiny_decoder
+from helpers.policies.shipped import SHIPPED, conf
 from stages.checkpoints.loading import load_causal_lm
 from stages.engines.interface import Engine
 from stages.engines.onnx.engine import OnnxEngine, load_engine

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shipped import SHIPPED, conf
-from trtllm_exports import KV_HEADS, LAYERS
-
+from helpers.engines.trtllm_exports import KV_HEADS, LAYERS
+from helpers.policies.shipped import SHIPPED, conf
 from pipeline.loading import open_backend
 from stages.core.records import no_progress
 from stages.engines.config import backend_configs

@@ -1,0 +1,1 @@
+"""Checkpoints and GGUF files that tests write."""

@@ -1,0 +1,1 @@
+"""Runs of the command line, in processes, in forks and with fake stages."""

@@ -1,0 +1,1 @@
+"""Bundles, engines and interpreters of every backend."""

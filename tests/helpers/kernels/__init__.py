@@ -1,0 +1,1 @@
+"""Caches and machine code for tests of the attention kernels."""

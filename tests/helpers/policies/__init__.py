@@ -1,0 +1,1 @@
+"""KV policies, number formats and tensors to store."""

@@ -1,0 +1,1 @@
+"""Stores, evidence, candidates and registries."""

@@ -1,0 +1,1 @@
+"""TensorRT's Python interface without its libraries."""

@@ -1,0 +1,1 @@
+"""Reports, rows and evaluations for tests of gates."""
