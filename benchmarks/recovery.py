@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline.chain.run import Run
 from pipeline.config.compose import plan
-from stages.evaluate.decoding.rows import make_rows
+from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.inputs.tokens import read_encoded
 from stages.policies.policy import FP16_POLICY
@@ -71,13 +71,11 @@ def measure(workdir: Path) -> dict[str, Any]:
         steps = Run(config).steps
         answers = steps.round(FP16_POLICY, 1)
         baseline, candidate = (read_round(one.path) for one in (answers, steps.round(config.kv, 1, answers)))
-        asked = baseline.scored(read_encoded(steps.encoded_samples.path))
-        rows = make_rows(
-            asked,
-            candidate.statistics_of(asked),
-            baseline.answers_to(asked),
-            candidate.answers_to(asked),
-        )
+        rows = [
+            make_row(item, candidate.statistics[name], baseline.answers.get(name), candidate.answers.get(name))
+            for item in baseline.scored(read_encoded(steps.encoded_samples.path))
+            for name in (item.sample.id,)
+        ]
         pages = list(zip(*([row for row in rows if row.workload == kind] for kind in KINDS), strict=True))
         for name, side in (("fp16", "baseline"), (config.kv.name, "candidate")):
             probability[name] = [[round(getattr(row, f"{side}_probability"), DIGITS) for row in page] for page in pages]

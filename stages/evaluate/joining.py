@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
-from stages.evaluate.decoding.rows import make_rows
+from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import MeasuredOnce, Round
 from stages.evaluate.distances import metrics
+from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
@@ -49,13 +49,14 @@ def join(
         baseline: Digest of the baseline's bundle.
         samples: `workloads_digest` of `encoded`.
     """
-    asked = [base.scored([item for item in encoded if item.round == n]) for n, (base, _) in enumerate(rounds, start=1)]
-    bases, candidates = zip(*rounds, strict=True)
-    before, after = (list(chain(*map(Round.answers_to, part, asked))) for part in (bases, candidates))
-    parts = list(chain(*map(Round.statistics_of, candidates, asked)))
-    rows = make_rows(list(chain(*asked)), parts, before, after)
+    rows, parts = list[SampleRow](), list[StepStatistics]()
+    for number, (before, after) in enumerate(rounds, start=1):
+        for item in before.scored([item for item in encoded if item.round == number]):
+            name = item.sample.id
+            parts.append(after.statistics[name])
+            rows.append(make_row(item, parts[-1], before.answers.get(name), after.answers.get(name)))
     base, own = once
-    first, first_base = candidates[0], bases[0]
+    first_base, first = rounds[0]
     conformance = None
     if first.conformance is not None and first_base.conformance is not None:
         conformance = Conformance(
@@ -81,7 +82,7 @@ def join(
         baseline_system=base.system,
         conformance=conformance,
         candidate_noise=own.noise,
-        coverage=Exercised.merged([*(one.coverage for one in candidates), own.coverage]),
+        coverage=Exercised.merged([*(after.coverage for _, after in rounds), own.coverage]),
         tests=own.tests,
         baseline_tests=base.tests,
         scale_changes=first.scale_changes,

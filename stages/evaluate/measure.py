@@ -17,9 +17,10 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
-from stages.evaluate.decoding.rows import Answer, greedy_of, judged_answers, labelled, probability, run_samples
+from stages.evaluate.decoding.rows import Answer, greedy_of, labelled, probability, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
 from stages.evaluate.distances.scores import stored_heads, write_heads
+from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
@@ -34,10 +35,10 @@ class ScoredSample:
 
     encoded: EncodedSample
     result: SampleResult
-    answer: Answer | None
-    """The engine's answer; None if the sample is not judged."""
     folder: ResultFolder
     """Holds the distributions (heads) of the result."""
+    answer: Answer | None = None
+    """The engine's answer; None if the sample is not judged."""
 
     @property
     def name(self) -> str:
@@ -101,8 +102,11 @@ def measure(
         run = partial(run_samples, engine, batch_size=config.batch_size, heads=heads)
         observe = None if comparison is None else comparison.take
         results = run(items, progress=label, greedy=greedy, folder=folder, repeated=repeated, observe=observe)
-        judged = judged_answers(items, results, tokenizer, greedy)
-        samples = [ScoredSample(*parts, folder) for parts in zip(items, results, judged, strict=True)]
+        samples = [ScoredSample(item, result, folder) for item, result in zip(items, results, strict=True)]
+        for sample in samples:
+            if sample.result.answer is not None:
+                text = tokenizer.text(greedy.words(sample.result.answer))
+                sample.answer = Answer(text, judge(sample.encoded.sample, text))
         if baseline is None:
             score_own_answers(samples, greedy, partial(run, progress=labelled(label, "own answers: ")))
         recorded = (sample for sample in samples if heads is None or sample.name in repeated)

@@ -12,7 +12,7 @@ from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.noise import control_samples, repeated_samples
-from stages.evaluate.decoding.rows import greedy_of, labelled, make_rows, run_samples
+from stages.evaluate.decoding.rows import greedy_of, labelled, make_row, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.distance import StepStatistics
@@ -111,6 +111,5 @@ def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: H
     corrupt = partial(engine.corrupt_key_scale, CONTROL_FACTOR)
     # All samples are in one batch, so that there is one prefill.
     results = run_samples(engine, subset, len(subset), heads, progress=label, after_prefill=corrupt)
-    nothing = [None] * len(subset)
-    rows = make_rows(subset, [result.statistics for result in results], nothing, nothing)
+    rows = [make_row(item, result.statistics, None, None) for item, result in zip(subset, results, strict=True)]
     return MustFailControl(factor=CONTROL_FACTOR, rows=rows)

@@ -13,7 +13,7 @@ from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head
 from stages.evaluate.distances.scores import Heads, SampleHeads, head_of
-from stages.evaluate.inputs.checks import judge, well_formed
+from stages.evaluate.inputs.checks import well_formed
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.verdict.record import finite
 from stages.verdict.report import SampleRow
@@ -39,20 +39,6 @@ def labelled(progress: Progress, prefix: str) -> Progress:
 def greedy_of(tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Greedy:
     """Return the end conditions of answers for a tokenizer and its configuration."""
     return Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
-
-
-def judged_answers(
-    encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: BundleTokenizer, greedy: Greedy
-) -> list[Answer | None]:
-    """Judge the answers; return None for samples that are not judged."""
-    answers: list[Answer | None] = []
-    for item, result in zip(encoded, results, strict=True):
-        if result.answer is None:
-            answers.append(None)
-        else:
-            text = tokenizer.text(greedy.words(result.answer))
-            answers.append(Answer(text, judge(item.sample, text)))
-    return answers
 
 
 class _Scores:
@@ -160,51 +146,43 @@ def probability(nll: Array, item: EncodedSample) -> float:
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 
 
-def make_rows(
-    encoded: Sequence[EncodedSample],
-    statistics: Sequence[StepStatistics],
-    baseline: Sequence[Answer | None],
-    candidate: Sequence[Answer | None],
-) -> list[SampleRow]:
-    """Build the rows of all samples, in order.
+def make_row(item: EncodedSample, steps: StepStatistics, before: Answer | None, after: Answer | None) -> SampleRow:
+    """Build the row of a sample.
 
     Args:
-        encoded: The samples with the tokens that were scored.
-        statistics: Statistics of the scored tokens, by sample.
-        baseline: The baseline's answers; None for samples that are not judged.
-        candidate: The candidate's answers; None for samples that are not judged.
+        item: The sample with the tokens that were scored.
+        steps: Statistics of the scored tokens.
+        before: The baseline's answer; None if the sample is not judged.
+        after: The candidate's answer; None if the sample is not judged.
     """
-    rows = []
-    for item, steps, before, after in zip(encoded, statistics, baseline, candidate, strict=True):
-        row = SampleRow(
-            id=item.sample.id,
-            workload=item.sample.workload,
-            document=item.sample.cluster,
-            context_tokens=len(item.prompt),
-            depth=item.sample.depth,
-            scored_tokens=len(item.reference),
-            judged=after is not None,
-            baseline_correct=before.correct if before else None,
-            candidate_correct=after.correct if after else None,
-            baseline_valid=well_formed(item.sample, before.text) if before else None,
-            candidate_valid=well_formed(item.sample, after.text) if after else None,
-            reference=item.sample.reference if after else None,
-            baseline_generation=before.text if before else None,
-            candidate_generation=after.text if after else None,
-            mean_kl=_mean(steps.kl),
-            max_kl=_mean(steps.kl.max(keepdims=True)),
-            far_tokens=int((steps.kl > FAR_KL).sum()),
-            baseline_nll=_mean(steps.baseline_nll),
-            candidate_nll=_mean(steps.candidate_nll),
-            top1_agreement=_mean(steps.top1),
-            top10_overlap=_mean(steps.top10),
-            mean_squared_delta_p=_mean(steps.delta_p**2),
-            non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
-            difficulty=item.sample.difficulty,
-            round=item.round,
-            baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
-            candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
-            right_answer="baseline" if item.replaced else "reference",
-        )
-        rows.append(row)
-    return rows
+    sample = item.sample
+    return SampleRow(
+        id=sample.id,
+        workload=sample.workload,
+        document=sample.cluster,
+        context_tokens=len(item.prompt),
+        depth=sample.depth,
+        scored_tokens=len(item.reference),
+        judged=after is not None,
+        baseline_correct=before.correct if before else None,
+        candidate_correct=after.correct if after else None,
+        baseline_valid=well_formed(sample, before.text) if before else None,
+        candidate_valid=well_formed(sample, after.text) if after else None,
+        reference=sample.reference if after else None,
+        baseline_generation=before.text if before else None,
+        candidate_generation=after.text if after else None,
+        mean_kl=_mean(steps.kl),
+        max_kl=_mean(steps.kl.max(keepdims=True)),
+        far_tokens=int((steps.kl > FAR_KL).sum()),
+        baseline_nll=_mean(steps.baseline_nll),
+        candidate_nll=_mean(steps.candidate_nll),
+        top1_agreement=_mean(steps.top1),
+        top10_overlap=_mean(steps.top10),
+        mean_squared_delta_p=_mean(steps.delta_p**2),
+        non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
+        difficulty=sample.difficulty,
+        round=item.round,
+        baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
+        candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
+        right_answer="baseline" if item.replaced else "reference",
+    )

@@ -60,14 +60,6 @@ class Round(BaseModel):
         own = self.right_answers
         return [item.answered(own[item.sample.id]) if item.sample.id in own else item for item in encoded]
 
-    def answers_to(self, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
-        """Return the answers in the order of the samples; None for samples that are not judged."""
-        return [self.answers.get(item.sample.id) for item in encoded]
-
-    def statistics_of(self, encoded: Sequence[EncodedSample]) -> list[StepStatistics]:
-        """Return the statistics of the scored tokens in the order of the samples."""
-        return [self.statistics[item.sample.id] for item in encoded]
-
     def write(self, out: Path) -> None:
         """Write the files that `read_round` reads."""
         # A sample may be called __metadata__, which safetensors keeps for itself.
@@ -117,25 +109,25 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
     Raises:
         CannotBeJudged: The mean probability of a workload's right answers is below `least`.
     """
-    scored = measured.scored(encoded)
-    kinds: dict[str, list[tuple[bool, float]]] = {}
-    for item, answer, steps in zip(scored, measured.answers_to(scored), measured.statistics_of(scored), strict=True):
+    kinds: dict[str, list[tuple[Sample, Answer, float]]] = {}
+    for item in measured.scored(encoded):
+        sample, answer = item.sample, measured.answers.get(item.sample.id)
         if answer is not None:
-            kind = kinds.setdefault(item.sample.workload, [])
-            kind.append((answer.correct, probability(steps.baseline_nll, item)))
+            chance = probability(measured.statistics[sample.id].baseline_nll, item)
+            kinds.setdefault(sample.workload, []).append((sample, answer, chance))
     weak, wrong = {}, []
     for name, kind in sorted(kinds.items()):
-        mean = fmean(chance for _, chance in kind)
+        mean = fmean(chance for *_, chance in kind)
         if not mean >= least:
-            right = sum(correct for correct, _ in kind)
+            failed = [(sample, answer.text) for sample, answer, _ in kind if not answer.correct]
+            right = len(kind) - len(failed)
             weak[name] = f"{right} of {len(kind)} questions of {name} ({100 * mean:.2g} % probable in the mean)"
+            wrong += failed
     if weak:
         these = "this kind of work" if len(weak) == 1 else "these kinds of work"
         said = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
-        for item, answer in zip(scored, measured.answers_to(scored), strict=True):
-            if answer is not None and item.sample.workload in weak and not answer.correct:
-                wrong.append(_shown(item.sample, answer.text))
-        raise CannotBeJudged(said, list(weak), sorted(kinds.keys() - weak), wrong[:SHOWN_ANSWERS])
+        shown = [_shown(*one) for one in wrong[:SHOWN_ANSWERS]]
+        raise CannotBeJudged(said, list(weak), sorted(kinds.keys() - weak), shown)
 
 
 SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
