@@ -39,14 +39,13 @@ def fidelity(steps: StepStatistics) -> Fidelity:
         return float(values.mean())
 
     baseline_nll, candidate_nll = mean(steps.baseline_nll), mean(steps.candidate_nll)
-    p99, p999, largest = (finite(value) for value in np.percentile(steps.kl, [99, 99.9, 100]).tolist())
+    p999, largest = (finite(value) for value in np.percentile(steps.kl, [99.9, 100]).tolist())
     return Fidelity(
         tokens=len(steps.kl),
         baseline_nll=finite(baseline_nll),
         candidate_nll=finite(candidate_nll),
         ppl_ratio=_exp(candidate_nll - baseline_nll),
         kl_mean=finite(mean(steps.kl)),
-        kl_p99=p99,
         kl_p999=p999,
         kl_max=largest,
         top1_agreement=finite(mean(steps.top1)),

@@ -79,11 +79,7 @@ CONTROL_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retriev
 
 
 def fidelity(**changes: object) -> Fidelity:
-    values = dict.fromkeys(Fidelity.model_fields, 0.0) | {
-        "tokens": 100,
-        "non_finite_steps": 0,
-        "kl_p99": 0.01,
-    }
+    values = dict.fromkeys(Fidelity.model_fields, 0.0) | {"tokens": 100, "non_finite_steps": 0}
     return Fidelity.model_validate({**values, **changes})
 
 

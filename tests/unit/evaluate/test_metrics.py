@@ -64,7 +64,7 @@ def test_fidelity_by_hand() -> None:
     )
     assert summary.kl_mean == pytest.approx(0.2)
     assert summary.kl_max == 0.5
-    assert summary.kl_p99 == pytest.approx(float(np.percentile([0, 0.1, 0.2, 0.5], 99)))
+    assert summary.kl_p999 == pytest.approx(float(np.percentile([0, 0.1, 0.2, 0.5], 99.9)))
     assert summary.ppl_ratio == pytest.approx(math.exp(0.1))
     assert summary.top1_agreement == 0.75
     assert summary.top10_overlap == pytest.approx(0.85)
@@ -73,7 +73,7 @@ def test_fidelity_by_hand() -> None:
 
 def test_one_step_that_is_not_a_number_makes_every_summary_null() -> None:
     summary = fidelity(statistics([0.1, math.nan]))
-    assert (summary.kl_mean, summary.kl_p99, summary.kl_max) == (None, None, None)
+    assert (summary.kl_mean, summary.kl_p999, summary.kl_max) == (None, None, None)
     assert summary.non_finite_steps == 1
 
 

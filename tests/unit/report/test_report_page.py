@@ -189,7 +189,7 @@ def test_a_large_sweep_with_long_prompts_stays_below_three_megabytes_and_says_wh
 def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path: Path) -> None:
     report = judged[0].report
     assert report is not None
-    fields: dict[str, Any] = {"kl_mean": None, "ppl_ratio": None, "kl_p99": None}
+    fields: dict[str, Any] = {"kl_mean": None, "ppl_ratio": None, "kl_p999": None}
     slices = [part.model_copy(update={"fidelity": part.fidelity.model_copy(update=fields)}) for part in report.slices]
     of = [row.model_copy(update={"mean_kl": None}) for row in judged[0].rows]
     candidate = judged[0].candidate.model_copy(update={"metrics": {}})
