@@ -15,8 +15,7 @@ from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import PAGE_TOKENS, page_count
-from stages.verdict.engine_tests import FullPool, PoolDeviation
-from stages.verdict.record import finite, or_infinite
+from stages.verdict.engine_tests import FullPool
 
 ROWS = 32
 """Number of compared tokens at the end of a request, where earlier errors have taken effect."""
@@ -77,20 +76,23 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
     orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(ROUNDS)]
     rounds = engine.serve_rounds([[asked[i] for i in order] for order in orders], ROWS, pages)
     served(total)
-    found = [
-        _deviation(named[i], number, calm[i], one)
-        for number, (order, crowded) in enumerate(zip(orders, rounds, strict=True), start=1)
-        for i, one in zip(order, crowded, strict=True)
-    ]
+    served_again = [one for crowded in rounds for one in crowded]
+    deviations: list[tuple[float, str]] = []
+    for number, (order, crowded) in enumerate(zip(orders, rounds, strict=True), start=1):
+        for i, one in zip(order, crowded, strict=True):
+            kls = _distances(calm[i], one)
+            if (kl := float(np.mean(kls))) > limit:
+                deviations.append((kl, _deviation(f"{named[i][0]} (round {number})", named[i][1], calm[i], one, kls)))
+    deviations.sort(key=lambda deviation: -deviation[0])
     return FullPool(
         asked=count,
-        requests=len(found),
+        requests=len(served_again),
         pages=pages,
         wanted_pages=sum(sizes),
-        preempted=sum(one.preempted for one in found),
-        reused=sum(one.reused for one in found),
+        preempted=sum(one.preempted for one in served_again),
+        reused=sum(one.reused for one in served_again),
         limit_kl=limit,
-        deviations=tuple(sorted((one for one in found if _size(one) > limit), key=_size, reverse=True)),
+        deviations=tuple(text for _, text in deviations),
     )
 
 
@@ -120,20 +122,13 @@ def _distances(calm: ServedRequest, crowded: ServedRequest) -> Array:
     return kl_of_logits(calm.logits[-rows:], crowded.logits[-rows:])
 
 
-def _deviation(named: Named, number: int, calm: ServedRequest, crowded: ServedRequest) -> PoolDeviation:
-    name, (tokens, _) = named
-    kls = _distances(calm, crowded)
-    return PoolDeviation(
-        request=name,
-        round=number,
-        kl=finite(float(np.mean(kls))),
-        position=len(tokens) - len(kls) + int(np.argmax(kls)),
-        changed=int((calm.logits.argmax(-1) != crowded.logits.argmax(-1)).sum()),
-        preempted=crowded.preempted,
-        reused=crowded.reused,
-        pages=list(crowded.pages),
+def _deviation(name: str, request: Request, calm: ServedRequest, crowded: ServedRequest, kls: Array) -> str:
+    """Describe a request whose logits changed, with the counters that the engine exposes; `kls`: KL per compared token."""
+    kl = float(np.mean(kls))
+    off = f"KL {kl:.1e} from itself with room" if np.isfinite(kl) else "logits that are not finite"
+    position = len(request[0]) - len(kls) + int(np.argmax(kls))
+    changed = int((calm.logits.argmax(-1) != crowded.logits.argmax(-1)).sum())
+    return (
+        f"{name}: {off}, most at position {position}, {changed} of its tokens changed; it gave way {crowded.preempted} times, "
+        f"reused {crowded.reused} tokens, held pages {', '.join(map(str, crowded.pages)) or 'unknown'}"
     )
-
-
-def _size(deviation: PoolDeviation) -> float:
-    return or_infinite(deviation.kl)

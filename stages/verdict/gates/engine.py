@@ -47,9 +47,9 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         yield _line(Gate.FREE_ANSWERS, where, free.contradictions, told)
 
 
-def _listed(failures: Sequence[object]) -> str:
+def _listed(failures: Sequence[str]) -> str:
     more = f"; and {len(failures) - SHOWN} more" if len(failures) > SHOWN else ""
-    return "; ".join(map(str, failures[:SHOWN])) + more
+    return "; ".join(failures[:SHOWN]) + more
 
 
 def _line(gate: Gate, where: str, failures: Sequence[str], passed: str) -> Check:

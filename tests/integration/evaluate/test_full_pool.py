@@ -1,6 +1,7 @@
 """A pool too small for its requests: requests wait and are preempted, and engines with faults in this are found."""
 
 import heapq
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from stages.engines.paged.waiting import PrefixCache
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
-from stages.verdict.engine_tests import FullPool, PoolDeviation
+from stages.verdict.engine_tests import FullPool
 
 REQUESTS = 16
 ROOM = 100
@@ -49,7 +50,7 @@ def test_a_sound_engine_answers_in_a_full_pool_as_with_room(policy: KVPolicy, de
     engine = make_engine(decoder, tmp_path / "bundle", policy)
     chunk, most = engine.prefill_chunk, engine.pool.max_pages
     found = in_a_full_pool(engine)
-    assert not found.deviations, str(found.deviations[0])
+    assert not found.deviations, found.deviations[0]
     assert found.requests == 2 * REQUESTS
     assert found.pages < found.wanted_pages // 2
     assert found.preempted > 0
@@ -97,14 +98,14 @@ def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "says"),
     [
-        (freed_too_early, lambda one: len(one.pages) > 2),
-        (found_by_its_length, lambda one: one.reused > 64),
-        (recomputed_a_token_late, lambda one: one.preempted),
+        (freed_too_early, r"held pages \d+, \d+, \d+"),
+        (found_by_its_length, r"reused \d{3,} tokens"),
+        (recomputed_a_token_late, r"gave way [1-9]"),
     ],
 )
 def test_a_planted_fault_of_a_full_pool_is_refused_and_its_requests_are_named(
     plant: Callable[[pytest.MonkeyPatch], None],
-    says: Callable[[PoolDeviation], bool],
+    says: str,
     decoder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,11 +115,11 @@ def test_a_planted_fault_of_a_full_pool_is_refused_and_its_requests_are_named(
     found = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
     assert found is not None
     assert 0 < len(found.deviations) < found.requests
-    assert all(map(says, found.deviations))
+    assert all(re.search(says, text) for text in found.deviations)
     line = full_pool_line(found)
     assert line.status == "FAIL"
     assert f"{len(found.deviations)} of 32 requests differ" in line.reason
-    assert str(found.deviations[0]) in line.reason
+    assert found.deviations[0] in line.reason
 
 
 def test_generate_waits_for_room_and_answers_each_prompt_as_alone(decoder: Path, tmp_path: Path) -> None:
