@@ -11,7 +11,7 @@ from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.loading import open_backend, required_libraries
 from pipeline.registry import summary
-from pipeline.registry.routing.files import read_snapshot
+from pipeline.registry.monitors import read_snapshot
 from pipeline.registry.tracking import locate
 from pipeline.store.store import check_store
 from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir, lacks

@@ -171,7 +171,7 @@ def _judged(config: Config, model: KVShape, files: dict[str, str], directory: Pa
     """
     try:
         evidence = read_evidence(directory)
-        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
+        policy = evidence.identity.kv
     except (UserError, KeyError, ValueError) as error:
         console.warning(f"{directory}: not read, {str(error).splitlines()[0]}")
         return None

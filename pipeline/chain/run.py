@@ -9,13 +9,12 @@ from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli import console
 from pipeline.config.config import Config
-from pipeline.evidence.reading import identities, registered_engine
-from pipeline.evidence.verify import replay
+from pipeline.evidence.reading import identities
+from pipeline.evidence.verify import registered_engine
 from pipeline.registry.promotion import Engines
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.store.store import Store
 from stages.core.errors import UserError
-from stages.verdict.gates import decide
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -63,6 +62,6 @@ class Run:
             store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
-        known = identities(self.config.artifacts)
-        find = partial(registered_engine, known, partial(replay, signing=self.config.signing))
-        return Engines(store, find, lambda report, rows: decide(report, rows, self.config.gates))
+        # A rollback needs none of the original command's keys.
+        gates = None if self.config.stage == "rollback" else self.config.gates
+        return Engines(store, partial(registered_engine, identities(self.config.artifacts), self.config.signing, gates))

@@ -1,5 +1,6 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.markup import escape
@@ -12,9 +13,8 @@ from pipeline.config.explain import suggest
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_backend
-from pipeline.registry import summary
+from pipeline.registry import routing, summary
 from pipeline.registry.findings import require_same
-from pipeline.registry.routing import stages as routes
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Candidate
@@ -75,15 +75,13 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
     listed = candidates_of(config, last)
-    engines = run.engines()
-    candidates = engines.judged_again(listed, model, name)
-    rival = engines.incumbent(candidates) if name is None else None
-    if name is not None and not candidates:
-        known = [candidate.name for candidate in listed]
+    known = [candidate.name for candidate in listed]
+    if name is not None and name not in known:
         raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, known)}")
+    engines = run.engines()
     with console.progress("replaying the evidence"):
-        move = engines.promote(candidates, name=name, rival=rival)
-    candidates += [rival] if rival is not None else []
+        move = engines.promote(listed, model, name)
+    candidates = move.candidates
     with warned(f"{move.message}; {TOLD}"):
         summary.note(config.work, last.sweep, champion=move.champion)
         passed_over = tables.passed_over(candidates, move)
@@ -120,20 +118,21 @@ def rollback(run: Run) -> None:
 
 
 def route(run: Run) -> None:
-    routing = run.config.routing
-    if routing.rollback is not None:
-        routes.roll_back(run.engines(), routing.rollback, _say)
+    asked = run.config.routing
+    if asked.rollback is not None:
+        _say(routing.roll_back(run.engines(), asked.rollback))
     else:
-        routes.route(run.engines(), routing.routes or {}, _say)
+        _say(routing.route(run.engines(), asked.routes or {}))
 
 
 def monitor(run: Run) -> None:
     """Move routes according to a snapshot of the fleet. Raises GateRefusal if a monitor broke."""
-    routes.monitor(run.engines(), run.config.monitor, _say)
+    _say(routing.monitor(run.engines(), run.config.monitor))
 
 
-def _say(line: str) -> None:
-    console.say(escape(line))
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        console.say(escape(line))
 
 
 def verify(run: Run) -> None:
@@ -159,15 +158,14 @@ def audit(run: Run) -> None:
     found = open_backend(config.backend).audit(locate_checkpoint(config.model.path))
     lines = [*scale_findings(found.layers), *found.problems]
     sides = 2 * len(found.layers)
-    for line in lines:
-        _say(line)
+    _say(lines)
     if lines:
         raise GateRefusal(
             f"model.path={config.model.path}: {len(lines)} findings on {sides} scales of {len(found.layers)} layers "
             f"({found.engine}); stage=build backend={config.backend.name} writes a checkpoint whose scales it loads"
         )
     used = [scale for layer in found.layers for scales in layer.used.values() for scale in scales]
-    _say(f"{found.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}")
+    _say([f"{found.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}"])
 
 
 STAGES = {"promote": promote, "rollback": rollback, "verify": verify, "audit": audit, "route": route, "monitor": monitor}

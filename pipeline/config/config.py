@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.config.override_syntax import written
-from pipeline.registry.routing.files import MonitorConfig, RoutingConfig
+from pipeline.registry.monitors import MonitorConfig, RoutingConfig
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Tracking
 from stages.checkpoints.places import checkpoint_label

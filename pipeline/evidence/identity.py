@@ -23,6 +23,7 @@ from stages.core.digest import files_digest, json_digest
 from stages.core.errors import UserError, short
 from stages.core.strict import StrictModel, Unreadable, first_problem, parse_json, read_file
 from stages.engines.bundle import BUNDLE_FILE
+from stages.policies.policy import KVPolicy
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.verdict.thresholds import RULES, Thresholds, Verdict
 from stages.workloads.config import WorkloadsConfig
@@ -159,6 +160,11 @@ class Identity(Lineage, extra="forbid"):
     verdict: Verdict  # type: ignore[assignment]  # the lineage does not depend on its form
     signer: str | None = None
     """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""
+
+    @property
+    def kv(self) -> KVPolicy:
+        """Policy of the judged engine. Raises KeyError or ValueError if the engine's configuration has no valid policy."""
+        return KVPolicy.model_validate(self.link("engine").parts["config"]["kv"])
 
 
 def read_identity(path: Path) -> Identity:

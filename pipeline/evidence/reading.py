@@ -5,13 +5,10 @@ There are two layouts. In the artifact store, evidence is in `identity/KEY/` and
 version in the second layout.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
 from pipeline.evidence.identity import (
     IDENTITY_FILE,
@@ -21,21 +18,16 @@ from pipeline.evidence.identity import (
     Role,
     answers_input,
     measured_role,
-    read_bundle,
     read_identity,
     round_input,
 )
 from pipeline.registry.findings import Finding
-from pipeline.registry.promotion import RegisteredEngine
 from pipeline.registry.signing import SIGNATURE_FILE
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, json_digest, kind_of
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.engines.bundle import BUNDLE_FILE
-from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate, Cited
-from stages.verdict.coverage import Limits
-from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents")
@@ -141,41 +133,6 @@ def registered_evidence(known: Mapping[str, Path], version: Version) -> Evidence
     if evidence.report is None:
         raise GateRefusal(f"{version}: its report is missing, or cannot be read")
     return evidence
-
-
-def registered_engine(
-    known: Mapping[str, Path], replay: Callable[[Evidence], Sequence[Finding]], version: Version
-) -> RegisteredEngine:
-    """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
-
-    `known` are the store's `identities`. `replay` checks the evidence when the engine is verified.
-
-    Raises:
-        GateRefusal: the evidence is missing or unreadable, or other rules decided.
-    """
-    evidence = registered_evidence(known, version)
-    identity, report, store = evidence.identity, evidence.report, evidence.directory.parent.parent
-    assert report is not None, "registered_evidence checks it"
-    record = dict[str, Any]()
-    with suppress(UserError):  # the replay reports a bundle that cannot be read
-        record = read_bundle(store / identity.link("engine").place)
-    try:
-        policy = KVPolicy.model_validate(identity.link("engine").parts["config"]["kv"])
-        built_for = Limits.of_bundle(record)
-    except (KeyError, ValueError) as error:
-        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
-    cited = Cited(path=evidence.directory / IDENTITY_FILE, digest=version.identity_digest)
-    candidate = judged_candidate(identity, cited, report, store)
-    names = {"name": version.tags.get("kv", identity.policy), "run_id": version.run_id, "version": version.number}
-    return RegisteredEngine(
-        candidate.model_copy(update=names),
-        report,
-        evidence.rows,
-        policy,
-        built_for,
-        decide=partial(decide, thresholds=identity.gates),
-        replay=partial(replay, evidence),
-    )
 
 
 def judged_candidate(identity: Identity, cited: Cited, report: EvaluationReport, store: Path) -> Candidate:

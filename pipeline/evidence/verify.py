@@ -15,22 +15,29 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
-from pipeline.evidence.reading import Evidence, lineage
+from pipeline.evidence.reading import Evidence, judged_candidate, lineage, registered_evidence
 from pipeline.loading import required_libraries
 from pipeline.registry.findings import Finding
+from pipeline.registry.promotion import RegisteredEngine
 from pipeline.registry.signing import SigningConfig
+from pipeline.registry.tracking import Version
 from pipeline.store.store import MANIFEST, read_manifest
 from stages.checkpoints.files import END_FILES, TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.verdict.candidate import Candidate, Cited
+from stages.verdict.coverage import Limits
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
+from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import WorkloadsConfig
 
 BOUND_TOLERANCE = 1e-9
@@ -56,6 +63,34 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
         tokenizer_intact = not altered & {f"engine: {name}" for name in (*END_FILES, *TOKENIZER_FILES)}
         findings += _report(evidence, evidence.report, tokenizer_intact)
     return findings
+
+
+def registered_engine(
+    known: Mapping[str, Path], signing: SigningConfig, gates: Thresholds | None, version: Version
+) -> RegisteredEngine:
+    """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
+
+    `known` are the store's `identities`. The verdict is decided again by `gates`, or is the recorded one if `gates` is None.
+
+    Raises:
+        GateRefusal: the evidence is missing or unreadable, or other rules decided.
+    """
+    evidence = registered_evidence(known, version)
+    identity, report, store = evidence.identity, evidence.report, evidence.directory.parent.parent
+    assert report is not None, "registered_evidence checks it"
+    record = dict[str, Any]()
+    with suppress(UserError):  # the replay reports a bundle that cannot be read
+        record = read_bundle(store / identity.link("engine").place)
+    try:
+        policy, built_for = identity.kv, Limits.of_bundle(record)
+        verdict = identity.verdict if gates is None else decide(report, evidence.rows, gates)
+    except (KeyError, ValueError) as error:
+        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+    cited = Cited(path=evidence.directory / IDENTITY_FILE, digest=version.identity_digest)
+    names = {"name": version.tags.get("kv", identity.policy), "run_id": version.run_id, "version": version.number}
+    candidate = judged_candidate(identity, cited, report, store).model_copy(update=names | Candidate.decided(verdict))
+    workloads = frozenset(row.workload for row in evidence.rows)
+    return RegisteredEngine(candidate, report.limits, built_for, policy, workloads, partial(replay, evidence, signing))
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:

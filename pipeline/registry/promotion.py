@@ -2,8 +2,8 @@
 
 The aliases are `candidate` (the last registered version that did not fail; removed if the same engine then fails), `champion`
 (the version that serves) and `previous` (the version that the champion replaced). Evidence is found by the digest that the
-registry cites. Before a promotion it is replayed, and the gates decide again (`RegisteredEngine.verify`). This module does
-not use MLflow; `pipeline.registry.mlflow_store` implements `Registry`.
+registry cites. Before a promotion it is replayed, and the gates decide again: those of the command, or for a rollback those
+that judged it. This module does not use MLflow; `pipeline.registry.mlflow_store` implements `Registry`.
 
 A promotion tags the version with its author, the time and the replaced version, then moves `previous`, then `champion`. To
 finish a promotion that was killed, run it again. A rollback makes `previous` the champion and removes `previous`, so a second
@@ -36,9 +36,6 @@ from stages.engines.config import serves_last
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
-from stages.verdict.gates import Decide
-from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import Verdict
 
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
@@ -87,6 +84,8 @@ class PromotionMove:
 
     champion: str
     message: str
+    candidates: tuple[Candidate, ...] = ()
+    """Candidates that a promotion compared, decided again."""
 
 
 def live_tokens(candidate: Candidate) -> float:
@@ -99,70 +98,50 @@ class RegisteredEngine:
     """A registered engine with its evidence, which was read from this machine once."""
 
     candidate: Candidate
-    report: EvaluationReport
-    rows: Sequence[SampleRow]
-    policy: KVPolicy
+    """Its verdict was decided again by the gates of the command."""
+    limits: Limits | None
+    """Limits that the verdict covers."""
     built_for: Limits
     """Limits that the engine's bundle imposes."""
-    decide: Decide
-    """Decides by the gates that judged the engine."""
+    policy: KVPolicy
+    workloads: frozenset[str]
+    """Workloads that the engine was judged on."""
     replay: Callable[[], Sequence[Finding]]
     """Checks the evidence again, as `pipeline.evidence.verify.replay` does."""
 
-    @property
-    def version(self) -> str:
-        return self.candidate.version
+    @cached_property
+    def _problem(self) -> Finding | None:
+        problems = [finding for finding in self.replay() if finding.status != "same"]
+        return min(problems, key=lambda finding: finding.library_missing, default=None)  # missing libraries last
 
-    @property
-    def live_tokens(self) -> int:
-        """Tokens that the memory of `load` holds at once. Promotions rank engines by this number too."""
-        return self.report.system.max_live_tokens
-
-    @property
-    def workloads(self) -> set[str]:
-        return {row.workload for row in self.rows}
-
-    def judged(self, decide: Decide) -> Candidate:
-        """Return the candidate with the verdict of other gates."""
-        return self.candidate.model_copy(update=Candidate.decided(decide(self.report, self.rows)))
-
-    def verify(self, decide: Decide) -> Verdict:
-        """Check the evidence again, and return the verdict, decided again.
+    def verify(self) -> None:
+        """Check the evidence again (once, because a replay takes seconds), the verdict and its reach.
 
         Raises:
             GateRefusal: the first problem.
             MissingRequirement: there is no problem, but the replay needs a library that is not installed.
         """
-        problems = [finding for finding in self.replay() if finding.status != "same"]
-        first = min(problems, key=lambda finding: finding.library_missing, default=None)  # missing libraries last
-        if first is not None:
-            raise (MissingRequirement if first.library_missing else GateRefusal)(str(first))
-        verdict = decide(self.report, self.rows)
-        covered = self.report.limits
-        if verdict.status != "PASS":
-            raise GateRefusal(f"decided again from its samples it is {verdict.status}: {'; '.join(verdict.reasons)}")
-        beyond = covered.exceeded_by(self.built_for) if covered is not None else None
+        if self._problem is not None:
+            raise (MissingRequirement if self._problem.library_missing else GateRefusal)(str(self._problem))
+        if self.candidate.verdict != "PASS":
+            reasons = "; ".join(self.candidate.reasons)
+            raise GateRefusal(f"decided again from its samples it is {self.candidate.verdict}: {reasons}")
+        beyond = self.limits.exceeded_by(self.built_for) if self.limits is not None else None
         if beyond is not None:
             raise GateRefusal(beyond)
-        return verdict
 
     def __str__(self) -> str:
-        return f"version {self.version} ({self.candidate.name})"
+        return f"version {self.candidate.version} ({self.candidate.name})"
 
 
 @dataclass
 class Engines:
-    """The registered engines of a model, and the checks before an alias moves.
-
-    A command reads the registry, an engine's evidence and its replay once: a replay takes seconds.
-    """
+    """The registered engines of a model, and the moves of the champion. A command reads the registry and each engine once."""
 
     registry: Registry
     read: Callable[[Version], RegisteredEngine]
     """Returns the engine of a version, read from its artifacts. Raises GateRefusal if the evidence is missing."""
-    decide: Decide
     _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
-    _proofs: dict[str, Verdict] = field(default_factory=dict, init=False)
 
     @cached_property
     def model(self) -> RegisteredModel:
@@ -175,76 +154,36 @@ class Engines:
             self._found[version.number] = self.read(version)
         return self._found[version.number]
 
-    def verify(self, candidate: Candidate) -> Verdict:
-        """Check the engine of a candidate as `RegisteredEngine.verify` does."""
-        if candidate.version not in self._proofs:
-            engine = self.find(self.model.versions[candidate.version])
-            self._proofs[candidate.version] = engine.verify(self.decide)
-        return self._proofs[candidate.version]
+    def _verify(self, candidate: Candidate) -> None:
+        self.find(self.model.versions[candidate.version]).verify()
 
-    def judged_again(self, listed: Sequence[Candidate], model: str, name: str | None = None) -> list[Candidate]:
-        """Return the candidates of a summary, read from their artifacts, with verdicts that are decided again.
+    def promote(self, listed: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
+        """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
 
-        The summary only provides the version numbers.
+        Of the `listed` candidates, which a summary provides, only the version numbers count. The present champion stays if no
+        candidate is better, except if there is a `name`.
 
         Raises:
-            GateRefusal: a candidate is not registered, or belongs to another model.
+            GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
+            MissingRequirement: the replay needs a library that is not installed.
         """
-        found: dict[str, Candidate] = {}
-        for named in listed:
-            version = self.model.versions.get(named.version)
-            if version is None:
-                lost = f"version {named.version} is not in the registry" if named.version else "it is not registered"
-                raise GateRefusal(
-                    f"{named.name} is not promoted: {lost}{'' if named.version else ' (tracking.enabled=false?)'}"
-                )
-            if version.number in found or name not in (None, version.name):
-                continue
-            candidate = self.find(version).judged(self.decide)
-            if candidate.model != model:
-                raise GateRefusal(f"{candidate.name} is not promoted: {version} is of model {candidate.model}, not {model}")
-            found[version.number] = candidate
-        return list(found.values())
-
-    def incumbent(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the champion if it competes with the candidates; else None.
-
-        It competes if it has the same checkpoint as a candidate, another name, and still passes. Checkpoints are compared
-        because a rebuilt baseline has another digest. If a candidate has the champion's name, the champion was judged again,
-        and only the new evidence counts.
-        """
-        serving = self.model.pointed_at.get("champion")
-        if serving is None or serving.name in [one.name for one in candidates]:
-            return None
-        try:
-            found = self.find(serving).judged(self.decide)
-        except GateRefusal:  # another work directory judged it, or it was deleted
-            return None
-        return found if found.verdict == "PASS" and any(one.checkpoint == found.checkpoint for one in candidates) else None
-
-    def promote(
-        self, candidates: Sequence[Candidate], *, name: str | None = None, rival: Candidate | None = None
-    ) -> PromotionMove:
-        """Make the best candidate that passed the champion.
-
-        With a `name`, the user requested the only candidate by name. The `rival` is the current champion. It stays if no
-        candidate is better, except if there is a `name`.
-        """
-        registry = self.registry
-        best = choose(candidates) if name is not None else choose(candidates, self._rolled_back(self.model))
-        if rival is not None and name is None and choose([best, rival]) is rival:
+        registry, candidates = self.registry, self._judged_again(listed, model, name)
+        best = choose(candidates, {} if name is not None else self._rolled_back(self.model))
+        rival = self._incumbent(candidates) if name is None else None
+        compared = tuple(candidates if rival is None else [*candidates, rival])
+        if rival is not None and choose([best, rival]) is rival:
             with suppress(GateRefusal, MissingRequirement):  # without valid evidence, a champion cannot block a promotion
-                self.verify(rival)
-                return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
+                self._verify(rival)
+                return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion", compared)
         try:
-            covered = self.verify(best).covered
+            self._verify(best)
         except (GateRefusal, MissingRequirement) as error:
             raise error.with_message(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
             now = registry.read()
             old = now.aliases.get("champion")
             if old == best.version:
-                return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already")
+                return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
             since = self._rolled_back(now).get(best.report.digest)
             if since is not None and name is None:  # by another user during the replay
                 raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
@@ -255,8 +194,40 @@ class Engines:
             registry.set_alias("champion", best.version)
         over = f" over version {old}" if old is not None else ""
         note = f"; it had been rolled back at {since}" if since is not None else ""
-        held = f", {covered}" if covered is not None else ""
-        return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion{over}{note}{held}")
+        held = f", {best.covered}" if best.covered is not None else ""
+        message = f"{best.name} (version {best.version}) is the champion{over}{note}{held}"
+        return PromotionMove(best.name, message, compared)
+
+    def _judged_again(self, listed: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
+        """Return the listed candidates, read from their artifacts and decided again."""
+        found: dict[str, Candidate] = {}
+        for one in listed:
+            version = self.model.versions.get(one.version)
+            if version is None:
+                lost = f"version {one.version} is not in the registry" if one.version else "it is not registered"
+                raise GateRefusal(f"{one.name} is not promoted: {lost}{'' if one.version else ' (tracking.enabled=false?)'}")
+            if name not in (None, version.name):
+                continue
+            found[version.number] = candidate = self.find(version).candidate
+            if candidate.model != model:
+                raise GateRefusal(f"{candidate.name} is not promoted: {version} is of model {candidate.model}, not {model}")
+        return list(found.values())
+
+    def _incumbent(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return the champion if it competes with the candidates; else None.
+
+        It competes if it has the same checkpoint as a candidate, another name, and still passes. Checkpoints are compared
+        because a rebuilt baseline has another digest. If a candidate has the champion's name, the champion was judged again,
+        and only the new evidence counts.
+        """
+        serving = self.model.pointed_at.get("champion")
+        if serving is None or serving.name in [one.name for one in candidates]:
+            return None
+        try:
+            found = self.find(serving).candidate
+        except GateRefusal:  # another work directory judged it, or it was deleted
+            return None
+        return found if found.verdict == "PASS" and any(one.checkpoint == found.checkpoint for one in candidates) else None
 
     def _rolled_back(self, model: RegisteredModel) -> dict[str, str]:
         """Return the time at which an engine was rolled back, by the digest of its report."""
@@ -268,10 +239,7 @@ class Engines:
         return times
 
     def rollback(self) -> PromotionMove:
-        """Bring the previous champion back after a replay of its evidence.
-
-        The gates that judged it decide again, so that a rollback needs none of the original command's keys.
-        """
+        """Bring the previous champion back after a replay of its evidence."""
         registry = self.registry
         with locked(registry.lock, "a rollback"):
             now = registry.read()
@@ -284,8 +252,7 @@ class Engines:
             if version is None:
                 raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
             try:
-                engine = self.find(version)
-                engine.verify(engine.decide)
+                self.find(version).verify()
             except (GateRefusal, MissingRequirement) as error:
                 raise error.with_message(f"stage=rollback: version {previous} does not serve again: {error}") from error
             if bad in now.versions:

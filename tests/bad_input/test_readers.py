@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 from bad_input.makers import CONFIG, checkpoint, safetensors, shapes
 from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.registry import summary
-from pipeline.registry.routing.files import MonitorConfig, read_snapshot
+from pipeline.registry.monitors import MonitorConfig, read_snapshot
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.shapes import read_model

@@ -125,7 +125,7 @@ def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | N
     elif kind == "promote":
         last, store = summary.load(work), open_tracking(work, uri)
         try:
-            engines_in(work, store).promote(last.candidates)
+            engines_in(work, store).promote(last.candidates, "tiny")
         except GateRefusal as error:
             if "rolled back" not in str(error) and "no candidate" not in str(error):
                 raise
@@ -210,7 +210,7 @@ def move(work: Path, name: str | None, ready: Callable[[], object] = lambda: Non
             engines_in(work, store).rollback()
         else:
             asked = [one for one in last.candidates if one.name == name]
-            engines_in(work, store).promote(asked, name=name)
+            engines_in(work, store).promote(asked, "tiny", name)
 
 
 def test_four_processes_that_move_at_once_leave_a_champion(checkpoint: Path, tmp_path: Path) -> None:

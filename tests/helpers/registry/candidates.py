@@ -86,10 +86,10 @@ def engines_of(
     registry: Registry,
     candidates: Iterable[Candidate],
     replay: Callable[[Candidate], Sequence[Finding]] = replay_without_findings,
-    decide: Decide = decide_pass,
+    decide: Decide | None = None,
     **changes: Any,
 ) -> Engines:
-    """Return the registered engines of candidates. Any replay and any gates of an identity pass them by default.
+    """Return the registered engines of candidates. By default their replay finds no difference and their verdicts stay.
 
     `changes` are fields of every engine.
     """
@@ -100,10 +100,16 @@ def engines_of(
             raise GateRefusal(f"{version} has no evidence")
         candidate = known[version.number]
         folder = candidate.report.path.parent
-        evidence = candidate, load_report(folder), load_rows(folder), FP16_POLICY, Limits()
-        return replace(RegisteredEngine(*evidence, decide_pass, partial(replay, candidate)), **changes)
+        report, rows = load_report(folder), load_rows(folder)
+        decided = (
+            {"covered": report.limits and str(report.limits)} if decide is None else Candidate.decided(decide(report, rows))
+        )
+        candidate = candidate.model_copy(update=decided)
+        workloads = frozenset(one.workload for one in rows)
+        engine = RegisteredEngine(candidate, report.limits, Limits(), FP16_POLICY, workloads, partial(replay, candidate))
+        return replace(engine, **changes)
 
-    return Engines(registry, read, decide)
+    return Engines(registry, read)
 
 
 class MemoryRegistry:

@@ -15,7 +15,8 @@ from helpers.verdicts.reports import every_class, report
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_lineage, write_identity
-from pipeline.evidence.reading import identities, registered_engine
+from pipeline.evidence.reading import identities
+from pipeline.evidence.verify import registered_engine
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Location, Version
 from pipeline.store.store import Store
@@ -108,7 +109,9 @@ def cited_tags(evidence: Path) -> dict[str, str]:
 
 def candidate_of(evidence: Path) -> Candidate:
     """Return a judged engine as a candidate that is registered as version 1."""
-    return registered_engine(identities(evidence.parents[1]), lambda _: (), Version("1", cited_tags(evidence), "run")).candidate
+    return registered_engine(
+        identities(evidence.parents[1]), SigningConfig(), None, Version("1", cited_tags(evidence), "run")
+    ).candidate
 
 
 def _write(files: dict[str, str]) -> Callable[[Path], None]:

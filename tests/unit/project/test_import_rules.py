@@ -50,7 +50,6 @@ ROOMS = (
     "stages.report",
     "pipeline.store",
     "pipeline.registry",
-    "pipeline.registry.routing",
     "pipeline.config",
     "pipeline.loading",
     "pipeline.evidence",

@@ -9,7 +9,7 @@ import pytest
 from helpers.registry.candidates import MemoryRegistry, engines_of, judged_candidate
 
 from pipeline.registry.promotion import mover
-from pipeline.registry.routing.stages import Aliases, Move, aliases_of, make_moves
+from pipeline.registry.routing import Move, Route, make_moves, route_of
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate
 
@@ -43,7 +43,7 @@ def three(registry: Dying, tmp_path: Path) -> list[Candidate]:
 
 def put_forward(registry: MemoryRegistry, *candidates: Candidate) -> None:
     for candidate in candidates:
-        engines_of(registry, registry.candidates).promote([candidate])
+        engines_of(registry, registry.candidates).promote([candidate], "tiny", candidate.name)
 
 
 def killed(registry: Dying, act: Callable[[], object]) -> Iterator[dict[str, str]]:
@@ -80,7 +80,7 @@ def test_a_promotion_by_name_of_a_rolled_back_engine_is_finished_too(registry: D
     engines_of(registry, three).rollback()
 
     def by_name() -> None:
-        engines_of(registry, three).promote([three[1]], name="fp8")
+        engines_of(registry, three).promote([three[1]], "tiny", "fp8")
 
     for _ in killed(registry, by_name):
         by_name()
@@ -105,7 +105,7 @@ def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(re
     assert len(three) == 3
 
     def route(version: str) -> None:
-        before = aliases_of(registry.read(), "copy")
+        before = route_of(registry.read(), "copy")
         make_moves(registry, [Move("copy", before, before.moved_to(version), "a test")])
 
     route("1")
@@ -113,7 +113,7 @@ def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(re
         assert left["route-copy"] in ("1", "3")
         assert left["route-copy"] == "1" or left["route-copy-previous"] == "1"
         route("3")
-        assert aliases_of(registry.read(), "copy") == Aliases("3", "1")
+        assert route_of(registry.read(), "copy") == Route("3", "1")
 
 
 def test_a_move_says_who_made_it_and_never_a_password() -> None:

@@ -9,8 +9,16 @@ import pytest
 from helpers.registry.routes import Fleet
 
 from pipeline.config.compose import plan
-from pipeline.registry.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
-from pipeline.registry.routing.stages import ALPHA, Aliases, Reading, aliases_of, monitor, quality_holds, read_monitors, step
+from pipeline.registry.monitors import (
+    ALPHA,
+    ClassSnapshot,
+    MonitorConfig,
+    Reading,
+    quality_holds,
+    read_monitors,
+    read_snapshot,
+)
+from pipeline.registry.routing import Route, monitor, route_of, step
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Cited
 
@@ -54,9 +62,7 @@ def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
 
 def monitored(fleet: Fleet, version: str = "1", **changes: object) -> list[str]:
     """Check a snapshot of the class `copy`; return the output. Raises if a monitor breaks."""
-    said: list[str] = []
-    monitor(fleet.engines, limits(fleet, {"classes": {"copy": {**WELL, "version": version, **changes}}}), said.append)
-    return said
+    return list(monitor(fleet.engines, limits(fleet, {"classes": {"copy": {**WELL, "version": version, **changes}}})))
 
 
 def read(**changes: object) -> list[Reading]:
@@ -104,7 +110,7 @@ def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: 
     int8_then_fp8(fleet)
     with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
         monitored(fleet, "2", **broken)
-    assert aliases_of(fleet.registry.read(), "copy") == Aliases("1")
+    assert route_of(fleet.registry.read(), "copy") == Route("1")
     assert fleet.registry.read().left("copy") == {"2"}
     assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
@@ -122,7 +128,7 @@ def pressed(fleet: Fleet, version: str = "1", **changes: object) -> tuple[str | 
     said: list[str] = []
     snapshot = {"classes": {"copy": {**WELL, "version": version, **FULL, **changes}}}
     try:
-        monitor(fleet.engines, limits(fleet, snapshot), said.append)
+        said.extend(monitor(fleet.engines, limits(fleet, snapshot)))
     except GateRefusal:
         said.append("refused")
     return fleet.route("copy"), said
@@ -137,7 +143,7 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
         assert version is not None
         taken.append(version)
     assert [fleet.candidates[version].policy for version in taken] == ["fp8", "fp8k_int4v_aged", "fp8k_int4v", "int4"]
-    assert aliases_of(fleet.registry.read(), "copy").previous == "3"
+    assert route_of(fleet.registry.read(), "copy").previous == "3"
     version, said = pressed(fleet, "2")
     assert (version, said[-1]) == ("2", "refused")
 
@@ -191,7 +197,7 @@ def test_a_broken_class_does_not_move_other_classes(fleet: Fleet) -> None:
         fleet.routed(copy=policy, retrieval=policy)
     classes = {"copy": {**WELL, "version": "2", **NO_JSON}, "retrieval": {**WELL, "version": "2"}}
     with pytest.raises(GateRefusal, match=": copy: broken"):
-        monitor(fleet.engines, limits(fleet, {"classes": classes}), lambda _line: None)
+        list(monitor(fleet.engines, limits(fleet, {"classes": classes})))
     assert (fleet.route("copy"), fleet.route("retrieval")) == ("1", "2")
 
 
@@ -234,5 +240,5 @@ def test_a_class_without_a_route_and_a_version_that_does_not_exist_are_bad_input
         broken = {**WELL, **NO_JSON, "version": "2"}
         classes = {"copy": broken, name: {**broken, "version": version}}
         with pytest.raises(UserError, match=expected):
-            monitor(fleet.engines, limits(fleet, {"classes": classes}), lambda _line: None)
+            list(monitor(fleet.engines, limits(fleet, {"classes": classes})))
     assert fleet.registry.moves == []

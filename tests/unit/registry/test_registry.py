@@ -13,7 +13,6 @@ from pipeline.registry.promotion import PromotionMove, choose
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
-from stages.verdict.gates import Decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.thresholds import Status, Verdict
 
@@ -42,7 +41,7 @@ def changed(candidate: Candidate, **changes: Any) -> Candidate:
 
 def promote(registry: MemoryRegistry, *candidates: Candidate, name: str | None = None, **given: Any) -> PromotionMove:
     """Promote candidates. `given` are arguments of `engines_of`."""
-    return engines_of(registry, registry.candidates, **given).promote(candidates, name=name)
+    return engines_of(registry, registry.candidates, **given).promote(candidates, "tiny", name)
 
 
 def rollback(registry: MemoryRegistry, **given: Any) -> PromotionMove:
@@ -57,9 +56,9 @@ def test_an_engine_is_read_and_replayed_once_a_command(fp8: Candidate, registry:
         return ()
 
     engines = engines_of(registry, [fp8], replay)
-    (judged,) = engines.judged_again([fp8], "tiny")
+    assert engines.promote([fp8], "tiny").message == "fp8 (version 1) is the champion"
     fp8.report.path.unlink()
-    assert engines.verify(judged) is engines.verify(fp8)
+    assert engines.promote([fp8], "tiny").message == "fp8 (version 1) is the champion already"
     assert replays == ["fp8"]
 
 
@@ -79,23 +78,35 @@ def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registr
 def test_the_champion_stays_if_nothing_better_passed_unless_a_name_is_given(tmp_path: Path, registry: MemoryRegistry) -> None:
     small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
     promote(registry, small)
-
-    def rival(*judged: Candidate, champion: Candidate = small, decide: Decide = decide_pass) -> Candidate | None:
-        return engines_of(registry, [champion], decide=decide).incumbent(judged)
-
-    def moved(*judged: Candidate, name: str | None = None) -> PromotionMove:
-        return engines_of(registry, registry.candidates).promote(judged, name=name, rival=rival(*judged))
-
-    stays = moved(large)
+    stays = promote(registry, large)
     assert (stays.champion, "(version 1) stays the champion" in stays.message) == ("fp8k_int4v", True)
-    assert rival(small) is None, "it was judged anew"
+    assert stays.candidates == (large, small)
+    assert promote(registry, large, name="int8").champion == "int8"
+    assert promote(registry, small, large).champion == "fp8k_int4v"
+    assert promote(registry, make(tmp_path, registry, "int4", kib=0.5)).champion == "int4"
+
+
+def test_a_champion_competes_only_if_it_passes_and_has_the_candidates_checkpoint(
+    tmp_path: Path, registry: MemoryRegistry
+) -> None:
+    small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
+    promote(registry, small)
     rebuilt = changed(small, checkpoint="of one", baseline=Cited(path=tmp_path, digest="of a rebuilt baseline"))
-    assert rival(changed(large, checkpoint="of one"), champion=rebuilt) is not None
-    assert rival(changed(large, checkpoint="of another"), champion=rebuilt) is None
-    says_no = lambda *_: Verdict(status="FAIL", reasons=[], checks=[], samples_needed={})  # noqa: E731
-    assert rival(large, decide=says_no) is None
-    better = make(tmp_path, registry, "int4", kib=0.5)
-    assert (moved(better).champion, moved(large, name="int8").champion) == ("int4", "int8")
+    for champion, candidate, competes in (
+        (rebuilt, changed(large, checkpoint="of one"), True),
+        (rebuilt, changed(large, checkpoint="of another"), False),
+        (changed(small, metrics={}), large, False),  # the larger cache wins
+    ):
+        registry.aliases = {"champion": "1"}
+        move = engines_of(registry, [champion, candidate]).promote([candidate], "tiny")
+        assert (move.champion == "fp8k_int4v") is competes
+
+    def fails(report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
+        status: Status = "FAIL" if report.engine_digest == small.engine.digest else "PASS"
+        return Verdict(status=status, reasons=[], checks=[], samples_needed={})
+
+    registry.aliases = {"champion": "1"}
+    assert promote(registry, large, decide=fails).champion == "int8"
 
 
 def test_live_tokens_decide_then_the_lower_mean_kl_and_unknown_figures_lose(fp8: Candidate) -> None:
@@ -129,7 +140,7 @@ def test_promote_decides_again_and_believes_no_claimed_pass(fp8: Candidate, regi
         assert rows == [sample], "unicode line separators end no row"
         return Verdict(status=verdict, reasons=["mean KL too high"], checks=[], samples_needed={})
 
-    with pytest.raises(GateRefusal, match=f"it is {verdict}: mean KL too high"):
+    with pytest.raises(GateRefusal, match=rf"no candidate passed: fp8: {verdict} \(mean KL too high\)"):
         promote(registry, cited, decide=says_no)
 
 
@@ -156,23 +167,24 @@ def test_promote_refuses_on_the_first_finding_that_is_not_the_same(
 
 
 def test_an_engine_that_allows_more_than_its_verdict_covers_is_not_promoted(fp8: Candidate, registry: MemoryRegistry) -> None:
-    report = load_report(fp8.report.path.parent)
-    covered = report.model_copy(update={"coverage": Exercised(longest_context=1003, batch=16)})
-    for limits, expected in (
+    limits = Exercised(longest_context=1003, batch=16)
+    report = load_report(fp8.report.path.parent).model_copy(update={"coverage": limits})
+    fp8.report.path.write_text(report.model_dump_json())
+    for built_for, expected in (
         (Limits(tokens=4096, batch=16), "up to 1,003 tokens, batch 16, and its bundle allows 4,096 tokens: build it for 1024"),
         (Limits(tokens=1024, batch=32), "and its bundle allows batches of 32: build it for 16"),
     ):
         with pytest.raises(GateRefusal, match=expected):
-            promote(registry, fp8, report=covered, built_for=limits)
+            promote(registry, fp8, built_for=built_for)
     assert registry.moves == []
-    move = promote(registry, fp8, report=covered, built_for=Limits(tokens=1024, batch=16))
+    move = promote(registry, fp8, built_for=Limits(tokens=1024, batch=16))
     assert move.message.endswith("is the champion, up to 1,003 tokens, batch 16")
 
 
 def test_previous_is_set_before_champion_moves_and_promoting_the_champion_again_moves_nothing(
     tmp_path: Path, registry: MemoryRegistry
 ) -> None:
-    one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8")
+    one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8", kib=1.0)
     promote(registry, one)
     promote(registry, two)
     assert registry.moves[1:] == [("previous", "1"), ("champion", "2")]
@@ -183,8 +195,8 @@ def test_previous_is_set_before_champion_moves_and_promoting_the_champion_again_
 def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registry: MemoryRegistry) -> None:
     with pytest.raises(UserError, match="no previous champion"):
         rollback(registry)
-    for kv in ("int8", "fp8"):
-        promote(registry, make(tmp_path, registry, kv))
+    for kv, kib in (("int8", 2.0), ("fp8", 1.0)):
+        promote(registry, make(tmp_path, registry, kv, kib=kib))
     assert rollback(registry).champion == "int8"
     assert registry.aliases == {"champion": "1"}
     assert "rolled_back_at" in registry.versions["2"]
@@ -193,8 +205,8 @@ def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registr
 
 
 def test_a_rollback_replays_the_evidence_of_the_version_that_it_goes_back_to(tmp_path: Path, registry: MemoryRegistry) -> None:
-    for kv in ("int8", "fp8"):
-        promote(registry, make(tmp_path, registry, kv))
+    for kv, kib in (("int8", 2.0), ("fp8", 1.0)):
+        promote(registry, make(tmp_path, registry, kv, kib=kib))
     with pytest.raises(
         GateRefusal, match="stage=rollback: version 1 does not serve again: weights: differs, recorded a, found b"
     ):
@@ -228,12 +240,12 @@ def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_ag
     forged = Cited(path=tmp_path, digest="forged")
     edited = changed(fp8, name="int8", verdict="FAIL", metrics={"memory/max_live_tokens": 1e9}, engine=forged)
 
-    def again(listed: Sequence[Candidate], model: str = "tiny") -> list[Candidate]:
-        return engines_of(registry, [changed(fp8, verdict="INCONCLUSIVE")]).judged_again(listed, model)
+    def again(*listed: Candidate, model: str = "tiny") -> PromotionMove:
+        return engines_of(registry, [changed(fp8, verdict="INCONCLUSIVE")], decide=decide_pass).promote(listed, model)
 
-    assert again([edited, edited]) == [fp8]
+    assert again(edited, edited).candidates == (fp8,)
     with pytest.raises(GateRefusal, match=r"version 1 \(fp8\) is of model tiny, not llama"):
-        again([edited], "llama")
+        again(edited, model="llama")
     for lost, expected in (("", "not registered"), ("9", "version 9 is not in")):
         with pytest.raises(GateRefusal, match=expected):
-            again([changed(fp8, version=lost)])
+            again(changed(fp8, version=lost))

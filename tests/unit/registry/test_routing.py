@@ -5,15 +5,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.registry.candidates import decide_pass
 from helpers.registry.evidence_copies import edit
 from helpers.registry.judged_engine import cited_tags, judged_engine
 from helpers.registry.routes import Fleet
 
-from pipeline.evidence.reading import identities, registered_engine
-from pipeline.evidence.verify import replay
-from pipeline.registry.routing import stages
-from pipeline.registry.routing.stages import Aliases, aliases_of, roll_back
+from pipeline.evidence.reading import identities
+from pipeline.evidence.verify import registered_engine
+from pipeline.registry import routing
+from pipeline.registry.routing import Route, roll_back, route_of
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
 from pipeline.store.locks import locked
@@ -33,7 +32,7 @@ def fleet(tmp_path: Path) -> Fleet:
 
 
 def rolled_back(fleet: Fleet, workload: str) -> None:
-    roll_back(fleet.engines, workload, lambda _line: None)
+    assert len(list(roll_back(fleet.engines, workload))) == 1
 
 
 def test_each_class_gets_its_engine_and_an_engine_is_replayed_once(fleet: Fleet) -> None:
@@ -53,7 +52,7 @@ def test_the_same_routes_again_move_nothing_and_leave_the_way_back(fleet: Fleet)
     fleet.routed(copy="int8")
     fleet.routed(copy="fp8")
     assert fleet.routed(copy="fp8") == ["route-copy: version 2 (fp8), as it was"]
-    assert aliases_of(fleet.registry.read(), "copy") == Aliases("2", "3")
+    assert route_of(fleet.registry.read(), "copy") == Route("2", "3")
 
 
 def test_a_rollback_by_hand_goes_to_the_previous_engine_then_nowhere(fleet: Fleet) -> None:
@@ -118,7 +117,7 @@ def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet
         fleet.registry.aliases["route-copy"] = "1"
         return locked(path, purpose)
 
-    monkeypatch.setattr(stages, "locked", after_somebody_else)
+    monkeypatch.setattr(routing, "locked", after_somebody_else)
     with pytest.raises(GateRefusal, match="route-copy was moved meanwhile"):
         fleet.routed(**BOTH)
     assert fleet.registry.moves == []
@@ -128,14 +127,14 @@ def test_an_engine_is_found_in_the_store_by_its_versions_citations_and_its_evide
     store = tmp_path / "store"
     evidence = judged_engine(store)
     tags = cited_tags(evidence)
-    read = partial(registered_engine, identities(store), partial(replay, signing=SigningConfig()))
+    read = partial(registered_engine, identities(store), SigningConfig(), None)
     found = read(Version("4", tags))
-    assert (found.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")
+    assert (found.candidate.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")
     assert {"retrieval", "copy"} <= found.workloads
     assert {finding.status for finding in found.replay()} == {"same"}
     (found.candidate.engine.path / "weights.bin").write_text("altered")
     with pytest.raises(GateRefusal, match=r"^engine: weights\.bin: differs, recorded "):
-        found.verify(decide_pass)
+        read(Version("4", tags)).verify()
     with pytest.raises(GateRefusal, match=r"version 4 \(int8\) has no evidence in"):
         read(Version("4", {**tags, "identity_digest": "0" * 64}))
     edit(found.candidate.engine.path / "bundle.json", lambda bundle: bundle.update(max_tokens="many"))

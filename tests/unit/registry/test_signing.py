@@ -144,7 +144,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(
     monkeypatch.setattr("pipeline.chain.run.open_store", lambda *_: registry)
     promotion = Run(config_of("stage=promote", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]"))
     with pytest.raises(GateRefusal, match=r"int8 is not promoted: signature: differs, no trusted key signed it"):
-        promotion.engines().promote([candidate_of(forged)])
+        promotion.engines().promote([candidate_of(forged)], "some-llm")
     with pytest.raises(GateRefusal, match=r"differs from the judged engine: signature$"):
         verify_stage(stage_verify(forged, ours[1]))
 

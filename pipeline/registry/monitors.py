@@ -1,17 +1,15 @@
-"""`routing.*` and `monitor.*`, and the file that the latter name: the snapshot of a fleet."""
+"""`routing.*` and `monitor.*`, the snapshot of a fleet, and what its monitors read.
 
+A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at ALPHA). It is
+**broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
+**unknown**: the number of requests is insufficient. Noise moves nothing. The bounds assume independent requests.
+"""
+
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import (
-    AfterValidator,
-    AwareDatetime,
-    BeforeValidator,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 
 from stages.core.errors import UserError
 from stages.core.strict import PathText, StrictModel, Unreadable, absolute, first_problem, parse_json, read_file
@@ -21,6 +19,8 @@ MAX_AGE_S = 900
 """Maximum seconds between now and `taken_at` of a snapshot."""
 PREVIOUS = "-previous"
 """Ending of the alias of a route's previous engine. No class name may have this ending."""
+ALPHA = 0.001
+"""One-sided error per monitor and snapshot: how often a class that is exactly at a limit counts as broken."""
 
 
 def _is_no_other_alias(name: str) -> str:
@@ -119,11 +119,47 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
         raise UserError(f"{where}: {error}") from None
     except ValidationError as error:
         raise UserError(f"{where}: {first_problem(error)}; correct it") from None
-    if snapshot.taken_at is not None:
-        away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
-        if away > MAX_AGE_S:
-            raise UserError(
-                f"{where}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, more than {MAX_AGE_S}; take a "
-                "new one"
-            )
+    taken_at = snapshot.taken_at
+    away = abs((datetime.now(UTC) - taken_at).total_seconds()) if taken_at is not None else 0
+    if taken_at is not None and away > MAX_AGE_S:
+        raise UserError(
+            f"{where}: taken_at={taken_at.isoformat()} is {away:,.0f} s from now, more than {MAX_AGE_S}; take a new one"
+        )
     return snapshot
+
+
+class Reading(NamedTuple):
+    """State of one monitor. A broken memory monitor means memory pressure; it is never unknown: all tokens are counted."""
+
+    kind: Literal["latency", "quality", "memory"]
+    name: str
+    status: Literal["holds", "broken", "unknown"]
+    text: str
+
+
+def quality_holds(readings: Sequence[Reading]) -> bool:
+    """Return whether monitors of quality exist and all are shown to hold."""
+    return {reading.status for reading in readings if reading.kind == "quality"} == {"holds"}
+
+
+def _share_reading(kind: Literal["latency", "quality"], name: str, share: Share, least: float) -> Reading:
+    from scipy.special import betaincinv
+
+    good, bad = share.good, share.of - share.good
+    lower = float(betaincinv(good, bad + 1, ALPHA)) if good else 0.0
+    upper = float(betaincinv(good + 1, bad, 1 - ALPHA)) if bad else 1.0
+    bounds = f"{100 * (1 - ALPHA):g} % bounds {lower:.4f} to {upper:.4f}"
+    text = f"{good:,} of {share.of:,}, {bounds}, least {least:g}"
+    return Reading(kind, name, "broken" if upper < least else "holds" if lower >= least else "unknown", text)
+
+
+def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
+    latency, memory, most = snapshot.latency, snapshot.memory, limits.max_live_share
+    found = [_share_reading("latency", f"latency within {latency.limit_ms:g} ms", latency, limits.min_within_limit)]
+    if snapshot.json_validity is not None:
+        found.append(_share_reading("quality", "JSON validity", snapshot.json_validity, limits.min_json_validity))
+    if snapshot.canaries is not None:
+        found.append(_share_reading("quality", "canaries", snapshot.canaries, limits.min_canary_accuracy))
+    pressure = memory.live_tokens / memory.max_tokens > most
+    tokens = f"{memory.live_tokens:,} of {memory.max_tokens:,} tokens live, pressure above {most:.0%}"
+    return [*found, Reading("memory", "memory", "broken" if pressure else "holds", tokens)]

@@ -1,0 +1,274 @@
+"""stage=route and stage=monitor: which engine serves each class of work. Each function yields the lines that it prints.
+
+Under memory pressure a class moves to the next smaller engine. Old values lose precision first and keys last: keys decide where
+attention looks, while values are averaged, which reduces their error. The candidates hold more live tokens than the present
+engine in the same memory, over the same baseline (so with the same model, weights and backend). They are tried in the order of
+`Step`. An engine that changes the keys is allowed only if every monitor of quality is shown to hold.
+
+A route is two aliases of the registered model: `route-CLASS` is the engine that serves the class, and `route-CLASS-previous`
+its predecessor. Servers read the first alias. A command decides on the aliases that it read. If an alias was moved meanwhile,
+the command moves nothing. The serving alias is written last, so that a killed command leaves a way back, and running it again
+completes the move. If a route moves back from a version, the registered model's tag `left-CLASS` gets the version: no monitor
+chooses it for this class again until `routing.routes` names it.
+"""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import NamedTuple, get_args
+
+from pipeline.registry.monitors import PREVIOUS, MonitorConfig, Reading, quality_holds, read_monitors, read_snapshot
+from pipeline.registry.promotion import Engines, RegisteredEngine, Registry, live_tokens
+from pipeline.registry.tracking import RegisteredModel
+from pipeline.store.locks import locked
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.policies.policy import KVPolicy, Side
+from stages.workloads.config import Workload
+
+
+class Route(NamedTuple):
+    """Versions at the aliases of a class."""
+
+    now: str | None
+    previous: str | None = None
+
+    def moved_to(self, version: str) -> "Route":
+        """Return the aliases after a move to a version. The engine that served before becomes the previous engine."""
+        before = self.now if self.now not in (None, version) else self.previous
+        return Route(version, before if before != version else None)
+
+
+class Move(NamedTuple):
+    """A change of a class's aliases, with the aliases that the decision was based on."""
+
+    workload: str
+    before: Route
+    after: Route
+    why: str
+    back: bool = False
+    """Whether the move leaves a broken engine."""
+
+    def __str__(self) -> str:
+        return f"version {self.before.now or 'none'} -> {self.after.now}: {self.why}"
+
+
+def alias_of(workload: str) -> str:
+    return f"route-{workload}"
+
+
+def route_of(model: RegisteredModel, workload: str) -> Route:
+    alias = alias_of(workload)
+    return Route(model.aliases.get(alias), model.aliases.get(f"{alias}{PREVIOUS}"))
+
+
+def way_back(model: RegisteredModel, workload: str, why: str) -> Move:
+    """Return the move to the previous engine of a class. Raises GateRefusal if this engine cannot serve.
+
+    The engine was proven when it was routed. It is not replayed, because a broken engine must not wait for that.
+    """
+    before = route_of(model, workload)
+    if before.previous is None or before.previous not in model.versions:
+        gone = "it has no previous engine" if before.previous is None else f"version {before.previous} was deleted"
+        raise GateRefusal(f"{alias_of(workload)} cannot go back: {gone}")
+    return Move(workload, before, Route(before.previous), f"{why}; to its previous engine", back=True)
+
+
+def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
+    """Make all moves, those back first. Raises GateRefusal if another command moved an alias meanwhile."""
+    with locked(registry.lock, "moving routes"):
+        model = registry.read()
+        for move in moves:
+            if route_of(model, move.workload) != move.before:
+                raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left unchanged; run it again")
+        for workload, before, after, _, back in sorted(moves, key=lambda move: not move.back):
+            left = model.left(workload)
+            versions = left | {str(before.now)} if back else left - {after.now}
+            if versions != left:
+                registry.set_left(workload, versions)
+            alias = alias_of(workload)
+            if after.previous not in (None, before.previous):
+                registry.set_alias(f"{alias}{PREVIOUS}", after.previous)
+            if after.now != before.now:
+                registry.set_alias(alias, after.now)
+            if after.previous is None and before.previous is not None:
+                registry.set_alias(f"{alias}{PREVIOUS}", None)
+
+
+class Step(NamedTuple):
+    """The changes that a smaller engine would bring. The smallest change sorts first."""
+
+    keys: bool
+    recent_values: bool
+    gained: float
+    """Live tokens more."""
+
+    def __str__(self) -> str:
+        what = "keys and values" if self.keys else "values" if self.recent_values else "old values alone"
+        return f"{what}, {self.gained:,.0f} live tokens more in the same memory"
+
+
+def step(now: RegisteredEngine, to: RegisteredEngine) -> Step:
+    def overrides(policy: KVPolicy, side: Side) -> dict[int, object]:
+        return {layer: form for one in policy.overrides if (form := one.form(side)) is not None for layer in one.layers}
+
+    def keys(policy: KVPolicy) -> object:
+        window = policy.window if policy.window is not None and policy.window.key is not None else None
+        return policy.key, window and (window.tokens, window.key), overrides(policy, Side.KEY)
+
+    def recent_values(policy: KVPolicy) -> object:
+        return (policy.window and policy.window.value) or policy.value, overrides(policy, Side.VALUE)
+
+    one, other = now.policy, to.policy
+    fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens  # exact tokens
+    gained = live_tokens(to.candidate) - live_tokens(now.candidate)
+    return Step(keys(one) != keys(other) or fewer, recent_values(one) != recent_values(other) or fewer, gained)
+
+
+def step_down(
+    engines: Engines, now: RegisteredEngine, workload: str, readings: Sequence[Reading]
+) -> Generator[str, None, RegisteredEngine]:
+    """Return the first smaller engine that is proven for the class. Yields rejections; raises GateRefusal if there is none."""
+    larger = list[RegisteredEngine]()
+    broken = set[str]()
+    left = engines.model.left(workload)
+    for version in engines.model.versions.values():
+        if version.tags.get("verdict") != "PASS" or version.number == now.candidate.version:
+            continue
+        try:
+            engine = engines.find(version)
+        except GateRefusal as error:
+            yield f"{workload}: not {error}"
+            continue
+        if engine.candidate.baseline.digest != now.candidate.baseline.digest:
+            continue
+        if version.number in left:
+            broken.add(engine.candidate.report.digest)
+        if step(now, engine).gained > 0:
+            larger.append(engine)
+    for engine in sorted(larger, key=lambda engine: (step(now, engine), -int(engine.candidate.version))):
+        try:
+            if engine.candidate.report.digest in broken:
+                raise GateRefusal("was rolled back")
+            if step(now, engine).keys and not quality_holds(readings):
+                raise GateRefusal("its keys lose too, and not every monitor of quality is shown to hold")
+            prove(engine, workload)
+        except (GateRefusal, MissingRequirement) as error:
+            yield f"{workload}: not {engine}: {error}"
+        else:
+            return engine
+    raise GateRefusal(f"no smaller engine is proven for {workload}")
+
+
+def prove(engine: RegisteredEngine, workload: str) -> None:
+    """Check the engine's evidence again, and check that it covers the class."""
+    engine.verify()
+    checks = engine.candidate.checks
+    lines = [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
+    if not lines or workload not in engine.workloads:
+        raise GateRefusal(f"its report has not judged {workload}; it judged {', '.join(sorted(engine.workloads))}")
+    for line in lines:
+        if line.status not in ("PASS", "WARNING"):
+            raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
+
+
+def _named(engines: Engines, workload: str, name: str) -> RegisteredEngine:
+    """Return the latest version with this name, or the version with this number."""
+    key, versions = f"routing.routes.{workload}={name}", engines.model.versions.values()
+    named = [one for one in versions if name in (one.number, one.name)]
+    if not named:
+        known = ", ".join(sorted({one.tags.get("kv", "") for one in versions} - {""})) or "none"
+        raise UserError(f"{key}: no registered engine has this name; there are {known}")
+    try:
+        return engines.find(max(named, key=lambda one: int(one.number)))
+    except GateRefusal as error:
+        raise GateRefusal(f"{key}: {error}") from error
+
+
+def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
+    """Set the routes of `routing.routes`. Other classes keep their routes.
+
+    Raises:
+        UserError: kvgate knows no such class, and no named engine was judged on it; or no engine has a name.
+        GateRefusal: an engine is not proven for its class.
+    """
+    named = {workload: _named(engines, workload, name) for workload, name in routes.items()}
+    judged = set[str]().union(*(engine.workloads for engine in named.values()))
+    for workload in named.keys() - {*get_args(Workload), *judged}:
+        choices = ", ".join(sorted(judged or get_args(Workload)))
+        raise UserError(f"routing.routes.{workload}: no such class; these engines were judged on {choices}")
+    moves, lines = [], []
+    for workload, engine in named.items():
+        try:
+            prove(engine, workload)
+        except (GateRefusal, MissingRequirement) as error:
+            where = f"routing.routes.{workload}={engine.candidate.name}"
+            raise error.with_message(f"{where}: version {engine.candidate.version} is not proven: {error}") from error
+        before = route_of(engines.model, workload)
+        after = before.moved_to(engine.candidate.version)
+        if after != before:
+            moves.append(Move(workload, before, after, "by routing.routes"))
+        lines.append(f"{alias_of(workload)}: {engine}{', as it was' if after == before else ''}")
+    make_moves(engines.registry, moves)
+    yield from lines
+
+
+def roll_back(engines: Engines, workload: str) -> Iterator[str]:
+    """Bring the previous engine of a class back."""
+    if route_of(engines.model, workload).now is None:
+        raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
+    try:
+        move = way_back(engines.model, workload, "by hand")
+    except GateRefusal as error:
+        raise UserError(f"routing.rollback={workload}: {error}") from error
+    make_moves(engines.registry, [move])
+    yield f"{alias_of(workload)}: {move}"
+
+
+def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
+    """Move routes according to a snapshot of the fleet: back if a monitor broke, down if memory is short.
+
+    Raises:
+        UserError: the snapshot is unusable, or names a class without a route or an unknown version.
+        GateRefusal: a monitor broke, or memory is short and no smaller engine is proven.
+    """
+    snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
+    for workload, counted in snapshot.classes.items():
+        if route_of(engines.model, workload).now is None:
+            raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
+        if counted.version not in engines.model.versions:
+            raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
+    decisions = dict[str, Move | str]()
+    broken = []
+    for workload, counted in snapshot.classes.items():
+        stays = f"stays at version {route_of(engines.model, workload).now}"
+        if stays != f"stays at version {counted.version}":
+            decisions[workload] = f"{stays}, since the snapshot is of version {counted.version}"
+            continue
+        readings = read_monitors(counted, limits)
+        yield from (f"{workload}: {reading.name} {reading.status}: {reading.text}" for reading in readings)
+        why = "; ".join(f"{reading.name}: {reading.text}" for reading in readings if reading.status == "broken")
+        try:
+            move = yield from _decide(engines, workload, readings, why)
+            decisions[workload] = move or stays
+        except GateRefusal as error:
+            decisions[workload], move = f"{stays}: {error} ({why})", None
+            broken.append(workload)
+        if move is not None and move.back:
+            broken.append(workload)
+    make_moves(engines.registry, [move for move in decisions.values() if isinstance(move, Move)])
+    yield from (f"{alias_of(workload)}: {decision}" for workload, decision in decisions.items())
+    if broken:
+        raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above have the details")
+
+
+def _decide(engines: Engines, workload: str, readings: Sequence[Reading], why: str) -> Generator[str, None, Move | None]:
+    """Return the move of a class, or None if it stays. Raises GateRefusal if a monitor broke and no move can help."""
+    broken = {reading.kind for reading in readings if reading.status == "broken"}
+    # Under memory pressure, requests are slow because they wait for memory. The previous engine would hold even less.
+    if "quality" in broken or broken == {"latency"}:
+        return way_back(engines.model, workload, why)
+    if "memory" not in broken:
+        return None
+    before = route_of(engines.model, workload)
+    now = engines.find(engines.model.versions[str(before.now)])
+    smaller = yield from step_down(engines, now, workload, readings)
+    why = f"{why}; {smaller.candidate.name} takes {step(now, smaller)}"
+    return Move(workload, before, before.moved_to(smaller.candidate.version), why)

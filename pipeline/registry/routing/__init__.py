@@ -1,1 +1,0 @@
-"""Routing of classes of work to proven engines, and monitors that move routes back or down."""
