@@ -77,14 +77,14 @@ def champion(
 
 
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
-    from pipeline.registry.mlflow_client import Client
+    from pipeline.registry.mlflow_store import RegistryReader
 
     config.signing.check()
     location = locate(config.tracking, config.work, checkpoint_label(model))
     names = list(dict.fromkeys([model, location.model_name]))
     if not location.exists:
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
-    client = Client(location)
+    client = RegistryReader(location)
     found = client.aliased(names, ALIAS)
     if found is None:
         raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")

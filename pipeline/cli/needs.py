@@ -152,9 +152,9 @@ def find(config: Config) -> Found:
             sweeps.append(summary.load(config.work, sweep))
     with noting():
         if config.tracking.enabled and (location := locate(config.tracking, config.work, config.model.label)).exists:
-            from pipeline.registry.mlflow_client import Client  # importing MLflow takes 2 s
+            from pipeline.registry.mlflow_store import RegistryReader  # importing MLflow takes 2 s
 
-            models = Client(location).registered(evidence)
+            models = RegistryReader(location).registered(evidence)
     with noting():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
     sweeps.sort(key=lambda sweep: (sweep.sweep == last, sweep.began, sweep.sweep), reverse=True)

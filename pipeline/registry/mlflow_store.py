@@ -1,31 +1,38 @@
 """The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
 A candidate is a top-level run, because nested runs collapse in MLflow's charts. The run's name ends with the verdict, because
-MLflow's list of runs shows no tags by default. Every FP16 engine of a sweep is also a run. An open run holds a lock, whose name
-is a tag of the run. The system releases the lock when the process dies, so a run that is RUNNING without its lock belongs to a
-dead process. The next command that opens the store closes it.
+MLflow's list of runs shows no tags by default. An open run holds a lock, whose name is a tag of the run. The system releases
+the lock when the process dies, so a run that is RUNNING without its lock belongs to a dead process. The next command that opens
+the store closes it.
 
 An engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
 evidence, so judging the same engine again, in any sweep, does not create a second version.
 """
 
 import json
+import logging
+import os
+import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from functools import wraps
 from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
+from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from pipeline.registry import pages
-from pipeline.registry.mlflow_client import Client, path_of, version_of
-from pipeline.registry.reaching import named
-from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel
+from pipeline.registry.reaching import check_reachable, named, reached
+from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
 from stages.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
@@ -33,38 +40,133 @@ from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
 TAG_CHARS = 5000
-OLD = ("mlflow.kvgate.", "move-")
-"""Prefixes of tags that older releases wrote to the registered model."""
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file in `Location.runs`."""
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
+"""Loggers to silence: they log dozens of lines while a new file migrates, and the tracebacks of raised exceptions."""
+LATEST = 253_402_300_799
+"""End of the year 9999, in seconds since 1970."""
+ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns of MLflow's database with the absolute address of a file or folder."""
 
 
-class MlflowStore:
+class Client:
+    """MLflow's client. Every call runs within `reached`, which announces long waits and turns errors into one line."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._client = MlflowClient(tracking_uri=location.uri, registry_uri=location.uri)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        @wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with reached(self._location):
+                return method(*arguments, **options)
+
+        return call
+
+
+class RegistryReader:
+    """Registered models and their versions. Changes nothing, except the addresses in a store that was moved."""
+
+    def __init__(self, location: Location) -> None:
+        """Open the store. For a database, create or check its tables; for a server, send one request.
+
+        Raises:
+            UserError: the store cannot be opened.
+            MissingRequirement: the store does not answer, is locked, or needs a driver that is not installed.
+        """
+        check_reachable(location)
+        for logger in LOGGERS:
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
+        # MLflow reads its variable at every request, libpq at every connection.
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(location.timeout_s)))
+        os.environ["PGCONNECT_TIMEOUT"] = str(max(2, round(location.timeout_s)))
+        retries = os.environ[RETRIES]
+        os.environ[RETRIES] = "0"  # report a missing server at once
+        try:
+            with reached(location):
+                self.location, self.client = location, Client(location)
+                _follow_move(location)
+                if location.served:
+                    self.client.search_experiments(max_results=1)
+        finally:
+            os.environ[RETRIES] = retries
+
+    def model(self, name: str) -> RegisteredModel:
+        """Return a registered model. Raises MlflowException if it does not exist."""
+        model = self.client.get_registered_model(name)  # search_model_versions returns versions without their aliases
+        versions = {str(one.version): version_of(one) for one in self.client.search_model_versions(f"name = '{name}'")}
+        aliases = {str(alias): str(number) for alias, number in model.aliases.items()}
+        return RegisteredModel(name, versions, aliases, {str(key): str(text) for key, text in model.tags.items()})
+
+    def engine_digest(self, version: Version) -> str | None:
+        """Return the digest of a version's engine, from the run that judged it; None if the run was deleted."""
+        with suppress(MlflowException):
+            return str(self.client.get_run(version.run_id).data.tags.get("engine_digest"))
+        return None
+
+    def registered(self, identities: Collection[str]) -> list[RegisteredModel]:
+        """Return the configured registered model, and each model with a version that cites a given identity."""
+        models = dict[str, RegisteredModel]()
+
+        def read(name: str) -> None:
+            with suppress(MlflowException):  # nothing was registered yet
+                model = self.model(name)
+                unknown = [one for one in model.pointed_at.values() if one.run_id and one.identity_digest not in identities]
+                models[name] = replace(model, engines={one.number: self.engine_digest(one) for one in unknown})
+
+        read(self.location.model_name)
+        for digest in sorted(identities):
+            if not any(digest == version.identity_digest for model in models.values() for version in model.versions.values()):
+                citing = self.client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")
+                for name in {str(found.name) for found in citing}:
+                    read(name)
+        return [models[name] for name in sorted(models)]
+
+    def aliased(self, names: Sequence[str], alias: str) -> Version | None:
+        """Return the version with an alias, from the first model in `names` that has this alias; None if no model has it."""
+        for name in names:
+            with suppress(MlflowException):  # the model does not exist
+                number = self.client.get_registered_model(name).aliases.get(alias)
+                if number is not None:
+                    return version_of(self.client.get_model_version(name, str(number)))
+        return None
+
+    def download(self, version: Version, folder: Path) -> Path:
+        """Download the evidence of a version, with the engine if the registry has a copy; return the path."""
+        return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self.location.uri))
+
+
+class MlflowStore(RegistryReader):
     """One experiment and one registered model. Implements `pipeline.registry.promotion.Registry`."""
 
     def __init__(self, location: Location) -> None:
         """Open the store; create its experiment and registered model if missing; close runs of dead processes.
 
-        Raises:
-            UserError: the store cannot be opened, or its files were moved.
-            MissingRequirement: the store does not answer, is locked, or needs a driver that is not installed.
+        Raises as `RegistryReader` does; UserError also if the store is a copy.
         """
-        self.location, self.lock = location, location.lock
+        self.lock = location.lock
         try:
             self.lock.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{named(location)}: {self.lock.parent} cannot be made ({error.strerror}); name another") from error
         with locked(self.lock, "opening MLflow's store"):  # concurrent creation of a SQLite store breaks its migrations
-            self.client = Client(location)
-            self.experiment_id = self._experiment()
+            super().__init__(location)
+            with reached(location):
+                self.experiment_id = self._experiment()
             with suppress(MlflowException):  # it exists already
                 said = "Engines with a quantized KV cache; the alias champion serves."
                 self.client.create_registered_model(location.model_name, description=said)
-            if any(name.startswith(OLD) for name in self.client.get_registered_model(location.model_name).tags):
-                raise UserError(
-                    f"{named(location)}: an older kvgate moved the aliases of {location.model_name}, by a log that this kvgate "
-                    "does not read; register in another model: tracking.model_name=NAME"
-                )
         self._locks = location.runs / self.experiment_id
         with locked(self.lock, "closing runs"):  # of dead processes; other work directories' runs are unknown
             for lock in self._locks.glob("*"):
@@ -78,12 +180,9 @@ class MlflowStore:
             if self.client.get_experiment_by_name(name) is None:
                 self.client.create_experiment(name, self.location.artifact_root)
         experiment = self.client.get_experiment_by_name(name)
-        if experiment is None or not isinstance(experiment.artifact_location, str):
-            what = "is neither active nor deleted" if experiment is None else "has no artifact_location"
-            raise UserError(f"{named(self.location)}: the experiment {name} {what}; correct it, or name another store")
         if experiment.lifecycle_stage != "active":
             raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
-        _check_files(self.location, experiment.artifact_location)
+        _refuse_copy(self.location, str(experiment.artifact_location))
         return str(experiment.experiment_id)
 
     # Runs
@@ -102,7 +201,9 @@ class MlflowStore:
             status = "FAILED"
             try:
                 tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": pages.UNDECIDED}
-                run_id = self.create_run(kv, {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()})
+                tags |= {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
+                tags = {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()}
+                run_id = str(self.client.create_run(self.experiment_id, tags=tags, run_name=kv).info.run_id)
                 self._log(run_id, params=config)
                 yield run_id
                 status = "FINISHED"
@@ -113,15 +214,11 @@ class MlflowStore:
                 self._close(lock, status)
 
     def _close(self, lock: Path, status: str) -> None:
-        """Close the open runs with this lock: the candidate's, and the baseline's if it is open."""
+        """Close the open run with this lock."""
         query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
         for run in self.client.search_runs([self.experiment_id], query):
             self.client.set_terminated(run.info.run_id, status)
         lock.unlink(missing_ok=True)
-
-    def create_run(self, title: str, tags: Mapping[str, str]) -> str:
-        owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
-        return str(self.client.create_run(self.experiment_id, tags={**tags, **owner}, run_name=title).info.run_id)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, with secrets removed. The run may have ended."""
@@ -168,23 +265,7 @@ class MlflowStore:
         for name, table in tables.items():
             self.client.log_text(run_id, table_text(table), name)
         self.attach(run_id, [candidate.report.path])
-        baseline = pages.of_baseline(candidate)
-        if baseline:
-            self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, baseline)
         return candidate.model_copy(update={"run_id": run_id, "version": version})
-
-    def _show_baseline(self, own: Mapping[str, str], digest: str, metrics: Mapping[str, float]) -> None:
-        """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did.
-
-        `own` are the tags of the candidate's run. They give the sweep, and the lock that both runs share.
-        """
-        tags = {"sweep": own["sweep"], "baseline_digest": digest, "verdict": "baseline"}
-        query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
-        with locked(self.lock, "logging the baseline"):
-            if not self.client.search_runs([self.experiment_id], query, max_results=1):
-                run_id = self.create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": pages.UNDECIDED})
-                self._log(run_id, metrics=metrics)
-                self.client.set_terminated(run_id, "FINISHED")
 
     # Engines
 
@@ -220,13 +301,13 @@ class MlflowStore:
             self.set_alias("candidate", version)
             return
         found = self.read().pointed_at.get("candidate")
-        if found is None or not found.run_id:
-            return
-        if found.tags.get("verdict") == "FAIL" or self.client.engine_digest(found) == candidate.engine.digest:
+        if found is not None and found.run_id and self.engine_digest(found) == candidate.engine.digest:
             self.set_alias("candidate", None)
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> LoggedModel:
-        model = self.client.create_logged_model(self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine")
+        model: LoggedModel = self.client.create_logged_model(
+            self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine"
+        )
         status: Literal["READY", "FAILED"] = "FAILED"
         try:
             with tempfile.TemporaryDirectory() as scratch:
@@ -243,7 +324,7 @@ class MlflowStore:
 
     def read(self) -> RegisteredModel:
         """Return the current state of the registered model."""
-        return self.client.model(self.location.model_name)
+        return self.model(self.location.model_name)
 
     def set_alias(self, alias: str, version: str | None) -> None:
         if version is None:
@@ -262,18 +343,40 @@ class MlflowStore:
         self.client.set_registered_model_tag(self.location.model_name, f"{LEFT}{workload}", ",".join(sorted(versions)))
 
 
-def _check_files(location: Location, address: str) -> None:
-    """Refuse a store whose files were moved without it, and a copy of a SQLite store. The store has absolute addresses."""
-    if location.artifact_root is None or address == location.artifact_root or not address.startswith("file:"):
+def path_of(address: str) -> Path:
+    return Path(unquote(urlsplit(address).path))
+
+
+def _follow_move(location: Location) -> None:
+    """Correct the absolute addresses in a SQLite store that was moved with its work directory."""
+    new = location.artifact_root
+    if location.file is None or new is None or path_of(new).parent != location.file.parent or not path_of(new).is_dir():
+        return
+    with closing(sqlite3.connect(location.file, timeout=location.timeout_s)) as store, store:
+        query = "SELECT artifact_location FROM experiments WHERE name = ?"
+        for (old,) in store.execute(query, [location.experiment]).fetchall():
+            before = path_of(old)
+            if before.name != path_of(new).name or before.exists() or before.with_name(location.file.name).exists():
+                continue  # the store was not moved, or is a copy, or its files are elsewhere on purpose
+            for table, column in ADDRESSES:
+                moved = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?"
+                store.execute(moved, [new, len(old) + 1, len(old) + 1, f"{old}/"])
+
+
+def _refuse_copy(location: Location, address: str) -> None:
+    """Refuse a copy of a SQLite store, whose absolute addresses lead to the original's files."""
+    if location.file is None or location.artifact_root is None or not address.startswith("file:"):
         return
     old, new = path_of(address), path_of(location.artifact_root)
-    if new.is_dir() and not old.exists():
-        raise UserError(
-            f"{named(location)} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
-            f"the new one: mkdir -p {old.parent} && ln -s {new} {old}"
-        )
-    if location.file is not None and location.file.parent == new.parent and old.resolve() != new.resolve():
+    if location.file.parent == new.parent and old.resolve() != new.resolve():
         raise UserError(
             f"{named(location)} is a copy, which would write into the original's files in {old}: give the original's workdir, "
             f"or begin a store here: rm -r {location.file} {new}"
         )
+
+
+def version_of(found: Any) -> Version:
+    """Convert MLflow's version to a `Version`."""
+    made, tags = found.creation_timestamp, {str(key): str(value) for key, value in found.tags.items()}
+    made_s = made / 1000 if isinstance(made, int) and 0 <= made / 1000 <= LATEST else 0.0
+    return Version(str(found.version), tags, str(found.run_id or ""), made_s, str(found.source or ""))

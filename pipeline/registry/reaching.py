@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pipeline.registry.tracking import ENVIRONMENT, Location
 from pipeline.store.locks import UNTIL, announced
-from stages.core.errors import MissingRequirement, Refusal, UserError
+from stages.core.errors import OF_THE_MACHINE, MissingRequirement, Refusal, UserError
 from stages.core.redaction import redact_text
 
 QUIET_S = 5.0
@@ -22,44 +22,34 @@ MLFLOWS = ("alembic_version", "experiments", "registered_models")
 """Tables of MLflow; an interrupted first command may have created only some."""
 HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
 """Codes of MLflow's errors that callers handle as answers."""
-ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (
-    (
-        ("UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED"),
-        UserError,
-        "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+BAD_INPUT = {
+    "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN": (
+        "UNAUTHENTICATED",
+        "CUSTOMER_UNAUTHORIZED",
     ),
-    (
-        ("Invalid Host header",),
-        UserError,
-        "does not answer to this host name (403); start it with --allowed-hosts and the name, or give a name that it allows",
+    "does not answer to this host name (403); start it with --allowed-hosts and the name, or give a name that it allows": (
+        "Invalid Host header",
     ),
-    (("PERMISSION_DENIED",), UserError, "does not permit this (403); use an account that may write there"),
-    (
-        ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
-        UserError,
-        "is no server of MLflow; give the root of one",
+    "does not permit this (403); use an account that may write there": ("PERMISSION_DENIED",),
+    "is no server of MLflow; give the root of one": ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
+    "is no address: special characters of a password are percent-encoded there (/ is %2F)": ("Invalid url",),
+    "is of another release of MLflow; back it up and run `mlflow db upgrade` with the newest that used it, or name another": (
+        "out-of-date database schema",
+        "Can't locate revision",
     ),
-    (("Invalid url",), UserError, "is no address: special characters of a password are percent-encoded there (/ is %2F)"),
-    (
-        ("timed out", "timeout exception", "database is locked"),
-        MissingRequirement,
-        "did not answer within tracking.timeout_s={limit:g}; look at who keeps it busy, or give it longer",
+    "cannot be used ({said}); repair it, or name another": (
+        *("unable to open database", "is not a database", "malformed", "unsupported file format", "readonly database"),
     ),
-    (("error responses",), MissingRequirement, "answers with an error of its own (5xx); look at its log"),
-    (("API request to http", "Connection refused"), MissingRequirement, "is not there: start the server, or name another"),
-    (
-        ("out-of-date database schema", "Can't locate revision"),
-        UserError,
-        "is of another release of MLflow; back it up and run `mlflow db upgrade` with the newest that used it, or name another",
+    "cannot be used ({said}); give a URI of SQLAlchemy": ("Can't load plugin", "Could not parse"),
+}
+MISSING = {
+    "did not answer within tracking.timeout_s={limit:g}; look at who keeps it busy, or give it longer": (
+        *("timed out", "timeout exception", "database is locked"),
     ),
-    (
-        ("unable to open database", "is not a database", "malformed", "unsupported file format", "readonly database"),
-        UserError,
-        "cannot be used ({said}); repair it, or name another",
-    ),
-    (("Can't load plugin", "Could not parse"), UserError, "cannot be used ({said}); give a URI of SQLAlchemy"),
-)
-"""(substrings of an error's text, exception to raise instead, its message about the store); the first match counts."""
+    "answers with an error of its own (5xx); look at its log": ("error responses",),
+    "is not there: start the server, or name another": ("API request to http", "Connection refused"),
+}
+"""Message about the store -> substrings of an error's text; the first match counts."""
 
 
 def named(location: Location) -> str:
@@ -68,8 +58,8 @@ def named(location: Location) -> str:
 
 
 @contextmanager
-def reached(location: Location, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of the given kinds into one line, and announce a wait longer than QUIET_S with its time limit.
+def reached(location: Location) -> Iterator[None]:
+    """Turn errors of the store into one line, and announce a wait longer than QUIET_S with its time limit.
 
     Raises:
         UserError: the store refuses the credentials, or is of another kind or release.
@@ -80,8 +70,9 @@ def reached(location: Location, *kinds: type[Exception]) -> Iterator[None]:
     try:
         with announced(said, QUIET_S, limit):
             yield
-    except kinds as error:
-        if getattr(error, "error_code", None) in HANDLED or isinstance(error, Refusal):
+    except Exception as error:
+        of_machine = isinstance(error, OF_THE_MACHINE) and type(error).__module__ == "builtins"  # requests derives from OSError
+        if of_machine or isinstance(error, Refusal) or getattr(error, "error_code", None) in HANDLED:
             raise
         raise _problem(location, error) from error
 
@@ -91,9 +82,10 @@ def _problem(location: Location, error: Exception) -> Exception:
         driver = DRIVERS.get(str(error.name), error.name)
         return MissingRequirement(f"{named(location)} takes a driver that is not installed: {error.name}; pip install {driver}")
     text = f"{getattr(error, 'error_code', '')}: {error}"
-    for signs, kind, words in ANSWERS:
-        if any(sign in text for sign in signs):
-            return kind(f"{named(location)} {words.format(limit=location.timeout_s, said=_said(error))}")
+    for kind, answers in ((UserError, BAD_INPUT), (MissingRequirement, MISSING)):
+        for words, signs in answers.items():
+            if any(sign in text for sign in signs):
+                return kind(f"{named(location)} {words.format(limit=location.timeout_s, said=_said(error))}")
     if isinstance(error, PYTHONS):
         what = f"{type(error).__name__}: {_said(error)}"
         return UserError(f"{named(location)} holds a value that MLflow cannot read ({what}); correct it, or name another")
@@ -110,22 +102,18 @@ def check_reachable(location: Location) -> None:
     """Refuse a database that cannot be opened; errors as in `reached`. MLflow's client reports a dead server fast enough."""
     if location.served:
         return
-    with reached(location, ImportError, ValueError):
+    with reached(location):
         from sqlalchemy import create_engine
-        from sqlalchemy.exc import SQLAlchemyError
 
-        with reached(location, SQLAlchemyError):
-            kind = location.uri.partition(":")[0]
-            key = "timeout" if kind.startswith(("sqlite", "mssql")) else "connect_timeout"
-            engine = create_engine(location.uri, connect_args={key: max(1, round(location.timeout_s))})
-            try:
-                with engine.connect() as connection:
-                    if kind == "sqlite":  # SQLite opens its file at the first statement
-                        connection.exec_driver_sql("BEGIN IMMEDIATE")
-                        tables = set(
-                            connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars()
-                        )
-                        if tables and tables.isdisjoint(MLFLOWS):
-                            raise UserError(f"{named(location)} is a database of another program; name another file")
-            finally:
-                engine.dispose()
+        kind = location.uri.partition(":")[0]
+        key = "timeout" if kind.startswith(("sqlite", "mssql")) else "connect_timeout"
+        engine = create_engine(location.uri, connect_args={key: max(1, round(location.timeout_s))})
+        try:
+            with engine.connect() as connection:
+                if kind == "sqlite":  # SQLite opens its file at the first statement
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")
+                    tables = connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars().all()
+                    if tables and set(tables).isdisjoint(MLFLOWS):
+                        raise UserError(f"{named(location)} is a database of another program; name another file")
+        finally:
+            engine.dispose()

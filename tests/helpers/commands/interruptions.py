@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.registry.mlflow_client import Client
+from mlflow import MlflowClient
 
 FORK = multiprocessing.get_context("fork")
 """Fork context: children inherit all imported libraries."""
@@ -86,7 +86,7 @@ def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault
     seam, code, said = _Seam(folder, at, fault), 0, ""
 
     def counted(name: str) -> Callable[..., Any]:
-        method = getattr(Client, name)
+        method = getattr(MlflowClient, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
             seam.operation()
@@ -95,7 +95,7 @@ def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault
         return call
 
     for name in STATES:
-        setattr(Client, name, counted(name))
+        setattr(MlflowClient, name, counted(name))
     sys.addaudithook(seam.hook)
     try:
         job()

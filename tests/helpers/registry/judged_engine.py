@@ -154,10 +154,10 @@ def config_of(*overrides: str) -> Config:
 
 def make_champion(patch: pytest.MonkeyPatch, evidence: Path) -> Version:
     """Let every registry have the engine of an evidence as champion, version 1; return the version."""
-    from pipeline.registry import mlflow_client  # importing MLflow takes 2 s
+    from pipeline.registry import mlflow_store  # importing MLflow takes 2 s
 
     version = Version("1", cited_tags(evidence))
     client = SimpleNamespace(aliased=lambda *_: version, download=lambda *_: evidence)
     patch.setattr(Location, "exists", True)
-    patch.setattr(mlflow_client, "Client", lambda _: client)
+    patch.setattr(mlflow_store, "RegistryReader", lambda _: client)
     return version

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from helpers.registry.candidates import MemoryRegistry, judged_candidate
-
 from pipeline.config.policies import shipped_policies
 from pipeline.registry.findings import Finding
 from pipeline.registry.promotion import Engines, RegisteredEngine

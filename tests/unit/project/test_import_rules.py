@@ -110,7 +110,7 @@ def test_a_package_of_the_pipeline_is_small() -> None:
         assert not folder.is_dir() or 0 < len(modules) <= MODULES_IN_A_ROOM, name
 
 
-HEAVY_MODULES = {"pipeline.registry.mlflow_client", "pipeline.registry.mlflow_store"}
+HEAVY_MODULES = {"pipeline.registry.mlflow_store"}
 """Modules of the pipeline that load a heavy library when they are imported."""
 
 
