@@ -80,9 +80,6 @@ def _planned(argv: Sequence[str]) -> "Plan | int":
 
     with console.progress("checking the inputs"):
         check_inputs(*planned.jobs)
-    from pipeline.cli import next_steps
-
-    next_steps.remember([*(f"--config-dir={folder}" for folder in arguments.config_dir), *arguments.overrides])
     return planned
 
 

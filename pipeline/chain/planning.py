@@ -16,8 +16,8 @@ from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.run import Run
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.grids import Column, Grid
-from pipeline.cli.next_steps import typed
 from pipeline.config.config import Config
+from pipeline.config.override_syntax import written
 from pipeline.config.policies import labelled, policy_yaml
 from pipeline.evidence.identity import IDENTITY_FILE, Identity
 from pipeline.evidence.reading import identities, read_evidence
@@ -50,8 +50,9 @@ SIZE_TOLERANCE = 1e-9
 """Relative tolerance between a report's KiB per token and the KiB computed from config.json's shapes."""
 
 
-def show_capacity(config: Config) -> None:
+def show_capacity(run: Run) -> None:
     """Print and write the memory's capacity under every policy of conf/kv and under `kv=`."""
+    config = run.config
     capacity = _capacity(config, [])
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
@@ -61,11 +62,12 @@ def show_capacity(config: Config) -> None:
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)
-    next_steps.show(next_steps.after_making("capacity", typed()))
+    next_steps.show(next_steps.after_making("capacity", run.typed))
 
 
-def recommend_policy(config: Config) -> None:
+def recommend_policy(run: Run) -> None:
     """Print and write the recommendation: the policy with the most live tokens whose evidence covers the use."""
+    config = run.config
     with console.progress("reading the evidence"):
         files, notes = _checkpoint_digests(config)
         model = read_model(locate_checkpoint(config.model.path)).kv
@@ -76,7 +78,7 @@ def recommend_policy(config: Config) -> None:
         unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments
-    kept = [part for part in typed() if not part.lstrip("+~").startswith(dropped)]
+    kept = [part for part in run.typed if not part.lstrip("+~").startswith(dropped)]
     for line in (
         *tables.budget_lines(capacity)[:3],
         *tables.recommendation_lines(recommendation, [*kept, *_questions(config)]),
@@ -85,10 +87,12 @@ def recommend_policy(config: Config) -> None:
     path = _write(config, RECOMMENDATION, recommendation)
     console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
     _require_room(capacity)
-    name = recommendation.chosen.name if recommendation.chosen is not None else None
-    next_steps.show(next_steps.after_recommendation(config, summary.load(config.work).candidates, name))
-    if name is None:
+    if recommendation.chosen is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
+    name, candidates = recommendation.chosen.name, summary.load(config.work).candidates
+    if any(candidate.name == name and candidate.version for candidate in candidates):
+        command = next_steps.promoting(config, f"promote.name={written(name)}")
+        next_steps.show(next_steps.NextStep(why=f"make {name} the champion", command=command))
 
 
 def _unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
@@ -247,7 +251,8 @@ def tune(run: Run) -> None:
         )
     chosen = next(one for one in report.measured if one.policy.name == report.chosen)
     console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
-    next_steps.show(next_steps.after_tuning(run.config, report.chosen, folder if chosen.origin != "uniform" else None))
+    own = folder if chosen.origin != "uniform" else None
+    next_steps.show(next_steps.after_tuning(run.config, report.chosen, own, run.typed))
 
 
 def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """One job of a command: its configuration, the steps whose artifacts it makes, and the registered engines."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -40,6 +41,8 @@ class Run:
     label: str = ""
     """Display name of the candidate, unique within the sweep: the policy and the other overrides."""
 
+    typed: Sequence[str] = ()
+    """The user's arguments, which a next command repeats."""
     store: Store | None = None
     """The work directory's store if None."""
 
@@ -50,11 +53,6 @@ class Run:
     @cached_property
     def steps(self) -> VerdictSteps:
         return VerdictSteps(self.chain)
-
-    @property
-    def asking_s(self) -> float:
-        """Seconds that the questions took."""
-        return sum(artifact.seconds for _, artifact in self.chain.finished if artifact.stage in ("baseline", "round"))
 
     def engines(self) -> Engines:
         """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off."""

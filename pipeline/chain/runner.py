@@ -83,7 +83,7 @@ def evaluate(run: Run) -> None:
             with console.progress("registering the engine"):
                 candidate = store.conclude(run_id, candidate, rows)
     summary.record(config.work, run.sweep, candidate)
-    tables.print_verdict(candidate, look=next_steps.is_look(next_steps.typed()) and candidate.verdict == "INCONCLUSIVE")
+    tables.print_verdict(candidate, look=next_steps.QUICK in run.typed and candidate.verdict == "INCONCLUSIVE")
 
 
 STAGES: dict[str, Callable[[Run], None]] = {
@@ -93,8 +93,8 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "all": evaluate,
     "tune": tune,
     **serving.STAGES,
-    "capacity": lambda run: show_capacity(run.config),
-    "recommend": lambda run: recommend_policy(run.config),
+    "capacity": show_capacity,
+    "recommend": recommend_policy,
     "status": lambda run: show_status(run.config),
     "prune": lambda run: prune(run.config),
 }
@@ -120,53 +120,51 @@ def run(planned: Plan, sweep: str) -> int:
         UserError, GateRefusal, MissingRequirement: The only job ended with a problem that a person or CI can act on.
         Exception: A defect.
     """
-    job = Run(planned.jobs[0], sweep, planned.names[0])
-    config, sweeping = job.config, planned.sweeping
+    config, typed, sweeping = planned.jobs[0], planned.typed, planned.sweeping
     with holding(config):  # held between the jobs of a sweep too
         more, before = start(planned), None
         if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
-            before = summary.begin(config.work, sweep, planned.names, command=next_steps.whole(sweep=sweeping))
+            command = None if typed is None else next_steps.command_line(typed, sweep=sweeping)
+            before = summary.begin(config.work, sweep, planned.names, command=command)
         code, step = 0, None
         try:
             if sweeping:
                 code, step = _sweep(planned, sweep, more)
             else:
-                with _recorded(config, sweep, console.RunningJob(config.stage, job.label)):
-                    STAGES[config.stage](job)
-                    if config.stage == "all" and config.tracking.enabled:
-                        _promote_passed(job)
+                _run_alone(Run(config, sweep, planned.names[0], typed or ()))
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
             with warned("the interruption is not recorded"):
-                _conclude(planned, job, INTERRUPTED)
+                _conclude(planned, sweep, INTERRUPTED)
             raise KeyboardInterrupt from error
+        except LauncherRefusal:
+            if config.facts.judges:
+                with warned(f"{summary.FILE} of the last command is not restored"):
+                    summary.forget(config.work, sweep, before)
+            raise
         except Exception as error:  # from the only job, or from the launcher
             if sweeping:
                 console.ended_by(error)
-                if isinstance(error, LauncherRefusal) and config.facts.judges:
-                    with warned(f"{summary.FILE} of the last command is not restored"):
-                        summary.forget(config.work, sweep, before)
-                    return exit_code(error)
-                return _conclude(planned, job, exit_code(error))
+                return _conclude(planned, sweep, exit_code(error))
             with warned("the end of the command is not recorded"):
-                _conclude(planned, job, exit_code(error), _advice(config, error))
+                _conclude(planned, sweep, exit_code(error), _advice(config, error, typed or ()))
             raise
-        return _conclude(planned, job, code, step)
+        return _conclude(planned, sweep, code, step)
 
 
-def _promote_passed(job: Run) -> None:
-    """Promote the candidate of a command's only job if it passed. A killed promotion leaves its page, and an unfinished job."""
-    last = summary.load(job.config.work, job.sweep)
-    if last.candidates[0].verdict == "PASS":
-        with console.silent():
-            show(job.config, last.candidates, sweep=job.sweep, command=last.command)
-        serving.promote_from(job, last)
+def _run_alone(job: Run) -> None:
+    """Run the only job of a command. stage=all promotes its candidate if it passed; a killed promotion is an unfinished job."""
+    config = job.config
+    with _recorded(config, job.sweep, console.RunningJob(config.stage, job.label)):
+        STAGES[config.stage](job)
+        if config.stage == "all" and config.tracking.enabled:
+            last = summary.load(config.work, job.sweep)
+            if last.candidates[0].verdict == "PASS":
+                serving.promote_from(job, last)
 
 
-def _advice(config: Config, error: Exception, *, sweep: bool = False) -> NextStep | None:
+def _advice(config: Config, error: Exception, typed: Sequence[str], *, sweep: bool = False) -> NextStep | None:
     """Return the next step after the error of a job; None if the error calls for no command."""
-    if not isinstance(error, CannotBeJudged):
-        return None
-    return next_steps.after_weak(config, error, next_steps.typed(), sweep=sweep)
+    return next_steps.after_weak(config, error, typed, sweep=sweep) if isinstance(error, CannotBeJudged) else None
 
 
 @contextmanager
@@ -201,19 +199,17 @@ def _sweep(planned: Plan, sweep: str, more: Sequence[str]) -> tuple[int, NextSte
 
     Return the worst exit code, and the next step after the first error that calls for one. `more` are overrides for `launch`.
     """
-    first, launcher, jobs = planned.jobs[0], planned.launcher, len(planned.jobs)
-    named = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
-    places = [console.RunningJob(one.stage, name, number, jobs) for number, (one, name) in named]
-    if launcher == BASIC:
-        ended = [_attempt(one, sweep, place) for one, place in zip(planned.jobs, places, strict=True)]
+    task = Task(sweep, planned.names, tuple(planned.typed or ()))
+    if planned.launcher == BASIC:
+        ended = [task.attempt(number, config) for number, config in enumerate(planned.jobs)]
     else:
-        has_logs = launcher.startswith("submitit")  # their jobs write into files
+        has_logs = planned.launcher.startswith("submitit")  # their jobs write into files
         if has_logs:
-            console.LOGGER.info("jobs write their output below %s", first.work / LOGS)
-        ended = launch(planned, Task(sweep, planned.names, tuple(next_steps.typed())), more)
-        for place, end in zip(places, ended, strict=True) if has_logs else ():
+            console.LOGGER.info("jobs write their output below %s", planned.jobs[0].work / LOGS)
+        ended = launch(planned, task, more)
+        for number, end in enumerate(ended) if has_logs else ():
             for line in end.said.splitlines():  # refusals, which the jobs wrote to their log files
-                console.error(f"{place.name}{line}", exit_code=end.code)
+                console.error(f"{task.place(number, planned.jobs[number]).name}{line}", exit_code=end.code)
     step = next((end.step for end in ended if end.step is not None), None)
     return max((end.code for end in ended), key=SEVERITY.index), step
 
@@ -232,29 +228,30 @@ class Task:
         """Run the job of a composed configuration."""
         reserve_stdout()
         redact_output()
-        next_steps.remember(self.typed)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # keep a handler that a cluster set
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-        number, config = HydraConfig.get().job.num, to_config(composed)
+        config = to_config(composed)
         console.configure(config.log)
-        job = console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
-        return _attempt(config, self.sweep, job)
+        return self.attempt(HydraConfig.get().job.num, config, beside_others=True)
+
+    def place(self, number: int, config: Config, *, beside_others: bool = False) -> console.RunningJob:
+        """Return the description of a job, by its number from 0."""
+        return console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=beside_others)
+
+    def attempt(self, number: int, config: Config, *, beside_others: bool = False) -> Ended:
+        """Run a job of the sweep, and return how it ended."""
+        try:
+            with _recorded(config, self.sweep, self.place(number, config, beside_others=beside_others)):
+                STAGES[config.stage](Run(config, self.sweep, self.names[number], self.typed))
+        except Exception as error:
+            console.ended_by(error)
+            return Ended(exit_code(error), redact_text(describe(error)), _advice(config, error, self.typed, sweep=True))
+        finally:
+            console.end()
+        return Ended(0)
 
 
-def _attempt(config: Config, sweep: str, job: console.RunningJob) -> Ended:
-    """Run a job of a sweep, and return how it ended."""
-    try:
-        with _recorded(config, sweep, job):
-            STAGES[config.stage](Run(config, sweep, job.policy))
-    except Exception as error:
-        console.ended_by(error)
-        return Ended(exit_code(error), redact_text(describe(error)), _advice(config, error, sweep=True))
-    finally:
-        console.end()
-    return Ended(0)
-
-
-def _conclude(planned: Plan, job: Run, code: int, step: NextStep | None = None) -> int:
+def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None) -> int:
     """Show the candidates of a command with the next step, and return the command's exit code.
 
     `code` is the worst exit code of the jobs, or of the error that ended the command early. `step` is the next step after an
@@ -263,30 +260,36 @@ def _conclude(planned: Plan, job: Run, code: int, step: NextStep | None = None) 
     Raises:
         GateRefusal: The candidate of the only job did not pass. A sweep prints its refusal.
     """
-    config, sweeping = job.config, planned.sweeping
+    config, typed, sweeping = planned.jobs[0], planned.typed or (), planned.sweeping
     if not config.facts.judges:
         if config.stage in ("quantize", "build") and code == 0:
-            step = next_steps.after_making(config.stage, next_steps.typed(), sweep=sweeping)
-        if step is not None:
-            next_steps.show(step)
+            step = next_steps.after_making(config.stage, typed, sweep=sweeping)
+        next_steps.show(step)
         if config.facts.recorded:
             summary.finish(config.work, None, code)
         return code
-    last = summary.load(config.work, job.sweep)
+    last = summary.load(config.work, sweep)
+    candidates, unfinished = last.candidates, last.unfinished
     write_junit(config.work / JUNIT, last)
-    if not last.candidates:
+    if not candidates:
         remove_page(config.work)
-        if step is not None:
-            next_steps.show(step)
+        next_steps.show(step)
     elif last.champion is None:  # else the promotion has shown them
-        _show_judged(planned, job, last, advise=sweeping or code == 0)
+        if sweeping:
+            tables.print_comparison(candidates)
+        show(config, candidates, sweep=sweep, unfinished=unfinished, command=last.command)
+        if sweeping:
+            compare_in_mlflow(config, candidates, sweep)
+        if sweeping or code == 0:
+            swept, missing = planned.swept, unfinished is not None
+            next_steps.show(next_steps.after_judging(config, candidates, typed, swept=swept, unfinished=missing))
     refusal = _refusal(planned, last) if sweeping or code == 0 else None
     codes = (code, last.exit_code, 0 if refusal is None else exit_code(refusal))
     code = max(codes, key=SEVERITY.index)
     if sweeping:
-        summary.note(config.work, job.sweep, exit_code=code)
+        summary.note(config.work, sweep, exit_code=code)
     else:
-        summary.finish(config.work, job.sweep, code)
+        summary.finish(config.work, sweep, code)
     if refusal is not None and not sweeping:
         raise refusal
     if refusal is not None:
@@ -294,25 +297,9 @@ def _conclude(planned: Plan, job: Run, code: int, step: NextStep | None = None) 
     return code
 
 
-def _show_judged(planned: Plan, job: Run, last: summary.Summary, *, advise: bool) -> None:
-    """Show the candidates of a command, and the next step if `advise` is set."""
-    config, candidates = job.config, last.candidates
-    if planned.sweeping:
-        tables.print_comparison(candidates)
-    show(config, candidates, sweep=job.sweep, unfinished=last.unfinished, command=last.command)
-    if planned.sweeping:
-        compare_in_mlflow(config, candidates, job.sweep)
-    if advise:
-        typed = next_steps.typed()
-        unfinished = last.unfinished is not None
-        swept, asking_s = planned.swept, job.asking_s
-        step = next_steps.after_judging(config, candidates, typed, swept=swept, unfinished=unfinished, asking_s=asking_s)
-        next_steps.show(step)
-
-
 def _refusal(planned: Plan, last: summary.Summary) -> Exception | None:
     """Return the reason why a command whose jobs all ended well does not exit with 0."""
-    decent = {"PASS", "INCONCLUSIVE"} if next_steps.is_look(next_steps.typed()) else {"PASS"}
+    decent = {"PASS", "INCONCLUSIVE"} if next_steps.QUICK in (planned.typed or ()) else {"PASS"}
     if planned.sweeping and last.unfinished is not None:
         return MissingRequirement(f"{last.unfinished}; run it again to continue")
     if not decent.isdisjoint(candidate.verdict for candidate in last.candidates):

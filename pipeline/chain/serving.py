@@ -38,12 +38,8 @@ def promoted_sweep(config: Config) -> summary.Summary:
 def promote(run: Run) -> None:
     """Make the best passing candidate of a sweep the champion, or the candidate that `promote.name` names."""
     last = promoted_sweep(run.config)
-    try:
-        require_promotable(run.config, last)
-        promote_from(run, last, unfinished=last.unfinished)
-    except GateRefusal:
-        next_steps.show(next_steps.after_no_promotion(run.config, last.candidates))
-        raise
+    require_promotable(run.config, last)
+    promote_from(run, last, unfinished=last.unfinished)
 
 
 def require_promotable(config: Config, last: summary.Summary) -> None:
@@ -114,7 +110,6 @@ def rollback(run: Run) -> None:
     with warned(f"{move.message}; {TOLD}"):
         summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
-    next_steps.show(next_steps.see_status(run.config))
 
 
 def route(run: Run) -> None:

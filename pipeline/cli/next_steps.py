@@ -1,4 +1,4 @@
-"""The suggested next command, which every command prints at its end.
+"""The suggested next command, which a command prints at its end.
 
 The command is complete and ready to paste. For stages that work on checkpoints, it repeats the user's arguments with some
 changes. For stages that work on earlier results, it has all settings that differ from the defaults: repeating an `experiment=`
@@ -18,7 +18,6 @@ from pydantic import Field
 from rich.markup import escape
 
 from pipeline.cli import console
-from pipeline.cli.console import duration
 from pipeline.config import CONF
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
@@ -29,51 +28,30 @@ from stages.core.strict import StrictModel
 from stages.engines.config import BackendConfig, InterpreterConfig
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
-from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, TRAINED, more_documents
+from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, more_documents
 
 MOST_QUESTIONS = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
-QUICK, FULL_TIMES = "experiment=quick", 10
-"""Argument for a quick look, and the maximum number of questions in a full evaluation as a multiple of the quick look's."""
+QUICK = "experiment=quick"
+"""Argument for a quick look."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """Model shape for comparing the bytes of policies."""
-_given: list[tuple[str, ...]] = []
-"""Arguments of this process's command; empty if kvgate is called from Python."""
-
-
-def remember(arguments: Sequence[str]) -> None:
-    """Store the arguments of this process's command."""
-    _given[:] = [tuple(arguments)]
-
-
-def typed() -> list[str]:
-    """Return the user's arguments for repetition in a next command, without `log=`; empty outside a command."""
-    return [argument for given in _given for argument in given if not argument.startswith("log=")]
-
-
-def whole(*, sweep: bool = False) -> str | None:
-    """Return this process's complete command; None outside a command."""
-    return command_line(typed(), sweep=sweep) if _given else None
-
-
-def begun() -> str:
-    """Return the beginning of a command line: `python`, or the path of this Python if a shell would not find it."""
-    running, on_path = Path(sys.executable), shutil.which("python")
-    same = on_path is not None and Path(on_path).absolute().parent == running.parent
-    return f"{'python' if same else shlex.quote(str(running))} -m pipeline"
 
 
 def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
-    """Return the command with the arguments `base`. `changes` replace arguments with the same keys.
+    """Return the command with the arguments `base`, without `log=`. `changes` replace arguments with the same keys.
 
     A change of a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`. Only a sweep keeps its
-    launcher.
+    launcher. The command begins with `python`, or with the path of this Python if a shell would not find it.
     """
-    changed = {key_of(change) for change in changes}
-    left_out = () if sweep else ("hydra/launcher", "hydra.launcher")
+    running, on_path = Path(sys.executable), shutil.which("python")
+    same = on_path is not None and Path(on_path).absolute().parent == running.parent
+    changed = {"log", *map(key_of, changes)}
+    launcher = () if sweep else ("hydra/launcher", "hydra.launcher")
     keys = [(part, key_of(part)) for part in base]
-    kept = [part for part, key in keys if not {key, key.partition(".")[0]} & changed and not key.startswith(left_out)]
-    return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *changes])}".rstrip()
+    kept = [part for part, key in keys if not {key, key.partition(".")[0]} & changed and not key.startswith(launcher)]
+    arguments = shlex.join([*(["-m"] if sweep else []), *kept, *changes])
+    return f"{'python' if same else shlex.quote(str(running))} -m pipeline {arguments}".rstrip()
 
 
 def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = ()) -> str:
@@ -112,8 +90,10 @@ class NextStep(StrictModel):
     """Some wrong answers of the baseline, which the step follows from."""
 
 
-def show(step: NextStep) -> None:
-    """Print a suggestion."""
+def show(step: NextStep | None) -> None:
+    """Print a suggestion, if there is one."""
+    if step is None:
+        return
     lines = [
         "",
         *(f"  {escape(line)}" for line in step.wrong),
@@ -134,11 +114,6 @@ def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> Nex
     return NextStep(why=why, command=command_line(base, f"stage={following}", sweep=sweep))
 
 
-def is_look(base: Sequence[str]) -> bool:
-    """Return whether a command with these arguments is a first look, which decides nothing unless the cache fails."""
-    return QUICK in base
-
-
 def after_judging(
     config: Config,
     candidates: Sequence[Candidate],
@@ -146,11 +121,10 @@ def after_judging(
     *,
     swept: Sequence[str] = (),
     unfinished: bool = False,
-    asking_s: float = 0.0,
 ) -> NextStep:
     """Return the next step after the verdicts of an evaluation or a sweep, whose jobs differ in the keys `swept`.
 
-    `base` are the user's arguments. `asking_s` are the seconds that the questions of a quick look took; 0 if unknown.
+    `base` are the user's arguments.
     """
     sweep, verdicts = bool(swept), {candidate.verdict for candidate in candidates}
     if unfinished:
@@ -160,9 +134,8 @@ def after_judging(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and "
             "this evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"
         )
-    if is_look(base) and verdicts != {"FAIL"}:
-        takes = f", about {duration(FULL_TIMES * asking_s)} more if all rounds run" if asking_s else ""
-        why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
+    if QUICK in base and verdicts != {"FAIL"}:
+        why = "judge it in full (10 times the questions at most), and promote it if it passes"
         return NextStep(why=why, command=command_line([part for part in base if part != QUICK], sweep=sweep))
     if "PASS" in verdicts and config.tracking.enabled:
         return NextStep(why="make the best that passed the champion", command=promoting(config))
@@ -184,14 +157,11 @@ def after_weak(config: Config, error: CannotBeJudged, base: Sequence[str], *, sw
         changes = [f"workloads.lengths=[{','.join(lengths)}]"]
     elif able and all(config.workloads.samples.get(name) for name in weak):  # type: ignore[call-overload]
         why, changes = f"judge it on what it can do ({', '.join(able)})", [f"workloads.samples.{name}=0" for name in weak]
-    elif set(weak) <= TRAINED:
-        why = "ask what language models can do, instead of what the tiny model was trained on"
-        changes = ["workloads=chat", "calibration=chat"]
     else:
         why = (
-            "ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE. "
-            "If its answers are right in other words, word the references as the model does, or use check mention "
-            "(docs/start.md#my-questions)"
+            "ask questions that this model answers: workloads=chat calibration=chat, or your own, one JSON object a line, as "
+            "workloads=jsonl workloads.jsonl=FILE. If its answers are right in other words, word the references as the model "
+            "does, or use check mention (docs/start.md#my-questions)"
         )
     return NextStep(wrong=list(error.wrong), why=why, command=command_line(base, *changes, sweep=sweep) if changes else None)
 
@@ -203,37 +173,26 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     still_open = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
     titles = dict.fromkeys(check.gate.heading for check in still_open)
     said = f"{', '.join(candidate.name for candidate in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
-
-    def not_by_questions(reason: str) -> NextStep:
-        return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
-
-    def finer(reason: str) -> NextStep:
-        step = _finer(config, undecided, base, swept)
-        return step.model_copy(update={"why": f"{said}, {reason}: {step.why}"})
-
-    stuck = [check.reason for check in still_open if not needed and check.bound is None]  # such as the engine's own noise
-    if stuck:
-        return not_by_questions(stuck[0])
     following = config.gates.next_attempt
-    if following is None:
-        return finer(f"and gates.attempt={config.gates.attempt} was the last attempt")
+    if following is None or max(needed.values(), default=0) > MOST_QUESTIONS:
+        step = _finer(config, undecided, base, swept)
+        return step.model_copy(update={"why": f"{said}, and another attempt would not decide it: {step.why}"})
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
     more = math.log(following.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
-    changes, own, most = _more_questions(config, needed, more)
-    if not (changes or own):
-        return not_by_questions(still_open[0].reason if still_open else "no check was recorded")
-    if most > MOST_QUESTIONS:
-        return finer("too near the limit for any number of questions")
+    changes, own = _more_questions(config, needed, more)
+    if not needed and (not changes or any(check.bound is None for check in still_open)):  # such as the engine's own noise
+        reason = still_open[0].reason if still_open else "no check was recorded"
+        return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
-    add = f"; add questions to {config.workloads.jsonl} (about {', '.join(own)})" if own else ""
+    add = f"; add questions to {config.workloads.jsonl}" if own else ""
     command = command_line(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
     return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
 
 
-def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> tuple[list[str], list[str], int]:
-    """Return overrides for `more` times the questions, or `needed` if larger; the user's own questions; the largest number."""
+def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> tuple[list[str], bool]:
+    """Return overrides for `more` times the questions, or `needed` if larger, and whether the user's own are too few."""
     counts = {
         name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
         for name, count in config.workloads.samples.items()
@@ -244,11 +203,10 @@ def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> t
     if config.workloads.lengths:
         now = math.ceil(more * config.workloads.length_documents) * LONG_QUESTIONS
         changes += more_documents({**needed, LONG: now})
-    apart = [name for name in needed if name not in (*counts, "all", "gsm8k") and not name.startswith(LONG)]
-    return changes, [f"{needed[name]:,} of {name}" for name in apart], max((*counts.values(), *needed.values()), default=0)
+    return changes, any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
 
 
-def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str] = ()) -> NextStep:
+def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
     known, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
     least = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & known))))
@@ -290,55 +248,9 @@ def after_promotion(config: Config, engine: Path) -> NextStep:
     return NextStep(why="verify the engine that serves", command=command_line(trusted, "stage=verify", bundle))
 
 
-def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> NextStep:
-    """Return the next step after a refused promotion."""
-    failed = [candidate for candidate in candidates if candidate.verdict == "FAIL"]
-    if failed and not any(candidate.verdict == "PASS" for candidate in candidates):
-        return _finer(config, failed, [*carried(config, "gates"), "stage=evaluate"])
-    return see_status(config)
-
-
-def see_status(config: Config) -> NextStep:
-    return NextStep(why="see what serves, and what was judged", command=standing(config, "status"))
-
-
-def after_tuning(config: Config, chosen: str, folder: Path | None) -> NextStep:
+def after_tuning(config: Config, chosen: str, folder: Path | None, base: Sequence[str]) -> NextStep:
     """Return the step that judges the chosen policy, from the configuration folder `folder` or, if None, from conf/."""
-    base = typed() or carried(config)
-    if folder is not None and f"--config-dir={folder}" not in base:
-        base = [f"--config-dir={folder}", *base]
-    base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
-    return NextStep(why=f"judge {chosen}", command=command_line(base, "stage=evaluate", f"kv={chosen}"))
-
-
-def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> NextStep | None:
-    """Return the next step for a work directory; None without a suggestion.
-
-    `promotable`: a candidate of the last sweep passed, and no promotion has considered it yet. `champion` is the bundle that
-    serves; None if it is not on this machine.
-    """
-    if not judged:
-        return NextStep(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8"))
-    if promotable:
-        return NextStep(why="make the best of the last sweep the champion, by its gates", command=promoting(config))
-    if prunable:
-        return NextStep(why="list files that are no longer needed", command=standing(config, "prune"))
-    return after_promotion(config, champion) if champion is not None else None
-
-
-def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str | None) -> NextStep:
-    """Return the step that promotes the recommended policy, if the last sweep registered it."""
-    if chosen is None:
-        why = "make the evidence with a command from above, and ask again"
-        return NextStep(why=why, command=command_line(typed(), "stage=recommend"))
-    if any(candidate.name == chosen and candidate.version for candidate in candidates):
-        return NextStep(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
-    return see_status(config)
-
-
-def after_prune(config: Config, *, would_free: bool) -> NextStep:
-    """Return the step that removes the listed artifacts, or that shows what is left."""
-    if would_free:
-        keep = f"prune.keep_sweeps={config.prune.keep_sweeps}"
-        return NextStep(why="remove it", command=standing(config, "prune", keep, "prune.apply=true"))
-    return see_status(config)
+    own = [part for part in base or carried(config) if not part.lstrip("+~").startswith("tune.")]
+    if folder is not None and f"--config-dir={folder}" not in own:
+        own = [f"--config-dir={folder}", *own]
+    return NextStep(why=f"judge {chosen}", command=command_line(own, "stage=evaluate", f"kv={chosen}"))

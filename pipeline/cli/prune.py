@@ -59,7 +59,10 @@ def prune(config: Config) -> None:
         if applied:
             remove(root, plan.gone)
     _print(plan, applied=applied)
-    next_steps.show(next_steps.after_prune(config, would_free=not applied and bool(plan.gone)))
+    if plan.gone and not applied:
+        keep = f"prune.keep_sweeps={config.prune.keep_sweeps}"
+        command = next_steps.standing(config, "prune", keep, "prune.apply=true")
+        next_steps.show(next_steps.NextStep(why="remove it", command=command))
 
 
 def make_plan(config: Config) -> PrunePlan:

@@ -1,21 +1,18 @@
 """`stage=status`: prints serving engines, judged candidates and artifacts on disk. Writes nothing; `log=json` prints JSON."""
 
-from collections.abc import Collection
 from datetime import UTC, datetime
 
 from rich.filesize import decimal
 from rich.markup import escape
 
-from pipeline.cli import console, next_steps
+from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, words
 from pipeline.cli.needs import Found, distinct_bytes, find, last_sweeps, needs_of, sizes
-from pipeline.cli.next_steps import NextStep
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
-from stages.verdict.candidate import Candidate
 
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 """Order of the aliases in the list. Routes have position 2."""
@@ -24,7 +21,7 @@ ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 def show_status(config: Config) -> None:
     """Print the status of a work directory. Raises UserError or MissingRequirement at the end if a part could not be read."""
     found = find(config)
-    reasons, missing = needs_of(found, config.prune.keep_sweeps)
+    _, missing = needs_of(found, config.prune.keep_sweeps)
     if not (found.pieces or found.sweeps or found.models or found.problems):
         console.say(f"{escape(str(config.work))}: nothing was built or judged here yet")
     if not config.tracking.enabled:
@@ -44,9 +41,6 @@ def show_status(config: Config) -> None:
     if found.problems:
         lines = "\n".join(str(problem).splitlines()[0] for problem in found.problems)
         raise found.problems[0].with_message(lines)
-    step = _step(config, found, reasons)
-    if step is not None:
-        next_steps.show(step)
 
 
 def _show_model(model: RegisteredModel, found: Found) -> None:
@@ -85,21 +79,3 @@ def _show_sweep(sweep: Summary, found: Found) -> None:
         console.show("sweep", Grid(title, (first, *words("verdict", "version", "model", "backend"), last), rows, COLOURS))
     else:
         console.say(escape(title))
-
-
-def _step(config: Config, found: Found, needed: Collection[str]) -> NextStep | None:
-    champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
-    here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
-    last: list[Candidate] = []
-    for sweep in found.sweeps:  # from the newest
-        if candidates := [one for one in sweep.candidates if one.model == config.model.label]:
-            last = candidates if sweep.unfinished is None else []
-            break
-    passed = any(one.verdict == "PASS" and one.version for one in last)
-    return next_steps.after_status(
-        config,
-        judged=bool(found.sweeps),
-        promotable=passed and not any(one.identity.digest in champions for one in last),
-        champion=next(iter(here), None),
-        prunable=any(piece.is_artifact and piece.place not in needed for piece in found.pieces),
-    )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, product
 from math import prod
@@ -101,6 +101,8 @@ class Plan:
     launcher_config: Mapping[str, Any] = field(default_factory=dict)
     """The node `hydra.launcher`."""
     given: tuple[str, ...] = ()
+    typed: tuple[str, ...] | None = None
+    """The user's arguments, for repetition in a next command; None if kvgate is called from Python."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -116,7 +118,8 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
 
     `folders` have options of the user's own, as `--config-dir` names them.
     """
-    planned = _plan(overrides, multirun, searching(folders))
+    typed = (*(f"--config-dir={folder}" for folder in folders), *overrides)
+    planned = replace(_plan(overrides, multirun, searching(folders)), typed=typed)
     for job, name in zip(planned.jobs, planned.names, strict=True):
         check_name(job.kv, name)
     return planned

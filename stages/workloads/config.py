@@ -16,7 +16,6 @@ Workload = Literal[
 """The built-in workloads of `stages.workloads.generated.WORKLOADS`: first the tiny model's training tasks, then tasks for any
 chat model."""
 
-TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
 PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
 
 LONG = "long_"

@@ -14,8 +14,8 @@ from bad_input.case import Case, Commands, Outcome
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
 
-from pipeline.chain import planning
 from pipeline.chain.planning import recommend_policy, show_capacity
+from pipeline.chain.run import Run
 from stages.core.errors import GateRefusal
 
 
@@ -28,8 +28,7 @@ def run(commands: Commands, tmp_path: Path) -> Callable[[list[str]], Outcome]:
 def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
     result = run(["stage=status", "workdir=here"])
     assert (result.code, result.stderr) == (0, "")
-    assert result.stdout.startswith("here: nothing was built or judged here yet\n")
-    assert "python -m pipeline workdir=here stage=all kv=fp8" in result.stdout
+    assert result.stdout == "here: nothing was built or judged here yet\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -89,7 +88,7 @@ def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_and_jso
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = ["capacity.gpu_gib=45", "capacity.weights_gib=0", "capacity.reserve_gib=0"]
-    show_capacity(config_of(*asked, "stage=capacity", "kv=fp8", "kv.sink_tokens=4", *bare))
+    show_capacity(Run(config_of(*asked, "stage=capacity", "kv=fp8", "kv.sink_tokens=4", *bare)))
     said = capsys.readouterr().out
     found = {entry["name"]: entry for entry in json.loads((tmp_path / "work" / "capacity.json").read_text())["policies"]}
     assert {path.stem for path in CONF.glob("*.yaml")} | {"fp8 kv.sink_tokens=4"} == found.keys()
@@ -101,7 +100,7 @@ def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_and_jso
 def test_the_memory_in_the_documents_is_the_output_of_the_command(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "serve-8b.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^kvgate (stage=capacity .*)$", page, re.MULTILINE)
-    show_capacity(config_of(*shlex.split(command), *asked))
+    show_capacity(Run(config_of(*shlex.split(command), *asked)))
     printed = capsys.readouterr().out
     for line in re.findall(r"^(?:fp8: a request|80 GiB).*$", page, re.MULTILINE):
         assert line in printed
@@ -110,16 +109,15 @@ def test_the_memory_in_the_documents_is_the_output_of_the_command(asked: list[st
 def test_a_budget_that_no_policy_meets_is_refused_with_the_most_that_one_admits(asked: list[str]) -> None:
     use = ["capacity.gpu_gib=17", "capacity.reserve_gib=0", "capacity.concurrency=500"]
     with pytest.raises(GateRefusal, match=r"capacity\.concurrency=500: no policy admits this many requests, int4_streaming "):
-        show_capacity(config_of(*asked, "stage=capacity", *use))
+        show_capacity(Run(config_of(*asked, "stage=capacity", *use)))
 
 
 def test_without_evidence_nothing_is_recommended_and_no_store_is_made(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The printed command for the evidence repeats this command's options, except its policy."""
     own = ["stage=recommend", "gates.max_mean_kl=0.02", "kv=int8", "capacity.gpu_gib=80"]
-    monkeypatch.setattr(planning, "typed", lambda: own)
     with pytest.raises(GateRefusal, match="no policy has evidence that covers this use: nothing is recommended"):
-        recommend_policy(config_of(*asked, *own))
+        recommend_policy(Run(config_of(*asked, *own), typed=own))
     assert "-m gates.max_mean_kl=0.02 'workloads.lengths=[32768]' stage=evaluate kv=int4_streaming," in capsys.readouterr().out
     assert not list(tmp_path.rglob("mlflow.db"))

@@ -153,7 +153,6 @@ def test_status_shows_the_champion_the_judged_candidates_and_the_disk_space(
     assert {"build 5", "identity 4"} <= {" ".join(line.split()[:2]) for line in lines}
     files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
     assert f"{decimal(sum(size for _, size in files))} in all: kinds share files" in lines
-    assert "stage=promote" in shown, "the last sweep passed and was not promoted"
 
 
 def test_prune_lists_removable_files_and_removes_nothing_by_default(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,8 +197,6 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(copied: Ground, c
     asked = [f"workdir={work}", MODEL, *copied.tracking]
     assert foretell(plan([*asked, "stage=promote", "dry=true"], multirun=False)) == 3
     assert "20260107-000000-1-g did not finish" in capsys.readouterr().err
-    copied.command("stage=status")
-    assert "stage=promote" not in capsys.readouterr().out, "no suggestion of a command that would be refused"
 
 
 def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:
@@ -331,10 +328,8 @@ def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsy
         copied.command("stage=promote", "promote.name=fp8k_int4")
     copied.command("stage=promote", "promote.name=fp8k_int4v")
     assert copied.alias("champion") == "fp8k_int4v"
-    capsys.readouterr()
     with pytest.raises(GateRefusal, match="has no evidence"):
         copied.command("stage=promote", "promote.sweep=20260101-000000-1-a")
-    assert "stage=status" in capsys.readouterr().out.partition("Next")[2], "a refused command has a next step, too"
     copied.command("stage=status")
     assert "route-copy of kvgate-some-llm" not in capsys.readouterr().out, "nothing that serves lacks its evidence"
     copied.command("stage=rollback")

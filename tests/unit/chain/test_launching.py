@@ -14,7 +14,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from submitit.core.utils import FailedJobError
 
 from pipeline.chain import launching, runner
-from pipeline.cli import console, next_steps
+from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
@@ -26,7 +26,6 @@ def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
     def evaluate(*_: object) -> None:
         raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"], ["copy-1: asked ..."])
 
-    monkeypatch.setattr(next_steps, "_given", [])  # as in a launcher's process
     monkeypatch.setitem(runner.STAGES, "all", evaluate)
     planned = plan([f"workdir={tmp_path}", "kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
     ended = launching.launch(planned, runner.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
@@ -64,7 +63,6 @@ def test_a_lock_that_times_out_ends_only_its_job(
         raise MissingRequirement("artifacts: another process held the lock")
 
     planned = plan([f"workdir={tmp_path}", "kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
-    monkeypatch.setattr(next_steps, "_given", [])
     monkeypatch.setattr(runner, "holding", held)
     ended = launching.launch(planned, runner.Task("20260101", planned.names, ()))
     assert [end.code for end in ended] == [4, 4]

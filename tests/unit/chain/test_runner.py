@@ -9,7 +9,7 @@ from helpers.registry.candidates import judged_candidate
 
 from pipeline.chain import runner, serving
 from pipeline.chain.run import Run
-from pipeline.cli import console, next_steps
+from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, UserError
@@ -65,25 +65,21 @@ def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
         monkeypatch.setitem(runner.STAGES, stage, judge)
 
 
-def test_a_promotion_in_the_same_command_is_unfinished_until_its_end_and_has_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_promotion_in_the_same_command_is_unfinished_until_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed promotion is finished by running the command again, as an unfinished job tells stage=promote."""
     promoted = []
 
     def promote(_: Run, last: summary.Summary) -> None:
         now = summary.load(tmp_path)
-        promoted.append((now.unfinished is None, "yesterday's" in page.read_text(), last.unfinished == now.unfinished))
+        promoted.append((now.unfinished is None, last.unfinished == now.unfinished))
         raise ModuleNotFoundError("No module named 'psycopg2'", name="psycopg2")
 
     judging(monkeypatch, "PASS")
     monkeypatch.setattr(serving, "promote_from", promote)
-    page = tmp_path / "report.html"
-    page.write_text("yesterday's")
     (config,) = plan([f"workdir={tmp_path}", "stage=all"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match="psycopg2 is not installed here"):
         run_job(config)
-    assert promoted == [(False, False, True)]
+    assert promoted == [(False, True)]
     last = summary.load(tmp_path)
     assert (last.exit_code, last.exit_codes, last.unfinished) == (4, {1: 4}, None)
 
@@ -114,7 +110,6 @@ def test_the_advice_after_any_weak_baseline_of_a_sweep_ends_its_output_if_there_
             raise MissingRequirement("no GPU")
         judge(run)
 
-    monkeypatch.setattr(next_steps, "_given", [("kv=fp8,int8,int4",)])
     monkeypatch.setitem(runner.STAGES, "evaluate", evaluate)
     given = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]
     assert runner.run(plan(given, multirun=True), "20260101") == (3 if judged else 4)

@@ -96,7 +96,7 @@ def test_without_compared_requests_no_reference_engine_is_built() -> None:
 def test_a_sweep_of_a_stage_that_judges_nothing_keeps_the_last_candidates(tmp_path: Path) -> None:
     summary.begin(tmp_path, "judged", ["fp8"])
     planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
-    assert runner._conclude(planned, Run(planned.jobs[0], "built"), 4) == 4
+    assert runner._conclude(planned, "built", 4) == 4
     last = summary.load(tmp_path)
     assert (last.sweep, last.exit_code) == ("judged", 4)
     assert [path.name for path in (tmp_path / "summaries").iterdir()] == ["judged.json"]

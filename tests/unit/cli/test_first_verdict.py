@@ -10,7 +10,7 @@ from helpers.commands.fake_stages import use_fake_stages
 from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
 from pipeline.chain.showing import PAGE
-from pipeline.cli import console, next_steps
+from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
 from pipeline.registry.summary import new_sweep
 from stages.core.errors import CannotBeJudged, Refusal, exit_code
@@ -50,16 +50,8 @@ def test_the_stress_test_is_no_longer_than_twice_the_longest_question(longest: i
     assert StressTestConfig().limited(longest).max_tokens == bound
 
 
-@pytest.fixture(autouse=True)
-def _no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the arguments that a test gives."""
-    monkeypatch.setattr(next_steps, "_given", [])
-
-
 def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
-    given = [f"workdir={work}", *BRIEF, *arguments]
-    next_steps.remember(given)
-    return plan(given, multirun=sweeping)
+    return plan([f"workdir={work}", *BRIEF, *arguments], multirun=sweeping)
 
 
 def run_command(jobs: Plan) -> int:

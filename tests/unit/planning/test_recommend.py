@@ -13,7 +13,7 @@ from helpers.registry.judged_engine import config_of, judged_engine
 from helpers.verdicts.reports import report as make_report
 
 from pipeline.chain.planning import recommend_policy
-from pipeline.cli import next_steps
+from pipeline.chain.run import Run
 from pipeline.cli.tables import recommendation_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
@@ -175,7 +175,7 @@ def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    recommend_policy(config_of(*asked))
+    recommend_policy(Run(config_of(*asked)))
     printed = capsys.readouterr().out
     assert "Take int8: " in printed
     assert "PASS up to 1,000 tokens, batch 16 on backend=onnxruntime, so serve at most 16 at once" in printed
@@ -201,7 +201,7 @@ def test_the_stage_decides_by_its_own_gates_and_use(
     asked: list[str], tmp_path: Path, changes: list[str], expected: str
 ) -> None:
     with pytest.raises(GateRefusal, match="nothing is recommended"):
-        recommend_policy(config_of(*asked, *changes))
+        recommend_policy(Run(config_of(*asked, *changes)))
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     assert found.chosen is None
     assert reason(found, "int8").startswith(expected)
@@ -212,9 +212,8 @@ def test_only_policies_that_the_backend_serves_are_suggested_with_questions_of_t
 ) -> None:
     monkeypatch.delenv("KVGATE_VLLM_PYTHON", raising=False)
     longer = ["capacity.contexts=[{tokens: 900, requests: 1}]", "backend=vllm", "backend.max_model_len=1024"]
-    monkeypatch.setattr(next_steps, "_given", [(*asked, *longer)])
     with pytest.raises(GateRefusal):
-        recommend_policy(config_of(*asked, *longer))
+        recommend_policy(Run(config_of(*asked, *longer), typed=[*asked, *longer]))
     printed = capsys.readouterr().out
     (command,) = [line.strip() for line in printed.splitlines() if " stage=evaluate kv=" in line]
     given = dict(part.split("=", 1) for part in shlex.split(command)[4:])
@@ -233,7 +232,7 @@ def test_altered_samples_are_no_evidence(asked: list[str], tmp_path: Path) -> No
     (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")
     samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
     with pytest.raises(GateRefusal):
-        recommend_policy(config_of(*asked))
+        recommend_policy(Run(config_of(*asked)))
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     assert "no evidence that counts: report: samples.jsonl: differs" in reason(found, "int8")
 
@@ -241,6 +240,6 @@ def test_altered_samples_are_no_evidence(asked: list[str], tmp_path: Path) -> No
 def test_a_model_of_the_same_name_and_another_shape_is_another_model(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
     with pytest.raises(GateRefusal):
-        recommend_policy(config_of(*asked))
+        recommend_policy(Run(config_of(*asked)))
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     assert "it is of a model with 1.03125 KiB a token, and this one has 1.28906" in reason(found, "int8")
