@@ -24,10 +24,11 @@ typedef struct {
 
 typedef struct {
   const OrtApi *api;
-  int kv_heads, sink, recent, windowed, half;
+  int windowed, half;
+  int head_dim, group, kv_heads, sink, recent; /* the attribute `sizes`, with the next one */
   int slide; /* the latest tokens that the layer attends to, the new one included; 0: all */
   float scaling, softcap; /* scores become softcap * tanh(score / softcap); 0 leaves them */
-  int page_table, lengths, window_base_table, window_table, window_starts, exact_slots, sinks; /* inputs; -1: none */
+  int page_table, lengths, window_base_table, window_table, window_starts, exact_slots, sinks; /* `tables`: inputs; -1: none */
   Side sides[SIDES];
 } Layer;
 

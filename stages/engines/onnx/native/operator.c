@@ -239,22 +239,17 @@ static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKern
   Layer *layer = calloc(1, sizeof *layer);
   if (!layer) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: no memory for an operator");
   layer->api = api, layer->half = op == &HALF_OPERATOR;
-  int sizes[6], tables[7];
   OrtStatus *status = ORT_FLOAT_ATTRIBUTE(api)(info, "scaling", &layer->scaling);
   if (!status) status = ORT_FLOAT_ATTRIBUTE(api)(info, "softcap", &layer->softcap);
-  if (!status) status = integers(api, info, "sizes", 6, sizes);
-  if (!status) status = integers(api, info, "tables", 7, tables);
+  if (!status) status = integers(api, info, "sizes", 6, &layer->head_dim);
+  if (!status) status = integers(api, info, "tables", 7, &layer->page_table);
   for (int i = 0; i < SIDES && !status; i++) status = integers(api, info, SIDE_NAMES[i], 8, (int *)&layer->sides[i]);
-  if (!status && (sizes[0] != HEAD_DIM || sizes[1] != GROUP))
+  if (!status && (layer->head_dim != HEAD_DIM || layer->group != GROUP))
     status = ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: the kernel was compiled for other heads");
   if (status) {
     free(layer);
     return status;
   }
-  layer->kv_heads = sizes[2], layer->sink = sizes[3], layer->recent = sizes[4], layer->slide = sizes[5];
-  layer->page_table = tables[0], layer->lengths = tables[1], layer->window_base_table = tables[2];
-  layer->window_table = tables[3], layer->window_starts = tables[4], layer->exact_slots = tables[5];
-  layer->sinks = tables[6];
   layer->windowed = layer->window_table >= 0;
   *kernel = layer;
   return NULL;
