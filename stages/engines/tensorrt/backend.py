@@ -47,8 +47,7 @@ class PlanBackend(Backend[C], Generic[C]):
 
     def run_parts(self) -> dict[str, object]:
         """Return everything that running a plan depends on: the library and its version."""
-        versions = {self.library: load(self.library).version}
-        return {"library": self.library, "versions": versions}
+        return {"library": self.library, "versions": {self.library: load(self.library).version}}
 
     def run_libraries(self) -> tuple[str, ...]:
         """Return torch, which holds the pool and captures CUDA graphs."""
@@ -101,8 +100,7 @@ class RTXBackend(PlanBackend[TensorRTRTXConfig]):
         check_built_for(Path(f"backend={self.library}"), built, this_machine(trt, built))
 
     def build_parts(self) -> dict[str, object]:
-        versions = {self.library: load(self.library).version}
-        return {"library": self.library, **self._sizes(), "targets": self.targets, "versions": versions}
+        return {**self.run_parts(), **self._sizes(), "targets": self.targets}
 
     def build_arguments(self) -> dict[str, Any]:
         return {**super().build_arguments(), "targets": self.targets}

@@ -92,7 +92,7 @@ class PlanEngine(PagedEngine):
         self._sessions = {
             mode: PlanSession(
                 library, plan, device, bundle.inputs[mode], bundle.outputs[mode],
-                memory=memory, bound=bound, consumer=pool, captured=cuda_graphs and mode == "decode",
+                memory=memory, bound=bound, pool=pool, captured=cuda_graphs and mode == "decode",
             )
             for mode, plan in plans.items()
         }  # fmt: skip

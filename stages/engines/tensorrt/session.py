@@ -4,19 +4,19 @@ A captured graph contains the addresses and the shape of its capture, and become
 its own context, inputs and outputs, and the number of shapes is kept small (`shapes.bucket`). All contexts share one activation
 memory, because everything runs on one stream.
 
-The pool's work on a run's outputs (`Consumer`) is part of the run and of its graph: the host fills one buffer before the run
-and reads one result afterwards.
+The pool's work on a run's outputs (`TorchPool.consume`) is part of the run and of its graph: the host fills one buffer before
+the run and reads one result afterwards.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
+from stages.engines.staging import ALIGNMENT, StagedInputs, StepResults, stacked
 from stages.engines.tensorrt.bundle import GraphTensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
@@ -60,19 +60,6 @@ class CudaDevice:
         return graph.replay
 
 
-class Consumer(Protocol):
-    """Work on the device after the plan, in the same step; implemented by `TorchPool`."""
-
-    @property
-    def families(self) -> Sequence[Sequence[str]]: ...
-
-    def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]: ...
-
-    def results(self, step: "PlanStep") -> Sequence[torch.Tensor]: ...
-
-    def consume(self, step: "PlanStep") -> None: ...
-
-
 class PlanStep:
     """A plan at one shape: its context, its inputs and outputs, and its CUDA graph."""
 
@@ -80,13 +67,13 @@ class PlanStep:
         self._session = session
         own = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
         sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
-        sections |= session.consumer.sections(sizes)
+        sections |= session.pool.sections(sizes)
         self._staged = StagedInputs(sections, session.device.torch_device)
         self.inputs = self._staged.tensors
         self.outputs: dict[str, torch.Tensor] = {}
         self.families: list[torch.Tensor] = []
-        """Stacked outputs (number of outputs, *shape), in the order of the consumer's families."""
-        for names in session.consumer.families:
+        """Stacked outputs (number of outputs, *shape), in the order of the pool's families."""
+        for names in session.pool.families:
             first = session.outputs[names[0]]
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
             self.families.append(stacked(len(names), shape, kind, session.device.torch_device))
@@ -96,7 +83,7 @@ class PlanStep:
                 self.outputs[name] = torch.zeros(
                     session.shape(t, sizes), dtype=DTYPES[t.dtype], device=session.device.torch_device
                 )
-        self.results = list(session.consumer.results(self))
+        self.results = list(session.pool.results(self))
         self._results = StepResults(*self.results)
         self._context = session.context()
         bindings = session.bound | {name: self.inputs[name] for name in own}
@@ -124,7 +111,7 @@ class PlanStep:
         self._staged.upload()
 
     def read(self) -> list[npt.NDArray[np.generic]]:
-        """Wait for the device once and return the consumer's results, which the next call overwrites."""
+        """Wait for the device once and return the pool's results, which the next call overwrites."""
         return self._results.read()
 
     def run(self) -> None:
@@ -137,7 +124,7 @@ class PlanStep:
     def _enqueue(self) -> None:
         session = self._session
         session.check(self._context.execute_async_v3(session.device.stream), "a run")
-        session.consumer.consume(self)
+        session.pool.consume(self)
 
 
 class PlanSession:
@@ -153,13 +140,13 @@ class PlanSession:
         *,
         memory: torch.Tensor,
         bound: Mapping[str, torch.Tensor],
-        consumer: Consumer,
+        pool: Any,
         captured: bool,
     ) -> None:
-        """Open a plan. `bound`: tensors whose addresses never change. `consumer` runs on the device after the plan."""
+        """Open a plan. `bound`: tensors whose addresses never change. The work of `pool`, a TorchPool, follows the plan."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
-        self.consumer, self._memory = consumer, memory
+        self.pool, self._memory = pool, memory
         # The builder may have dropped an input that nothing reads.
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         self.inputs = {tensor.name: tensor for tensor in inputs if tensor.name in names}
@@ -177,7 +164,7 @@ class PlanSession:
         return self._steps[key]
 
     def forget_graphs(self) -> None:
-        """Drop all captured graphs, because the consumer's work has changed."""
+        """Drop all captured graphs, because the pool's work has changed."""
         for step in self._steps.values():
             step.replay = None
 
