@@ -12,7 +12,7 @@ from stages.engines.backend import Artifacts, Job, Source
 from stages.engines.bundle import BuiltFor, sm_number
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.bundle import ServedBundle, cannot_hold
-from stages.engines.interpreter.process import Interpreter, Program, probe
+from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.trtllm import worker
 from stages.engines.trtllm.config import TargetName, TrtllmConfig
 from stages.engines.trtllm.settings import rank_capabilities
@@ -94,31 +94,8 @@ TARGETS: dict[TargetName, Target] = {
 }
 
 
-def check_inputs(config: TrtllmConfig, job: Job) -> None:
-    """Refuse a configuration that TensorRT-LLM cannot build or run, before any artifact is made.
-
-    Raises:
-        UserError: The target does not support a key's value; the message names the key.
-        MissingRequirement: The interpreter or a GPU is missing.
-    """
-    refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
-    ranks = config.tensor_parallel_size
-    refusal = refuse(config.target, job.policy, job.weights, job.checkpoint, ranks) or refuse_unread(config.target, config)
-    if refusal is not None:
-        raise UserError(refusal)
-    interpreter = probe(PROGRAM, config.python)
-    require_target(config.target, interpreter)
-    if config.target == "engine":
-        require_gpus(interpreter, 1, "building an engine")
-        rank_capabilities("engine", interpreter, ranks)  # refuses GPUs that differ
-        refuse_integers(job.policy, job.weights, interpreter, ranks)
-    refuse_fp8(job.policy, job.weights, interpreter, ranks)
-    if job.judges:
-        check_judging(config.target, config, job.policy, interpreter)
-
-
 def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
-    """Refuse a configuration that can be built but not evaluated. Raises UserError and MissingRequirement as check_inputs."""
+    """Refuse a configuration that can be built but not evaluated. Raises UserError or MissingRequirement."""
     require_gpus(interpreter, config.tensor_parallel_size, "running an engine")
     if not policy.quantized:
         raise UserError(
@@ -235,8 +212,21 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
 
     def check_inputs(self, job: Job) -> None:
         """Refuse configurations that the target does not support, a missing interpreter, and missing GPUs."""
-        if job.builds:
-            check_inputs(self.config, job)
+        if not job.builds:
+            return
+        refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
+        target, ranks = self.config.target, self.config.tensor_parallel_size
+        refusal = refuse(target, job.policy, job.weights, job.checkpoint, ranks) or refuse_unread(target, self.config)
+        if refusal is not None:
+            raise UserError(refusal)
+        require_target(target, self.interpreter)
+        if target == "engine":
+            require_gpus(self.interpreter, 1, "building an engine")
+            rank_capabilities("engine", self.interpreter, ranks)  # refuses GPUs that differ
+            refuse_integers(job.policy, job.weights, self.interpreter, ranks)
+        refuse_fp8(job.policy, job.weights, self.interpreter, ranks)
+        if job.judges:
+            check_judging(target, self.config, job.policy, self.interpreter)
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return ModelOpt's exports, the input of both targets."""
