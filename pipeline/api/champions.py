@@ -10,7 +10,7 @@ from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence, registered_evidence
 from pipeline.evidence.verify import replay
-from pipeline.registry.findings import require_same
+from pipeline.registry.promotion import require_same
 from pipeline.registry.reaching import named
 from pipeline.registry.tracking import locate
 from stages.checkpoints.places import checkpoint_label

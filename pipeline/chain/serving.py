@@ -14,7 +14,7 @@ from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_backend
 from pipeline.registry import routing, summary
-from pipeline.registry.findings import require_same
+from pipeline.registry.promotion import require_same
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Candidate

@@ -9,8 +9,7 @@ from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value, words
 from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
-from pipeline.registry.findings import Finding
-from pipeline.registry.promotion import PromotionMove
+from pipeline.registry.promotion import Finding, PromotionMove
 from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation

@@ -21,7 +21,7 @@ from pipeline.evidence.identity import (
     read_identity,
     round_input,
 )
-from pipeline.registry.findings import Finding
+from pipeline.registry.promotion import Finding
 from pipeline.registry.signing import SIGNATURE_FILE
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, json_digest, kind_of

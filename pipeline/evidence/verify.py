@@ -14,9 +14,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from pydantic import ValidationError
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import Evidence, judged_candidate, lineage, registered_evidence
 from pipeline.loading import required_libraries
-from pipeline.registry.findings import Finding
-from pipeline.registry.promotion import RegisteredEngine
+from pipeline.registry.promotion import Finding, RegisteredEngine
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
 from pipeline.store.store import MANIFEST, read_manifest
@@ -226,23 +226,21 @@ def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
         detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
         return Finding(VERDICT_CHECK, "differs", detail)
     apart: Any = {"checks": {"__all__": {"reason"}}}  # reasons have rounded numbers; the exact numbers are compared
-    difference = _difference("verdict", recorded.model_dump(exclude=apart), verdict.model_dump(exclude=apart))
-    if difference is not None:
-        detail = f"{recorded.status} as recorded, but not by the same checks: {difference}"
-        return Finding(VERDICT_CHECK, "differs", detail)
+    both = (_values("verdict", one.model_dump(exclude=apart)) for one in (recorded, verdict))
+    for (place, before), (where, after) in zip_longest(*both, fillvalue=("", None)):
+        floats = isinstance(before, float) and isinstance(after, float)
+        same = math.isclose(before, after, rel_tol=BOUND_TOLERANCE, abs_tol=1e-12) if floats else before == after
+        if place != where or not same:
+            difference = f"recorded {place or where} {before}, found {after}"
+            detail = f"{recorded.status} as recorded, but not by the same checks: {difference}"
+            return Finding(VERDICT_CHECK, "differs", detail)
     return Finding(VERDICT_CHECK, "same", f"{verdict.status} by {len(verdict.checks)} checks")
 
 
-def _difference(where: str, recorded: object, found: object) -> str | None:
-    """Return a description of the first difference between two JSON values; None if they are equal up to rounding."""
-    if isinstance(recorded, dict) and isinstance(found, dict) and recorded.keys() == found.keys():
-        inner = (_difference(f"{where}.{name}", value, found[name]) for name, value in recorded.items())
-        return next((text for text in inner if text is not None), None)
-    if isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
-        inner = (_difference(f"{where}.{i}", *both) for i, both in enumerate(zip(recorded, found, strict=True)))
-        return next((text for text in inner if text is not None), None)
-    if isinstance(recorded, float) and isinstance(found, float):
-        same = math.isclose(recorded, found, rel_tol=BOUND_TOLERANCE, abs_tol=1e-12)
+def _values(place: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Yield each number, text and null of a JSON value with its place."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _values(f"{place}.{key}", inner)
     else:
-        same = recorded == found
-    return None if same else f"recorded {where} {recorded}, found {found}"
+        yield place, value

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
@@ -137,16 +136,10 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None =
 
     Return the previous content of `summary.json`, for `forget`; None if there was no file.
     """
-    before: bytes | None = None
-
-    def change(old: Summary) -> Summary:
-        nonlocal before
-        with suppress(FileNotFoundError):
-            before = (workdir / FILE).read_bytes()
-        known = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
-        return old.model_copy(update=known)
-
-    _update(workdir, sweep, change)
+    path = workdir / FILE
+    before = path.read_bytes() if path.is_file() else None
+    known = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
+    note(workdir, sweep, **known)
     return before
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from helpers.verdicts.reports import report as make_report
 from helpers.verdicts.reports import row
-from pipeline.registry.findings import Finding
-from pipeline.registry.promotion import Engines, RegisteredEngine, Registry
+from pipeline.registry.promotion import Engines, Finding, RegisteredEngine, Registry
 from pipeline.registry.tracking import LEFT, RegisteredModel, Version
 from stages.core.digest import file_digest, files_digest, tree_files
 from stages.core.errors import GateRefusal

@@ -11,7 +11,7 @@ from pipeline.chain.serving import verify
 from pipeline.evidence.identity import IDENTITY_FILE, Role
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay
-from pipeline.registry.findings import Finding
+from pipeline.registry.promotion import Finding
 from pipeline.registry.signing import SigningConfig
 from stages.core.digest import files_digest, json_digest
 from stages.core.errors import exit_code

@@ -7,8 +7,7 @@ from typing import Any
 
 from helpers.registry.candidates import MemoryRegistry, judged_candidate
 from pipeline.config.policies import shipped_policies
-from pipeline.registry.findings import Finding
-from pipeline.registry.promotion import Engines, RegisteredEngine
+from pipeline.registry.promotion import Engines, Finding, RegisteredEngine
 from pipeline.registry.routing import route
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest

@@ -8,8 +8,7 @@ import pytest
 from helpers.refusals import refused
 from helpers.registry.candidates import MemoryRegistry, decide_pass, engines_of, evidence_digest, judged_candidate
 
-from pipeline.registry.findings import Finding
-from pipeline.registry.promotion import PromotionMove, choose
+from pipeline.registry.promotion import Finding, PromotionMove, choose
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
