@@ -3,11 +3,10 @@
 import socket
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.refusals import refused
@@ -18,18 +17,27 @@ from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
 from stages.core.errors import MissingRequirement, UserError
 
-
-class Silent(BaseHTTPRequestHandler):
-    """A request handler that does not log."""
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
+SECRET = "hunter2/hunter2"
 
 
 @contextmanager
-def served(handler: type[Silent]) -> Iterator[str]:
-    """Serve until the block ends; yield the URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """Serve one answer to every request until the block ends; yield the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Location", "/login")
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # connections may break
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -41,33 +49,6 @@ def served(handler: type[Silent]) -> Iterator[str]:
         server.server_close()
 
 
-@contextmanager
-def answering(*answers: tuple[int, bytes] | Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[str, list[Any]]]:
-    """Serve the given answers in order and repeat the last answer; yield the URL and the list of received headers."""
-    left, seen = list(answers), list[Any]()
-
-    class Handler(Silent):
-        def do_GET(self) -> None:
-            seen.append(dict(self.headers))
-            answer = left.pop(0) if len(left) > 1 else left[0]
-            if callable(answer):
-                answer(self)
-                return
-            self.send_response(answer[0])
-            self.send_header("Content-Length", str(len(answer[1])))
-            self.send_header("Location", "/login")
-            self.end_headers()
-            self.wfile.write(answer[1])
-
-        do_POST = do_GET
-
-    with served(Handler) as url:
-        yield url, seen
-
-
-SECRET = "hunter2/hunter2"
-
-
 def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
     location = locate(Tracking(timeout_s=1), folder / "work", "tiny", {ENVIRONMENT: uri})
     with refused(kind, "MLflow's store ", "(tracking.uri or MLFLOW_TRACKING_URI)") as caught:
@@ -76,22 +57,30 @@ def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
     return str(caught.value)
 
 
-def signed_in(url: str) -> str:
-    return url.replace("//", f"//me:{SECRET.replace('/', '%2F')}@")
-
-
-@pytest.mark.parametrize("kind", ["directory", "text", "damaged"])
-def test_a_file_that_is_no_database_is_refused_and_stays_unchanged(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "; repair it, or name another"),
+        (b"precious notes, which are longer than a header", "; repair it, or name another"),
+        (b"SQLite format 3\0" + b"\xff" * 4096, "; repair it, or name another"),
+        ("create table moz_places (url)", "is a database of another program; name another file"),
+    ],
+    ids=["directory", "text", "damaged", "another program"],
+)
+def test_a_file_that_is_no_store_is_refused_and_stays_unchanged(
+    content: str | bytes | None, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "mlflow.db"
-    content = {"text": b"precious notes, which are longer than a header", "damaged": b"SQLite format 3\0" + b"\xff" * 4096}
-    if kind == "directory":
+    if content is None:
         path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
     else:
-        path.write_bytes(content[kind])
-    assert refusal(f"sqlite:///{path}", tmp_path, UserError).endswith("; repair it, or name another")
-    assert path.is_dir() or path.read_bytes() == content[kind]
+        with sqlite3.connect(path) as other:
+            other.execute(content)
+    before = path.read_bytes() if path.is_file() else None
+    assert refusal(f"sqlite:///{path}", tmp_path, UserError).endswith(problem)
+    assert (path.read_bytes() if path.is_file() else None) == before
     assert caplog.text == ""
 
 
@@ -110,15 +99,6 @@ def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
     assert "a request may take until" in caplog.text
 
 
-def test_the_database_of_another_program_is_refused_and_stays_unchanged(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "places.sqlite") as other:
-        other.execute("create table moz_places (url)")
-    before = (tmp_path / "places.sqlite").read_bytes()
-    text = refusal(f"sqlite:///{tmp_path}/places.sqlite", tmp_path, UserError)
-    assert text.endswith("is a database of another program; name another file")
-    assert (tmp_path / "places.sqlite").read_bytes() == before
-
-
 def test_a_store_whose_first_command_was_interrupted_is_completed(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "mlflow.db") as half:
         half.execute("create table experiments (experiment_id integer primary key)")
@@ -130,19 +110,23 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
 
 
+with socket.create_server(("127.0.0.1", 0)) as _free:
+    NOBODY = f"127.0.0.1:{_free.getsockname()[1]}"
+    """An address at which nothing listens."""
+
+
 @pytest.mark.parametrize(
     ("uri", "kind", "expected"),
     [
         (f"postgresql+x://u:{SECRET}@h/db", UserError, "sqlalchemy.dialects:postgresql.x); give a URI of SQLAlchemy"),
         (f"mysql://u:{SECRET}@h/db", MissingRequirement, "not installed: MySQLdb; pip install mysqlclient"),
-        (
-            f"mssql+pymssql://u:{SECRET}@h/db",
-            MissingRequirement,
-            "takes a driver that is not installed: pymssql; pip install pymssql",
-        ),
+        (f"mssql+pymssql://u:{SECRET}@h/db", MissingRequirement, "not installed: pymssql; pip install pymssql"),
+        (f"http://me:hunter2@{NOBODY}", MissingRequirement, "is not there: start the server"),
+        (f"http://me:{SECRET}@127.0.0.1:5000", UserError, "(/ is %2F)"),
     ],
+    ids=["unknown driver", "missing driver", "missing driver of that name", "no server", "password in the address"],
 )
-def test_a_driver_that_is_missing_or_unknown_is_named(uri: str, kind: type[Exception], expected: str, tmp_path: Path) -> None:
+def test_an_address_without_a_store_is_named(uri: str, kind: type[Exception], expected: str, tmp_path: Path) -> None:
     assert expected in refusal(uri, tmp_path, kind)
 
 
@@ -162,18 +146,8 @@ def test_each_error_of_a_server_has_its_own_message(
     status: int, body: bytes, kind: type[Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_PASSWORD", "hunter2")
-    with answering((status, body)) as (url, _):
-        assert expected in refusal(signed_in(url), tmp_path, kind)
-
-
-def test_an_unreachable_server_is_reported_at_once(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert "is not there: start the server" in refusal(f"http://me:hunter2@127.0.0.1:{port}", tmp_path, MissingRequirement)
-
-
-def test_a_password_that_changes_the_address_must_be_encoded(tmp_path: Path) -> None:
-    assert "(/ is %2F)" in refusal(f"http://me:{SECRET}@127.0.0.1:5000", tmp_path, UserError)
+    with answering(status, body) as url:
+        assert expected in refusal(url.replace("//", f"//me:{SECRET.replace('/', '%2F')}@"), tmp_path, kind)
 
 
 def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
@@ -183,9 +157,8 @@ def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         text = refusal(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, MissingRequirement)
     assert "did not answer within tracking.timeout_s=1; " in text
-    said = caplog.messages[0]
-    assert said.startswith("waiting for MLflow's store http://127.0.0.1:")
-    assert "(tracking.timeout_s=1)" in said
+    assert caplog.messages[0].startswith("waiting for MLflow's store http://127.0.0.1:")
+    assert "(tracking.timeout_s=1)" in caplog.messages[0]
 
 
 @pytest.fixture(scope="module")
@@ -204,25 +177,23 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Location, 
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("table", "change"),
     [
-        "UPDATE model_versions SET creation_time = 400000000000000000",
-        "UPDATE model_versions SET creation_time = 'soon'",
-        "UPDATE model_versions SET creation_time = -5",
-        "UPDATE model_versions SET run_id = 5",
-        "UPDATE model_version_tags SET value = 5",
-        "UPDATE experiments SET artifact_location = 5",
-        "UPDATE experiments SET artifact_location = NULL",
-        "UPDATE experiments SET lifecycle_stage = 5",
+        *(("model_versions", f"creation_time = {time}") for time in ("400000000000000000", "'soon'", "-5")),
+        ("model_versions", "run_id = 5"),
+        ("model_version_tags", "value = 5"),
+        *(("experiments", change) for change in ("artifact_location = 5", "artifact_location = NULL", "lifecycle_stage = 5")),
     ],
 )
-def test_odd_values_of_a_store_are_a_line_or_harmless(statement: str, sound: tuple[Location, sqlite3.Connection]) -> None:
+def test_odd_values_of_a_store_are_a_line_or_harmless(
+    table: str, change: str, sound: tuple[Location, sqlite3.Connection]
+) -> None:
     location, copy = sound
     assert location.file is not None
     with sqlite3.connect(location.file) as database:
         copy.backup(database)  # creating its tables takes a second
         database.execute("PRAGMA ignore_check_constraints = ON")
-        database.execute(statement)
+        database.execute(f"UPDATE {table} SET {change}")
     try:
         assert list(MlflowStore(location).read().versions) == ["1"]
     except (UserError, MissingRequirement) as error:

@@ -29,16 +29,11 @@ def test_an_empty_file_is_no_store_yet_and_a_directory_is_left_to_the_refusal_on
         assert locate(Tracking(uri=f"sqlite:///{tmp_path}/{name}"), tmp_path, "tiny", {}).exists == exists
 
 
-def test_the_configuration_wins_over_the_environment(tmp_path: Path) -> None:
+def test_the_configuration_wins_and_a_server_keeps_its_artifacts_itself_and_gets_no_bundles(tmp_path: Path) -> None:
     environ = {"MLFLOW_TRACKING_URI": "http://server:5000"}
-    assert locate(Tracking(), tmp_path, "tiny", environ).uri == "http://server:5000"
     assert locate(Tracking(uri="https://other"), tmp_path, "tiny", environ).uri == "https://other"
-
-
-def test_a_server_keeps_its_artifacts_itself_and_gets_no_bundles(tmp_path: Path) -> None:
-    location = locate(Tracking(uri="http://server:5000"), tmp_path, "tiny", {})
-    assert location.artifact_root is None
-    assert not location.log_bundle
+    location = locate(Tracking(), tmp_path, "tiny", environ)
+    assert (location.uri, location.artifact_root, location.log_bundle) == ("http://server:5000", None, False)
     assert server_command(location) is None
 
 
@@ -61,24 +56,15 @@ def test_a_model_label_becomes_a_name_that_the_registry_accepts(tmp_path: Path) 
         Tracking(model_name="a/b")
 
 
-def test_the_command_never_shows_a_password(tmp_path: Path) -> None:
+def test_the_command_never_shows_a_password_and_the_address_opens_the_charts_of_a_sweep(tmp_path: Path) -> None:
     environment = {"MLFLOW_TRACKING_URI": "postgresql://me:hunter2@db/mlflow"}
-    command = server_command(locate(Tracking(), tmp_path, "tiny", environment))
-    assert command is not None
+    command = str(server_command(locate(Tracking(), tmp_path, "tiny", environment)))
     assert "hunter2" not in command
     assert '--backend-store-uri "$MLFLOW_TRACKING_URI"' in command
-
-
-def test_addresses_are_of_the_pages_for_model_training(tmp_path: Path) -> None:
-    location = locate(Tracking(), tmp_path, "tiny", {})
-    url = compare_url(location, "7", "20260101-a b")
+    url = compare_url(locate(Tracking(), tmp_path, "tiny", {}), "7", "20260101-a b")
     assert url.startswith("http://127.0.0.1:5000/#/experiments/7/runs?")
     query = parse_qs(urlparse(urlparse(url).fragment).query)
-    expected = {
-        "searchFilter": ["tags.sweep = '20260101-a b'"],
-        "compareRunsMode": ["CHART"],
-        "workflowType": ["machine_learning"],
-    }
+    expected = {"searchFilter": ["tags.sweep = '20260101-a b'"], "compareRunsMode": ["CHART"]}
     assert expected.items() <= query.items()
 
 

@@ -58,7 +58,7 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
 
 def test_a_candidate_is_a_run_named_by_its_verdict(store: MlflowStore, tmp_path: Path) -> None:
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        done = store.conclude(run, judged(tmp_path, "fp8"))
+        done = store.conclude(run, judged(tmp_path, "fp8", "PASS", **{"quality/kl_mean": 0.01}))
     track_one(store, judged(tmp_path, "int4", "FAIL"), "s1")
     runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
     assert runs.keys() == {"fp8: PASS", "int4: FAIL"}
@@ -67,13 +67,7 @@ def test_a_candidate_is_a_run_named_by_its_verdict(store: MlflowStore, tmp_path:
     assert own.info.run_id == done.run_id
     assert own.data.tags["mlflow.runColor"] == COLOURS["PASS"]
     assert own.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
-
-
-def test_metrics_keep_their_order(store: MlflowStore, tmp_path: Path) -> None:
-    done = track_one(store, judged(tmp_path, "int8", "FAIL", **{"quality/kl_mean": 0.01}), "metrics")
-    run = store.client.get_run(done.run_id)
-    assert list(run.data.metrics.items())[:2] == [("quality/kl_mean_log10", -2.0), ("memory/kib_per_token", 2.0)]
-    assert run.data.tags["verdict"] == "FAIL"
+    assert list(own.data.metrics.items())[:2] == [("quality/kl_mean_log10", -2.0), ("memory/kib_per_token", 2.0)]
 
 
 def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: Path) -> None:
@@ -146,43 +140,36 @@ def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: Ml
     assert json.loads(store.client.get_logged_model(model_id).tags["mlflow.modelVersions"]) == expected
 
 
-def test_a_run_has_a_description_and_its_report(store: MlflowStore, tmp_path: Path) -> None:
-    done = track_one(store, judged(tmp_path, "described"), "a")
-    note = store.client.get_run(done.run_id).data.tags["mlflow.note.content"]
-    assert note.startswith("**PASS**: `described` on onnxruntime")
-    assert f"models:/kvgate-tiny/{done.version} " in note
-    assert artifacts(store, done.run_id).keys() == {"report.json"}
-
-
 def test_a_version_carries_its_digests_its_evidence_and_the_bundle(store: MlflowStore, tmp_path: Path) -> None:
     done = track_one(store, judged(tmp_path, "bundle"), "a")
     found = version(store, done)
     assert found.tags == {"kv": done.name, "verdict": done.verdict, "identity_digest": done.identity.digest}
     model = store.client.get_logged_model(found.model_id)
     assert (str(model.model_type), str(model.status)) == ("engine", "READY")
-    root = Path(model.artifact_location.removeprefix("file://"))
+    root = path_of(model.artifact_location)
     files = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert {"kv_policy.json", "report.json", "verdict.json", "engine/weights.bin", "engine/kv_policy.json"} <= files
     assert files_digest(tree_files(root / "engine")) == done.engine.digest
 
 
-def test_a_version_says_what_it_costs_and_why_it_failed(store: MlflowStore, tmp_path: Path) -> None:
+def test_a_run_and_its_version_say_what_the_engine_costs_and_why_it_failed(store: MlflowStore, tmp_path: Path) -> None:
     figures: dict[str, Any] = {"memory/kib_per_token": 0.5, "quality/kl_mean": 0.12345}
-    passed = track_one(store, judged(tmp_path, "told", **figures), "a")
     failed = judged(tmp_path, "told too", "FAIL").model_copy(update={"reasons": ("copy: 9 of 9 answers lost",)})
-    said = [
-        str(store.client.get_model_version("kvgate-tiny", done.version).description)
-        for done in (passed, track_one(store, failed, "a"))
-    ]
-    assert said[0].startswith("**PASS**: `told` on onnxruntime")
-    assert "mean KL 1.2e-01; 0.500 KiB/token" in said[0]
-    assert said[1].endswith("- copy: 9 of 9 answers lost")
+    passed, lost = (track_one(store, one, "a") for one in (judged(tmp_path, "told", **figures), failed))
+    note = store.client.get_run(passed.run_id).data.tags["mlflow.note.content"]
+    assert f"models:/kvgate-tiny/{passed.version} " in note
+    for text in (note, store.client.get_model_version("kvgate-tiny", passed.version).description):
+        assert text.startswith("**PASS**: `told` on onnxruntime")
+        assert "mean KL 1.2e-01; 0.500 KiB/token" in text
+    description = store.client.get_model_version("kvgate-tiny", lost.version).description
+    assert description.endswith("- copy: 9 of 9 answers lost")
+    assert artifacts(store, passed.run_id).keys() == {"report.json"}
 
 
 def test_a_bundle_is_not_copied_if_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:
     other = MlflowStore(locate(Tracking(log_bundle=False), work, "tiny"))
     done = track_one(other, judged(tmp_path, "light"), "a")
-    root = Path(store.client.get_logged_model(version(store, done).model_id).artifact_location.removeprefix("file://"))
+    root = path_of(store.client.get_logged_model(version(store, done).model_id).artifact_location)
     assert not (root / "engine").exists()
     assert (root / "report.json").exists()
 
