@@ -88,6 +88,8 @@ def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
     tokens: int, batch: int, input_len: int, bound: str, fake: ModuleType
 ) -> None:
     lengths = {"max_num_tokens": tokens, "max_batch_size": batch, "max_input_len": input_len, "max_seq_len": 512}
+    with pytest.raises(ValueError, match="max_input_len=8192: must"):
+        options(max_input_len=8192)
     with pytest.raises(ValueError, match=re.escape(f"max_num_tokens={tokens}: must be {bound}")):
         options(**lengths)
     for fits in (64, 1024):

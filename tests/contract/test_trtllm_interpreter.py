@@ -117,13 +117,6 @@ def test_a_switch_that_only_the_other_target_reads_is_refused() -> None:
     assert refuse_unread("engine", other) == refusal
 
 
-def test_lengths_that_do_not_fit_together_are_refused_with_the_configuration() -> None:
-    shipped = conf("backend", "trtllm")
-    for changes, key in (({"max_input_len": 8192}, "max_input_len=8192"), ({"max_num_tokens": 4096}, "max_num_tokens=4096")):
-        with pytest.raises(ValueError, match=f"{key}: must"):
-            TrtllmConfig.model_validate({**shipped, **changes})
-
-
 @pytest.mark.parametrize(
     ("mode", "release", "expected"),
     [
@@ -131,6 +124,7 @@ def test_lengths_that_do_not_fit_together_are_refused_with_the_configuration() -
         ("crash while building", "1.2.1", r"TensorRT-LLM 1\.2\.1: RuntimeError: trtllm-build ended with -11"),
         ("cache left out", "1.2.1", "kv_cache_quant_algo was asked as FP8 and is None"),
         ("rewritten arguments", "1.3.0", r"kv_cache_config\.dtype was asked as fp8 and is auto"),
+        ("no block reuse", "1.3.0", r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: kv_cache"),
     ],
 )
 def test_a_failed_or_wrong_build_is_reported_with_its_reason(
@@ -169,12 +163,6 @@ def test_switches_that_change_logits_are_off_when_served_and_judged_if_the_relea
     for arguments in (served, judged):
         given = {**arguments, **arguments["kv_cache_config"]}
         assert {given.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
-
-
-def test_refused_llm_arguments_are_reported_with_the_releases_reason(quantized: Path, tmp_path: Path) -> None:
-    python = make_interpreter(tmp_path / "bin", release="1.3.0", mode="no block reuse")
-    with pytest.raises(UserError, match=r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: kv_cache"):
-        make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, target="pytorch")
 
 
 def declaring(quantized: Path, out: Path, **declared: Any) -> Path:

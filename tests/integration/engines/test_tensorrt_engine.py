@@ -1,5 +1,7 @@
 """The engine over TensorRT plans: its pages, shapes and bindings, with TensorRT's runtime replaced by ONNX Runtime."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,20 @@ def held(engine: PlanEngine | OnnxEngine, handles: list[int]) -> dict[str, list[
     return found
 
 
+@contextmanager
+def not_finite(*place: int) -> Iterator[None]:
+    """Let the graphs report a key or value that is not finite at (sequence, row of all layers' sides and heads, token)."""
+    consume = TorchPool.consume
+
+    def broken(pool: TorchPool, step: PlanStep) -> None:
+        step.outputs[NOT_FINITE][place] = torch.nan
+        consume(pool, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchPool, "consume", broken)
+        yield
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_steps_and_chunks_store_and_answer_like_the_embedded_engine(name: str, pairs: dict[str, Pair]) -> None:
     """Compare with the ONNX engine.
@@ -105,25 +121,16 @@ def test_steps_and_chunks_store_and_answer_like_the_embedded_engine(name: str, p
 
 
 @pytest.mark.parametrize("name", POLICIES[:1])
-def test_prompts_that_are_refused_together_leave_nothing(
-    name: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_that_are_refused_together_leave_nothing(name: str, pairs: dict[str, Pair]) -> None:
     engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
     (live, _), (other, _) = engine.prefill([[3] * 80]), expected.prefill([[3] * 80])
-    before, in_use, consume = pool_bytes(engine), engine.pool.in_use, TorchPool.consume
-    place = [1, engine.shape.kv_heads, 6]
-
-    def broken(pool: TorchPool, step: PlanStep) -> None:
-        step.outputs[NOT_FINITE][tuple(place)] = torch.nan
-        consume(pool, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchPool, "consume", broken)
-        with pytest.raises(UserError, match=r"value of layer 0, token 6 of sequence \d+ is not finite"):
-            engine.prefill([[1] * 5, [2] * 7])
-        assert same(before, pool_bytes(engine))
-        assert engine.pool.in_use == in_use
-        place[0] = 0  # the shorter prompt's padding
+    before, in_use, value = pool_bytes(engine), engine.pool.in_use, engine.shape.kv_heads
+    refused = pytest.raises(UserError, match=r"value of layer 0, token 6 of sequence \d+ is not finite")
+    with not_finite(1, value, 6), refused:
+        engine.prefill([[1] * 5, [2] * 7])
+    assert same(before, pool_bytes(engine))
+    assert engine.pool.in_use == in_use
+    with not_finite(0, value, 6):  # the shorter prompt's padding
         (handles, logits), (others, wanted) = engine.prefill([[1] * 5, [2] * 7]), expected.prefill([[1] * 5, [2] * 7])
     np.testing.assert_allclose(logits, wanted, atol=2e-4)
     steps = engine.decode([*live, *handles], [4, 5, 6]), expected.decode([*other, *others], [4, 5, 6])
@@ -172,22 +179,14 @@ def test_the_captured_run_stores_its_tokens(pairs: dict[str, Pair], monkeypatch:
 
 
 @pytest.mark.parametrize("name", POLICIES[2:])
-def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(
-    name: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(name: str, pairs: dict[str, Pair]) -> None:
     engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
     prompts = [[3] * 192, [2] * 65]  # The next token begins a page and, in a window of older formats, another page.
     (handles, _), (others, _) = engine.prefill(prompts), expected.prefill(prompts)
-    before, consume = pool_bytes(engine), TorchPool.consume
-
-    def broken(pool: TorchPool, step: PlanStep) -> None:
-        step.outputs[NOT_FINITE][1, engine.shape.kv_heads] = torch.nan
-        consume(pool, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchPool, "consume", broken)
-        with pytest.raises(UserError, match=rf"value of layer 0, token 65 of sequence {handles[1]} is not finite"):
-            engine.decode(handles, [7, 8])
+    before = pool_bytes(engine)
+    refused = pytest.raises(UserError, match=rf"value of layer 0, token 65 of sequence {handles[1]} is not finite")
+    with not_finite(1, engine.shape.kv_heads), refused:
+        engine.decode(handles, [7, 8])
     assert same(before, pool_bytes(engine))
     np.testing.assert_allclose(engine.decode(handles, [4, 5]), expected.decode(others, [4, 5]), atol=2e-4)
 

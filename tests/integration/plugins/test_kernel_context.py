@@ -137,20 +137,17 @@ def test_a_batch_in_which_most_sequences_have_no_new_token() -> None:
     chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [1] * 132, counts, group=1).check(1)
 
 
+LONG = [([70, 128, 0, 1], [3, 0, 66, 2]), *RAGGED, ([0], [70])]
+"""In the first, a sequence has no new token, one no history, and the longest chunk spans two blocks of 64."""
+
+
 @pytest.mark.every
 @pytest.mark.parametrize(("number", "value"), list(enumerate(VALUES))[:: 1 if STRIDE == 1 else 2])
 def test_any_format_is_dequantized_for_long_chunks(number: int, value: str) -> None:
     key = KEYS[5 * number % len(KEYS)]
-    lengths, counts = [*RAGGED, ([0], [70])][number % (len(RAGGED) + 1)]
+    lengths, counts = LONG[number // 2 % len(LONG)]
     dim = 128 if value == "int4 128" else HEAD_DIMS[number % 3]
     chunk_of(key, value, 2, dim, lengths, counts, group=GROUPS[number % 5], dtype=DTYPES[number % 2], seed=number).check_dense()
-
-
-@pytest.mark.parametrize("value", ["fp8_e4m3 tensor", "int8 token", "int4 64", "nvfp4 16"])
-def test_ragged_chunks_are_dequantized_without_gaps(value: str) -> None:
-    """One sequence has no new token, one no history, and the longest chunk spans two blocks of 64."""
-    key = "int8 token" if value == "int8 token" else "fp8_e4m3 tensor"
-    chunk_of(key, value, 2, 64, [70, 128, 0, 1], [3, 0, 66, 2], group=4, dtype=torch.bfloat16).check_dense()
 
 
 def test_numbers_beyond_float16_are_dequantized_to_its_largest() -> None:
