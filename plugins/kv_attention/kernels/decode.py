@@ -317,8 +317,8 @@ def decode_reduce(
         sequences: (B, 4) int32, as plan_work writes it.
         out: (B, Hq, D).
         CHUNK: Parts that are read at once.
-        PDL: The kernel may begin before decode_partial has ended: it waits for the parts, not for a launch.
         ROUND: Round to bfloat16 by integer arithmetic, because Triton's interpreter truncates.
+        PDL: The kernel may begin before decode_partial has ended: it waits for the parts, not for a launch.
     """
     head = tl.program_id(0)
     b = tl.program_id(1)
