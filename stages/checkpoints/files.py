@@ -49,9 +49,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         content = parse_json(read_file(path / name, MOST_JSON_BYTES))
     except Unreadable as error:
         if not os.path.lexists(path / name) and os.access(path, os.X_OK):
-            raise UserError(
-                f"model.path={path}: not a Hugging Face checkpoint, {name} is missing; give the directory of one"
-            ) from None
+            raise refusal(path, f"not a Hugging Face checkpoint, {name} is missing; give the directory of one") from None
         raise refusal(path, f"{name} {error}") from None
     if not isinstance(content, dict):
         raise refusal(path, f"{name} must hold a JSON object; correct it")
@@ -95,9 +93,8 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
-            raise UserError(
-                f"model.path={path}: {INDEX} names {short(name)}, which is not a safetensors file beside "
-                "it; download the index again"
+            raise refusal(
+                path, f"{INDEX} names {short(name)}, which is not a safetensors file beside it; download the index again"
             )
         if not os.path.lexists(path / name):
             raise refusal(path, f"{INDEX} names {name}, which is missing; download it")

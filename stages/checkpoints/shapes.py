@@ -14,7 +14,7 @@ from typing import Any
 
 from stages.checkpoints.description import attention_shape, integer, model_keys
 from stages.checkpoints.families import FAMILIES, other_cache
-from stages.checkpoints.files import read_json
+from stages.checkpoints.files import read_json, refusal
 from stages.checkpoints.gguf.model import DENSE_SIZES, dense_tensors, inspect_gguf
 from stages.checkpoints.quantized import Shape
 from stages.core.errors import UserError, short
@@ -100,7 +100,7 @@ def read_model(path: Path) -> ModelShape:
     if path.is_file():
         return _describe(path, inspect_gguf(path).config)
     if not path.is_dir():
-        raise UserError(f"model.path={path}: no such directory; give one with a config.json, or a GGUF file")
+        raise refusal(path, "no such directory; give one with a config.json, or a GGUF file")
     return _describe(path, model_keys(read_json(path, "config.json")))
 
 
@@ -115,9 +115,7 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     other = other_cache(config)
     if other is not None:
         key, reason = other
-        raise UserError(
-            f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted; give another"
-        )
+        raise refusal(path, f"config.json: {key}={short(config[key])}: {reason}; its cache is not counted; give another")
     family = FAMILIES.get(str(config.get("model_type")))
     known = family is not None
     served = family is not None and config.get("architectures") == [family.architecture]

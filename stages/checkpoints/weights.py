@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from stages.checkpoints.description import CheckpointInfo, read_config
-from stages.checkpoints.files import INDEX, MOST_JSON_BYTES, read_json
+from stages.checkpoints.files import INDEX, MOST_JSON_BYTES, read_json, refusal
 from stages.checkpoints.quantized import TYPES, Shape
 from stages.core.errors import UserError, short
 from stages.core.redaction import printable
@@ -81,11 +81,10 @@ def tensors_on_disk(info: CheckpointInfo) -> dict[str, tuple[str, Shape]]:
     for file in info.weight_files:
         for name, dtype, shape in _tensors(info.path, file):
             if name in found:
-                raise UserError(f"model.path={info.path}: {name} is in both {found[name][0]} and {file}; keep one of them")
+                raise refusal(info.path, f"{name} is in both {found[name][0]} and {file}; keep one of them")
             if dtype not in types:
-                raise UserError(
-                    f"model.path={info.path}: {file}: {printable(name[:200])} is of type {dtype}; give weights of "
-                    f"{', '.join(types)}"
+                raise refusal(
+                    info.path, f"{file}: {printable(name[:200])} is of type {dtype}; give weights of {', '.join(types)}"
                 )
             found[name] = file, shape
             codes += [name] if dtype not in FLOATS else []
@@ -127,7 +126,7 @@ def check_tokenizer(info: CheckpointInfo) -> None:
         if name.endswith(".json"):
             content[name] = read_json(info.path, name)
         elif (info.path / name).stat().st_size > MOST_JSON_BYTES:
-            raise UserError(f"model.path={info.path}: {name} should have {MOST_JSON_BYTES:,} bytes at most; download it again")
+            raise refusal(info.path, f"{name} should have {MOST_JSON_BYTES:,} bytes at most; download it again")
     tokenizer = content.get("tokenizer.json", {})
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -143,7 +142,7 @@ def check_tokenizer(info: CheckpointInfo) -> None:
         problem = "added_tokens must be a list of tokens, each with id and content"
     problem = problem or _panic(tokenizer.get("post_processor"))
     if problem is not None:
-        raise UserError(f"model.path={info.path}: tokenizer.json: {problem}; give the checkpoint its own tokenizer")
+        raise refusal(info.path, f"tokenizer.json: {problem}; give the checkpoint its own tokenizer")
     about = content.get("tokenizer_config.json", {})
     if about.get("auto_map") and str(about.get("tokenizer_class")) not in TOKENIZER_CLASSES:
         raise UserError(
@@ -198,13 +197,11 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
                 part = content.get_slice(name)
                 yield name, part.get_dtype(), tuple(part.get_shape())
     except Unreadable as error:
-        raise UserError(f"model.path={path}: {file} {error}") from None
+        raise refusal(path, f"{file} {error}") from None
     except OSError as error:
-        raise UserError(
-            f"model.path={path}: {file} cannot be read ({error.strerror or error}); give a file that can be"
-        ) from None
+        raise refusal(path, f"{file} cannot be read ({error.strerror or error}); give a file that can be") from None
     except SafetensorError as error:
-        raise UserError(f"model.path={path}: {file} is not a complete safetensors file ({error}); download it again") from None
+        raise refusal(path, f"{file} is not a complete safetensors file ({error}); download it again") from None
 
 
 def _check_index(info: CheckpointInfo, found: dict[str, str]) -> None:
@@ -215,7 +212,6 @@ def _check_index(info: CheckpointInfo, found: dict[str, str]) -> None:
     wrong = sorted(name for name in weight_map.keys() | found.keys() if weight_map.get(name) != found.get(name))
     if wrong:
         named, held = (json.dumps(place.get(wrong[0])) for place in (weight_map, found))
-        raise UserError(
-            f"model.path={info.path}: {INDEX} puts {wrong[0]} into {named}, it is in {held}; "
-            "give the index that was saved with the weights"
+        raise refusal(
+            info.path, f"{INDEX} puts {wrong[0]} into {named}, it is in {held}; give the index that was saved with the weights"
         )
