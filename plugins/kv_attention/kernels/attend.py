@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from plugins.kv_attention.kernels.codes import decode, streams_of
+from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
 from plugins.kv_attention.kernels.tiles import (
     by_channel,
     decode_values,
@@ -124,6 +125,19 @@ def query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constexp
     if PARTS == 2:
         parts = (high, (scaled - high.to(tl.float32)).to(high.dtype))
     return parts
+
+
+@triton.jit
+def static_scale(scale, h, KIND: tl.constexpr):
+    """Return the factor of a side's decoded numbers that is the same for all tokens, 1 if there is none."""
+    factor = 1.0
+    if KIND == "tensor":
+        factor = tl.load(scale)
+    elif KIND == "head":
+        factor = tl.load(scale + h)
+    elif KIND == "block":
+        factor = tl.load(scale) * NVFP4_GAIN
+    return factor
 
 
 @triton.jit

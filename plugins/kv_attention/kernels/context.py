@@ -24,11 +24,11 @@ from plugins.kv_attention.kernels.attend import (
     attend_pages,
     inverse,
     query_parts,
+    static_scale,
     store,
     weigh,
 )
 from plugins.kv_attention.kernels.codes import streams_of
-from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
 
 SEARCHED = tl.constexpr(128)
 """Sequences whose starts are compared at once."""
@@ -131,17 +131,9 @@ def _page_split(
     """Attend to the positions from SINK to before `end` of tiles [low, high), from the pages. The split is never empty."""
     queries = query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
-    factor = 1.0
-    if KEY_SCALE == "tensor":
-        per_column *= tl.load(key_scale)
-    elif KEY_SCALE == "head":
-        per_column *= tl.load(key_scale + h)
-    if VALUE_SCALE == "tensor":
-        factor = tl.load(value_scale)
-    elif VALUE_SCALE == "head":
-        factor = tl.load(value_scale + h)
-    elif VALUE_SCALE == "block":
-        factor = tl.load(value_scale) * NVFP4_GAIN
+    per_column *= static_scale(key_scale, h, KEY_SCALE)
+    factor = static_scale(value_scale, h, VALUE_SCALE)
+    if VALUE_SCALE == "block":
         value_scale = value_block_scale
     STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS

@@ -34,10 +34,10 @@ from plugins.kv_attention.kernels.attend import (
     attend_pages,
     inverse,
     query_parts,
+    static_scale,
     store,
 )
 from plugins.kv_attention.kernels.codes import streams_of
-from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
 from plugins.kv_attention.kernels.tiles import channels
 
 PAGE = tl.constexpr(64)
@@ -187,19 +187,11 @@ def _pool_part(
     """
     queries = query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
-    factor = 1.0
-    if KEY_SCALE == "tensor":
-        per_column *= tl.load(key_scale)
-    elif KEY_SCALE == "head":
-        per_column *= tl.load(key_scale + h)
-    if VALUE_SCALE == "tensor":
-        factor = tl.load(value_scale)
-    elif VALUE_SCALE == "head":
-        factor = tl.load(value_scale + h)
-    elif VALUE_SCALE == "group":
+    per_column *= static_scale(key_scale, h, KEY_SCALE)
+    factor = static_scale(value_scale, h, VALUE_SCALE)
+    if VALUE_SCALE == "group":
         factor = unit.to(tl.float32, bitcast=True)
     elif VALUE_SCALE == "block":
-        factor = tl.load(value_scale) * NVFP4_GAIN
         value_scale = value_block_scale
     m, l, sums = _seed(seeded, score_new, value_new, factor, N, D, VALUE, CHUNKS)
 

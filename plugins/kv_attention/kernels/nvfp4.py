@@ -35,6 +35,23 @@ SCALED_WORDS = for_bytes(
 )
 
 
+# Same arithmetic as decode_e4m3.
+SCALES = tl.constexpr("""{
+    .reg .b32 pair, factor;
+    mov.b32 factor, 0x5c005c00;
+    prmt.b32 pair, $1, $2, 0x4505;
+    shr.u32 pair, pair, 1;
+    mul.f16x2 $0, pair, factor;
+    }""")
+SCALES_BY_HARDWARE = tl.constexpr("""{
+    .reg .b32 pair;
+    .reg .b16 bytes, rest;
+    prmt.b32 pair, $1, $2, 0x5140;
+    mov.b32 {bytes, rest}, pair;
+    cvt.rn.f16x2.e4m3x2 $0, bytes;
+    }""")
+
+
 @triton.jit
 def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
     """Decode words (T / 2, C / 4) of four bytes of an even and of the odd token, times their blocks' scales.
@@ -79,37 +96,10 @@ def _scale(bytes_, T: tl.constexpr, C: tl.constexpr):
 def _scale_pairs(even, odd, FP8: tl.constexpr):
     """Decode bytes of positive E4M3 to pairs of float16 (even, odd), as int32. FP8: the target converts float8 in hardware."""
     if FP8:
-        pairs = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair;
-            .reg .b16 bytes, rest;
-            prmt.b32 pair, $1, $2, 0x5140;
-            mov.b32 {bytes, rest}, pair;
-            cvt.rn.f16x2.e4m3x2 $0, bytes;
-            }""",
-            "=r,r,r",
-            [even.to(tl.int32), odd.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        PAIRS: tl.constexpr = SCALES_BY_HARDWARE
     else:
-        # Same arithmetic as decode_e4m3.
-        pairs = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair, factor;
-            mov.b32 factor, 0x5c005c00;
-            prmt.b32 pair, $1, $2, 0x4505;
-            shr.u32 pair, pair, 1;
-            mul.f16x2 $0, pair, factor;
-            }""",
-            "=r,r,r",
-            [even.to(tl.int32), odd.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return pairs
+        PAIRS: tl.constexpr = SCALES
+    return tl.inline_asm_elementwise(PAIRS, "=r,r,r", [even.to(tl.int32), odd.to(tl.int32)], tl.int32, True, 1)
 
 
 @triton.jit
