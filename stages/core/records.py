@@ -23,8 +23,7 @@ def no_progress(label: str, done: int, total: int) -> None:
     """Ignore the progress."""
 
 
-LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
-Check = Literal[LineCheck, "number"]
+Check = Literal["none", "exact", "mention", "json", "tool_call"]
 
 PREFILL_CHUNK = 1024
 """Tokens per prefill chunk. They attend to each other exactly, and to earlier chunks through the quantized cache."""
@@ -40,8 +39,7 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """Rule that judges the answer: none, exact text, required mentions, JSON, a call of a tool in `tools`, or the last
-    number."""
+    """Rule that judges the answer: none, exact text, required mentions, JSON, or a call of a tool in `tools`."""
     document: str = ""
     """Document that the sample belongs to; a verdict counts a document's samples as one number. Empty: only this sample."""
     depth: float | None = None

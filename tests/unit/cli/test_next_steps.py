@@ -124,7 +124,6 @@ def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("base", "needed", "gate", "says"),
     [
-        (["workloads=gsm8k"], {"gsm8k": 5000}, "accuracy", "workloads.gsm8k=1319"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "; add questions to mine.jsonl; ask"),
         (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),
         ([], {}, Gate.MEAN_KL, "workloads.samples.copy=619"),
