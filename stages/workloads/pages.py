@@ -9,7 +9,7 @@ messages, which an engine can prefill once.
 
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stages.core.records import Sample
@@ -57,14 +57,6 @@ Draw = Callable[[random.Random, int], list[str]]
 """Function that draws the given number of different texts."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    sentence: str
-    question: str
-    key: Draw
-    values: tuple[Draw, ...]
-
-
 def _from(names: list[str]) -> Draw:
     return lambda rng, count: rng.sample(names, count)
 
@@ -73,25 +65,25 @@ def _numbers(low: int, high: int) -> Draw:
     return lambda rng, count: [str(number) for number in rng.sample(range(low, high), count)]
 
 
-KINDS = {
-    "code": _Kind("The code of the {} is {}.", "What is the code of the {}?", _from(PLACES), (_numbers(1000, 10_000),)),
-    "home": _Kind("The home of {} is {}.", "What is the home of {}?", _from(RESIDENTS), (_from(HOMES),)),
-    "colour": _Kind("The colour of the {} is {}.", "What is the colour of the {}?", _from(VEHICLES), (_from(COLOURS),)),
-    "train": _Kind(
-        "The departure of the train to {} is {} from platform {}.",
-        "What is the departure of the train to {}?",
-        _from(DESTINATIONS),
-        (_from(DAYS), _numbers(10, 100)),
-    ),
-    "ware": _Kind(
-        "The label of the {} is {} euros and {} kilos.",
-        "What is the label of the {}?",
-        _from(WARES),
-        (_numbers(100, 1000), _numbers(10, 100)),
-    ),
+SINGLE, DOUBLE = ("code", "home", "colour"), ("train", "ware")
+"""Kinds of facts with one value, and with two."""
+DRAWS: dict[str, tuple[Draw, ...]] = {
+    "code": (_from(PLACES), _numbers(1000, 10_000)),
+    "home": (_from(RESIDENTS), _from(HOMES)),
+    "colour": (_from(VEHICLES), _from(COLOURS)),
+    "train": (_from(DESTINATIONS), _from(DAYS), _numbers(10, 100)),
+    "ware": (_from(WARES), _numbers(100, 1000), _numbers(10, 100)),
 }
-SINGLE = [kind for kind in KINDS if len(KINDS[kind].values) == 1]
-DOUBLE = [kind for kind in KINDS if len(KINDS[kind].values) == 2]
+"""Kind of fact -> how its keys and its values are drawn."""
+SENTENCES = {
+    "code": ("The code of the {} is {}.", "What is the code of the {}?"),
+    "home": ("The home of {} is {}.", "What is the home of {}?"),
+    "colour": ("The colour of the {} is {}.", "What is the colour of the {}?"),
+    "train": ("The departure of the train to {} is {} from platform {}.", "What is the departure of the train to {}?"),
+    "ware": ("The label of the {} is {} euros and {} kilos.", "What is the label of the {}?"),
+    "quote": ('{} says: "{}"', "What does {} say?"),
+}
+"""Kind of fact -> its sentence, and the question that the sentence answers."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +96,11 @@ class Fact:
 
     @property
     def sentence(self) -> str:
-        return KINDS[self.kind].sentence.format(self.key, *self.values)
+        return SENTENCES[self.kind][0].format(self.key, *self.values)
 
     @property
     def question(self) -> str:
-        return KINDS[self.kind].question.format(self.key)
+        return SENTENCES[self.kind][1].format(self.key)
 
     @property
     def turns(self) -> list[Message]:
@@ -124,8 +116,7 @@ class Page:
     text: str
     facts: list[Fact]
     """Facts on the page, in the page's order."""
-    quotes: dict[str, str]
-    """Speaker -> sentence."""
+    quotes: list[Fact]
     told: list[Fact]
     """Facts that are not on the page; the user states them later."""
     difficulty: str
@@ -139,49 +130,34 @@ class Page:
         opening: Message = ("user", f"{self.text}\n\n{first.question}")
         return [opening, ("assistant", first.sentence), *(message for fact in others for message in fact.turns)]
 
-    def unasked(self, kinds: list[str]) -> list[Fact]:
+    def unasked(self, kinds: Sequence[str]) -> list[Fact]:
         """Return the page's facts of the given kinds, except the facts of worked questions."""
         return [fact for fact in self.facts if fact.kind in kinds and fact not in self.worked]
 
-    def distractors(self, fact: Fact) -> tuple[str, ...]:
-        """Return the values of all other facts of the same kind, which a wrong answer may mention."""
-        others = (other for other in self.facts + self.told if other.kind == fact.kind and other != fact)
-        return tuple(value for other in others for value in other.values)
-
     def asking_for(self, fact: Fact, messages: list[Message], depth: float | None = None) -> Sample:
-        """Return a sample whose conversation ends with the question for a fact."""
-        return self.sample([*messages, ("user", fact.question)], fact.sentence, fact.values, self.distractors(fact), depth)
+        """Return a sample whose conversation ends with the question for a fact.
 
-    def sample(
-        self,
-        messages: list[Message],
-        reference: str,
-        mentions: tuple[str, ...],
-        distractors: tuple[str, ...],
-        depth: float | None = None,
-    ) -> Sample:
-        """Return the sample for a conversation that ends with the user's question.
-
-        `depth` is the relative position of the answer in the page, 0 to 1.
+        A wrong answer may mention the values of all other facts of the same kind. `depth` is the relative position of the
+        fact in the page, 0 to 1.
         """
+        others = (other for other in self.facts + self.told + self.quotes if other.kind == fact.kind and other != fact)
         return Sample(
             id=self.slot.id,
             workload=self.slot.workload,
-            reference=reference,
-            messages=tuple(messages),
+            reference=fact.sentence,
+            messages=(*messages, ("user", fact.question)),
             check="mention",
             document=f"page-{self.slot.index:04d}",
             depth=depth,
-            mentions=mentions,
-            distractors=distractors,
+            mentions=fact.values,
+            distractors=tuple(value for other in others for value in other.values),
             difficulty=self.difficulty,
         )
 
 
 def _facts(rng: random.Random, kind: str, count: int) -> list[Fact]:
-    keys = KINDS[kind].key(rng, count)
-    values = zip(*(draw(rng, count) for draw in KINDS[kind].values), strict=True)
-    return [Fact(kind, key, of_key) for key, of_key in zip(keys, values, strict=True)]
+    drawn = zip(*(draw(rng, count) for draw in DRAWS[kind]), strict=True)
+    return [Fact(kind, key, tuple(values)) for key, *values in drawn]
 
 
 def _plain_sentences(paragraphs: Iterable[str]) -> list[str]:
@@ -191,24 +167,20 @@ def _plain_sentences(paragraphs: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(s for s in plain if QUOTE_WORDS[0] <= len(s.split()) <= QUOTE_WORDS[1]))
 
 
-def _quote(speaker: str, sentence: str) -> str:
-    return f'{speaker} says: "{sentence}"'
-
-
 def make_page(slot: Slot) -> Page:
     """Generate a page: facts in random order, then quotes with sentences from Python's documentation."""
     difficulty, rng = DIFFICULTIES[slot.index % len(DIFFICULTIES)], slot.rng("page")
     size = SIZES[difficulty]
-    by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in KINDS}
+    by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in DRAWS}
     facts = [fact for known in by_kind.values() for fact in known[: size.alike]]
     worked = [by_kind[kind][0] for kind in SINGLE]
     told = [fact for known in by_kind.values() for fact in known[size.alike :]]
     for facts_in_random_order in (facts, worked, told):
         rng.shuffle(facts_in_random_order)
     sentences = _plain_sentences(paragraph for page in documentation.pages(slot.split) for paragraph in page)
-    quotes = dict(zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True))
-    said = [_quote(speaker, sentence) for speaker, sentence in quotes.items()]
-    text = "\n".join([*(fact.sentence for fact in facts), "", *said])
+    said = zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True)
+    quotes = [Fact("quote", speaker, (sentence,)) for speaker, sentence in said]
+    text = "\n".join([*(fact.sentence for fact in facts), "", *(quote.sentence for quote in quotes)])
     return Page(slot, text, facts, quotes, told, difficulty, worked)
 
 
@@ -229,11 +201,7 @@ def extraction(slot: Slot) -> Sample:
 def quotation(slot: Slot) -> Sample:
     """Ask for the sentence of a quoted speaker."""
     page = make_page(slot)
-    speaker = slot.rng().choice(list(page.quotes))
-    sentence = page.quotes[speaker]
-    messages: list[Message] = [*page.messages, ("user", f"What does {speaker} say?")]
-    others = tuple(sentence for other, sentence in page.quotes.items() if other != speaker)
-    return page.sample(messages, _quote(speaker, sentence), (sentence,), others)
+    return page.asking_for(slot.rng().choice(page.quotes), page.messages)
 
 
 def recall(slot: Slot) -> Sample:

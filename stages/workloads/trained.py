@@ -66,6 +66,25 @@ def amount(rng: random.Random) -> str:
     return f"{rng.randrange(10, 100)}.{rng.randrange(100):02d}"
 
 
+def _one_of(names: list[str]) -> Callable[[random.Random], str]:
+    return lambda rng: rng.choice(names)
+
+
+DRAWS: dict[str, Callable[[random.Random], str]] = {
+    **dict.fromkeys(("name", "guest"), full_name),
+    **dict.fromkeys(("due", "date"), short_date),
+    **dict.fromkeys(("city", "place"), _one_of(CITIES)),
+    **dict.fromkeys(("item", "content"), _one_of(ITEMS)),
+    "status": _one_of(STATUSES),
+    "owner": _one_of(FIRST_NAMES),
+    "day": _one_of(DAYS),
+    "total": amount,
+    "bill": record_id,
+    "room": digit_pair,
+    "code": lambda rng: digit_pair(rng) + digit_pair(rng),
+}
+"""Field of a record, argument of a tool, or kind of a fact -> how its value is drawn."""
+
 VERBS = words("repaired painted sold carried found borrowed cleaned hid")
 ADJECTIVES = words("old small heavy red broken quiet bright narrow")
 PLACES = words("market harbour station library bakery garden bridge museum")
@@ -106,14 +125,7 @@ def opening_and_continuation(slot: Slot) -> Sample:
     return Sample(slot.id, slot.workload, f"{third}\n\n{fourth}", prompt=f"{first}\n\n{second}\n\n", check="none")
 
 
-FIELDS: dict[str, Callable[[random.Random], str]] = {
-    "name": full_name,
-    "city": lambda rng: rng.choice(CITIES),
-    "item": lambda rng: rng.choice(ITEMS),
-    "due": short_date,
-    "total": amount,
-    "status": lambda rng: rng.choice(STATUSES),
-}
+FIELDS = words("name city item due total status")
 MAX_LINES = 126
 """Maximum lines of all records together: about 1,000 tokens of the tiny tokenizer."""
 SIZES = ((6, 10), (11, 16), (17, 22))
@@ -139,8 +151,8 @@ def similar_ids(rng: random.Random, count: int) -> list[str]:
 
 def similar_records(rng: random.Random, count: int, num_fields: int) -> dict[str, Record]:
     """Generate `count` records (id -> record) with the same `num_fields` fields; values repeat between records."""
-    fields = rng.sample(list(FIELDS), num_fields)
-    pools = {field: [FIELDS[field](rng) for _ in range(max(3, 2 * count // 3))] for field in fields}
+    fields = rng.sample(FIELDS, num_fields)
+    pools = {field: [DRAWS[field](rng) for _ in range(max(3, 2 * count // 3))] for field in fields}
     return {record_id: {field: rng.choice(pools[field]) for field in fields} for record_id in similar_ids(rng, count)}
 
 
@@ -180,15 +192,6 @@ TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "call_guest": (("guest", "date"), "Call a guest"),
 }
 """Tool -> (argument names, verb phrase of a request)."""
-ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
-    "city": lambda rng: rng.choice(CITIES),
-    "date": short_date,
-    "guest": full_name,
-    "item": lambda rng: rng.choice(ITEMS),
-    "bill": record_id,
-    "total": amount,
-    "status": lambda rng: rng.choice(STATUSES),
-}
 
 
 def tool_call(slot: Slot) -> Sample:
@@ -198,7 +201,7 @@ def tool_call(slot: Slot) -> Sample:
     declaration = "\n".join(compact_json({"name": name, "arguments": TOOLS[name][0]}) for name in names)
     name = rng.choice(names)
     argument_names, phrase = TOOLS[name]
-    arguments = {argument: ARGUMENTS[argument](rng) for argument in argument_names}
+    arguments = {argument: DRAWS[argument](rng) for argument in argument_names}
     stated = rng.sample(argument_names, len(argument_names))
     request = f"{phrase}: " + ", ".join(f"{argument}={arguments[argument]}" for argument in stated) + "."
     reference = compact_json({"name": name, "arguments": arguments})
@@ -247,14 +250,7 @@ def text_to_copy(slot: Slot) -> Sample:
 
 
 SUBJECTS = words("gate safe cabin locker garage office cellar attic")
-KINDS: dict[str, Callable[[random.Random], str]] = {
-    "code": lambda rng: digit_pair(rng) + digit_pair(rng),
-    "room": digit_pair,
-    "owner": lambda rng: rng.choice(FIRST_NAMES),
-    "place": lambda rng: rng.choice(CITIES),
-    "day": lambda rng: rng.choice(DAYS),
-    "content": lambda rng: rng.choice(ITEMS),
-}
+KINDS = words("code room owner place day content")
 ACKNOWLEDGEMENT = "Noted."
 UPDATED_SHARE = 0.4
 
@@ -270,7 +266,7 @@ def facts_dialogue(slot: Slot) -> Sample:
     keys = rng.sample([f"{subject}.{kind}" for subject in SUBJECTS for kind in KINDS], num_facts)
 
     def value(key: str) -> str:
-        return KINDS[key.split(".")[1]](rng)
+        return DRAWS[key.split(".")[1]](rng)
 
     facts = {key: value(key) for key in keys}
     statements = [f"{key}={facts[key]}" for key in keys]
