@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import gate_shapes
 from benchmarks.recovery import Answers, load
 from stages.verdict.bets import OUTLIER, Array, Decisions, Mean
-from stages.verdict.gates.recovery import BET, STUDENT, WORST
+from stages.verdict.gates.answers import BET, STUDENT, WORST
 from stages.verdict.thresholds import ALPHA, MARGIN, RULES, Thresholds
 
 FILE = Path(__file__).resolve().parent / "results" / "error_rates.json"
@@ -46,7 +46,7 @@ Shapes = Iterator[tuple[str, Array, Array]]
 
 
 def losses(base: Array, kept: Array, limit: float) -> Mean:
-    """Return the losses (runs, pages) in units of the allowed loss (`stages.verdict.gates.recovery`)."""
+    """Return the losses (runs, pages) in units of the allowed loss (`stages.verdict.gates.answers`)."""
     allowed = (1 - limit) * base.mean(axis=1, keepdims=True)
     return Mean(1 - (kept - limit * base) / allowed, 1.0, -OUTLIER, WORST, whole=True)
 

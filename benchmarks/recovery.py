@@ -24,8 +24,7 @@ from stages.evaluate.inputs.tokens import read_encoded
 from stages.policies.policy import FP16_POLICY
 from stages.verdict.bets import Array
 from stages.verdict.gate import GateInput
-from stages.verdict.gates.answers import accuracy
-from stages.verdict.gates.recovery import recovery
+from stages.verdict.gates.answers import accuracy, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, Thresholds
 

@@ -19,7 +19,7 @@ from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import Answer, greedy_of, labelled, probability, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
-from stages.evaluate.distances.scores import stored_heads, write_heads
+from stages.evaluate.distances.distance import stored_heads, write_heads
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
 from stages.verdict.conformance import EngineConformance

@@ -15,10 +15,9 @@ from stages.evaluate.decoding.noise import control_samples, repeated_samples
 from stages.evaluate.decoding.rows import greedy_of, labelled, make_row, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
-from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.metrics import fidelity
-from stages.evaluate.distances.scores import Heads, stored_heads
+from stages.evaluate.distances.distance import Heads, StepStatistics, stored_heads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
+from stages.evaluate.joining import fidelity
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.coverage import Exercised
 from stages.verdict.engine_tests import EngineTests

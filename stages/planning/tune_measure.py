@@ -18,8 +18,7 @@ from stages.core.errors import UserError
 from stages.engines.interface import Logits
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import LayerInput
-from stages.evaluate.distances.distance import Array, Distributions, Head, head_kl
-from stages.evaluate.distances.scores import head_of
+from stages.evaluate.distances.distance import Array, Distributions, Head, head_kl, head_of
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.planning.tuning import MAX_LENGTH, TuneConfig
 from stages.policies.policy import FP16_POLICY, KVPolicy

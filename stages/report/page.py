@@ -3,20 +3,32 @@
 import hashlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from re import findall
+from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from stages.core.files import write_whole
-from stages.report.answers import MOST_ANSWERS, changed_answers
+from stages.core.records import Sample
 from stages.report.charts import draw_charts
 from stages.report.exhibit import BASELINE, Exhibit, Occasion
 from stages.report.text import quantity, shown
 from stages.verdict.candidate import Candidate
+from stages.verdict.report import SampleRow
 
+Segment = tuple[Literal["same", "only"], str]
+"""A part of an answer, marked "same" if the other answer contains it, too, and otherwise "only"."""
+
+DIFF_WORDS = 2_000
+"""Maximum words of an answer for a comparison word by word, which takes quadratic time."""
+MOST_ANSWERS = 200
+"""Maximum number of shown answers, over all policies."""
+PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
 HERE = Path(__file__).parent
 MOST_POLICIES = 16
 """Maximum number of policies that are shown in full. Other policies appear only in the overview."""
@@ -89,3 +101,62 @@ def render(exhibits: Sequence[Exhibit], occasion: Occasion) -> str:
 def _clean(value: object) -> object:
     """Remove secrets and invisible characters from a value if it is a text of unknown origin."""
     return shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+@dataclass(frozen=True)
+class ChangedAnswer:
+    """An answer that is right with FP16 and wrong with the policy ("lost"), or the reverse ("gained")."""
+
+    row: SampleRow
+    prompt: list[tuple[str, str]]
+    """(role, text) per message; empty if the prompt is unknown."""
+    reference: str
+    before: list[Segment]
+    """The answer of FP16."""
+    after: list[Segment]
+    """The policy's answer."""
+
+    @property
+    def kind(self) -> str:
+        return "lost" if self.row.baseline_correct else "gained"
+
+
+def changed_answers(exhibit: Exhibit, most: int) -> tuple[list[ChangedAnswer], int]:
+    """Return up to `most` changed answers of a policy, lost ones first, and the number of other changed answers."""
+    prompts = {sample.id: sample for sample in exhibit.samples}
+    rows = [row for row in exhibit.rows if row.judged and bool(row.baseline_correct) != bool(row.candidate_correct)]
+    rows.sort(key=lambda row: not row.baseline_correct)
+    return [_changed(row, prompts.get(row.id)) for row in rows[:most]], len(rows[most:])
+
+
+def _changed(row: SampleRow, sample: Sample | None) -> ChangedAnswer:
+    messages: tuple[tuple[str, str], ...] = ()
+    if sample is not None and sample.reference == row.reference:  # another sample may have the same id
+        messages = sample.messages or (("prompt", sample.prompt),)
+    prompt = [(role, excerpt(text, PROMPT_CHARACTERS)) for role, text in messages]
+    texts = (row.reference, row.baseline_generation, row.candidate_generation)
+    # An excerpt masks secrets, before it is split into words: a split secret would not be found.
+    reference, before, after = (excerpt(text or "", ANSWER_CHARACTERS) for text in texts)
+    return ChangedAnswer(row, prompt, reference, *differences(before, after))
+
+
+def excerpt(text: str, limit: int) -> str:
+    """Return a text with masked secrets; the middle of a text that exceeds `limit` characters is left out."""
+    text = shown(text)
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - limit // 3]} … {len(text) - limit:,} characters … {text[-(limit // 3) :]}"
+
+
+def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:
+    """Compare two texts word by word and return both as segments; spaces count as words."""
+    words: list[list[str]] = [findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after)]
+    if any(len(some) > DIFF_WORDS for some in words):
+        return [("only", before)], [("only", after)]
+    left: list[Segment] = []
+    right: list[Segment] = []
+    for tag, a, b, c, d in SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
+        for side, part in ((left, words[0][a:b]), (right, words[1][c:d])):
+            if part:
+                side.append(("same" if tag == "equal" else "only", "".join(part)))
+    return left, right

@@ -5,18 +5,9 @@ Secrets are masked, and characters that a browser would interpret or hide are re
 
 import math
 import unicodedata
-from difflib import SequenceMatcher
 from functools import lru_cache
-from re import findall
-from typing import Literal
 
 from stages.core.redaction import redact_text
-
-Segment = tuple[Literal["same", "only"], str]
-"""A part of an answer, marked "same" if the other answer contains it, too, and otherwise "only"."""
-
-DIFF_WORDS = 2_000
-"""Maximum words of an answer for a comparison word by word, which takes quadratic time."""
 
 KEPT = "\n\t"
 ACTED_ON = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
@@ -29,28 +20,6 @@ def shown(text: str) -> str:
     return "".join(
         f"\\u{{{ord(c):04x}}}" if unicodedata.category(c) in ACTED_ON and c not in KEPT else c for c in redact_text(text)
     )
-
-
-def excerpt(text: str, limit: int) -> str:
-    """Return a text with masked secrets; the middle of a text that exceeds `limit` characters is left out."""
-    text = shown(text)
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit - limit // 3]} … {len(text) - limit:,} characters … {text[-(limit // 3) :]}"
-
-
-def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:
-    """Compare two texts word by word and return both as segments; spaces count as words."""
-    words: list[list[str]] = [findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after)]
-    if any(len(some) > DIFF_WORDS for some in words):
-        return [("only", before)], [("only", after)]
-    left: list[Segment] = []
-    right: list[Segment] = []
-    for tag, a, b, c, d in SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
-        for side, part in ((left, words[0][a:b]), (right, words[1][c:d])):
-            if part:
-                side.append(("same" if tag == "equal" else "only", "".join(part)))
-    return left, right
 
 
 def quantity(value: float | None) -> str:

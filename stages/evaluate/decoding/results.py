@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import HEAD_ARRAYS, SampleHeads
+from stages.evaluate.distances.distance import HEAD_ARRAYS, SampleHeads, StepStatistics
 from stages.verdict.coverage import Exercised
 
 UNFINISHED = "unfinished"

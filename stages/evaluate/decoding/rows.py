@@ -11,8 +11,16 @@ from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import DecodeStep, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import ResultFolder, SampleResult
-from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head
-from stages.evaluate.distances.scores import Heads, SampleHeads, head_of
+from stages.evaluate.distances.distance import (
+    Array,
+    Distributions,
+    Head,
+    Heads,
+    SampleHeads,
+    StepStatistics,
+    compare_head,
+    head_of,
+)
 from stages.evaluate.inputs.checks import well_formed
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.verdict.record import finite

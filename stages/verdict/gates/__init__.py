@@ -17,10 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.gate import Figure, GateInput
+from stages.verdict.gate import NONE_OF, Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
-from stages.verdict.gates.distances import NONE_OF
-from stages.verdict.gates.recovery import needed, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, RULES, Check, Gate, Status, Thresholds, Verdict
 
@@ -28,7 +26,7 @@ Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
 
 FIGURES: tuple[Callable[[GateInput, Thresholds], Iterable[Figure]], ...] = (
-    recovery,
+    answers.recovery,
     answers.accuracy,
     distances.distances,
     distances.rare,
@@ -98,7 +96,7 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
 def _samples_needed(checks: Sequence[Check], whole: GateInput, following: Thresholds) -> dict[str, int]:
     """Return the number of samples by workload that would decide the next attempt, by its thresholds."""
     still_open = {check.where for check in checks if check.gate == Gate.RECOVERY and check.status == "INCONCLUSIVE"}
-    numbers = needed(whole, following, still_open)
+    numbers = answers.needed(whole, following, still_open)
     unseen = any(check.gate == Gate.RUINED and check.status == "INCONCLUSIVE" and not check.value for check in checks)
     asked = Counter(row.workload for row in whole.rows) if unseen else Counter[str]()
     for workload, count in asked.items():  # NONE_OF questions without a ruined one pass

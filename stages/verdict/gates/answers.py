@@ -1,11 +1,106 @@
-"""The gate on greedy answers, which can only fail a candidate."""
+"""The gates on answers: recovery, the kept share of the probability of right answers, and greedy answers.
 
-from collections.abc import Iterator, Sequence
+Forced decode gives the probability of a question's right answer under both engines. Recovery is the sum of the candidate's
+probabilities divided by the sum of the baseline's. A PASS needs recovery, because a probability says more about a question than
+whether its greedy answer flipped (Miller 2024, arXiv 2411.00640). No document's loss is capped. The bet assumes that no
+document loses more than WORST times the limit; a document that does ends the larger stake. MANY documents can also pass by
+Student's t, but only at the last look.
 
-from stages.verdict.bets import OUTLIER, Mean
-from stages.verdict.gate import Figure, GateInput, by_workload, means
+`python -m benchmarks.gates` shows how often the bet and the t test together pass wrongly, on measured rows.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
+from stages.verdict.gate import ALL, Figure, GateInput, by_workload, kept, means
 from stages.verdict.report import Accuracy, SampleRow
-from stages.verdict.thresholds import MARGIN, Gate, Thresholds
+from stages.verdict.thresholds import MARGIN, MOST_SAMPLES, Check, Gate, LineStatus, Thresholds
+
+WORST = 2.0
+"""Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""
+BET, STUDENT = 0.2, 0.1
+"""Shares of a PASS's level for the bet and for Student's t. The rest is for documents that are worse than the bet assumes: if
+a few questions are broken and the others are perfect, candidates at the limit pass about five times more often than the bet's
+level (`python -m benchmarks.gates`)."""
+
+
+@dataclass(frozen=True)
+class Recovery(Figure):
+    """The recovery of one workload or of all questions. The mean is the lost probability."""
+
+    samples: int = 0
+    baseline: float = 0.0
+    """Mean probability of the right answers."""
+
+    @classmethod
+    def of(cls, place: str, rows: Sequence[SampleRow], thresholds: Thresholds) -> "Recovery":
+        threshold = thresholds.min_recovery if place == ALL else thresholds.min_workload_recovery
+        documents = [row.document for row in rows]
+        before = document_totals([row.baseline_probability for row in rows], documents)
+        after = document_totals([row.candidate_probability for row in rows], documents)
+        baseline = float(before.mean())
+        # The allowed loss of a document is proportional to its baseline probability: a candidate that keeps the share
+        # `threshold` of every document is exactly at the limit.
+        loss, limit = (1 - threshold) * baseline - (after - threshold * before), (1 - threshold) * baseline
+        mean = Mean(loss, limit, -OUTLIER * limit, WORST * limit, whole=True)
+        return cls(Gate.RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline)
+
+    def is_weak(self, thresholds: Thresholds) -> bool:
+        """Return whether the baseline's right answers are too improbable to show a loss."""
+        return not (self.baseline > 0 and self.baseline >= thresholds.min_baseline_probability)
+
+    def test(self, fail_level: float, thresholds: Thresholds, *, last: bool) -> Result:
+        if self.baseline <= 0:
+            return Result(None, math.nan, math.nan, thresholds.pass_alpha)
+        return self.mean.test(fail_level, BET * thresholds.pass_alpha, STUDENT * thresholds.pass_alpha if last else 0.0)
+
+    def check(self, result: Result, thresholds: Thresholds) -> Check:
+        value, bound = (1 - loss / self.baseline if self.baseline > 0 else math.nan for loss in (result.value, result.bound))
+        documents = len(self.mean.values)
+        advice = ""
+        if result.decision != "FAIL" and self.is_weak(thresholds):
+            advice = (
+                f"; their mean probability under the baseline, {self.baseline:.2g}, is below gates.min_baseline_probability "
+                f"({thresholds.min_baseline_probability:g}): ask what the model can do"
+            )
+            advice += f", or leave {self.where} out" if self.where != ALL else ""
+        elif result.decision == "PASS" and documents < thresholds.min_samples:
+            advice = f"; {documents} documents, gates.min_samples is {thresholds.min_samples}"
+        status: LineStatus = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
+        key = Gate.RECOVERY if self.where == ALL else "min_workload_recovery"
+        certainty = f"{100 * (1 - result.level):.4g} % certainty"
+        text = f"{kept(value, bound, status)} with {certainty}, {key} is {100 * self.threshold:g} %{advice}"
+        return Check.of(self.gate, self.where, status, text, value, self.threshold, bound)
+
+
+def recovery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Recovery]:
+    """Yield a figure for all questions together, then one for every workload."""
+    judged = evidence.judged
+    for place, rows in [(ALL, judged), *by_workload(judged).items()] if judged else ():
+        yield Recovery.of(place, rows, thresholds)
+
+
+def needed(evidence: GateInput, following: Thresholds, still_open: Collection[str]) -> dict[str, int]:
+    """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
+
+    `following` are the thresholds of the next attempt. Workloads that passed are included if the next attempt needs more,
+    because it has a smaller share of ALPHA. A workload that the baseline rarely gets right is left out: more samples would not
+    help.
+    """
+    kinds = list(recovery(evidence, following)) if still_open else []
+    if not kinds or kinds[0].is_weak(following):
+        return {}
+    level, times = following.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
+    for kind in kinds:
+        if not kind.is_weak(following):
+            seen = len(kind.mean.values)
+            more = kind.mean.needed(BET * level, MOST_SAMPLES, STUDENT * level)
+            times[kind.where] = max(following.min_samples, seen + (kind.where in still_open), more) / seen
+    counts = {kind.where: kind.samples for kind in kinds if kind.where != ALL}
+    asked = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
+    return {name: min(count, MOST_SAMPLES) for name, count in asked.items() if count > counts[name]}
 
 
 def _answers(place: str, rows: Sequence[SampleRow]) -> Figure:

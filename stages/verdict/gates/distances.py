@@ -2,19 +2,16 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stages.verdict.bets import OUTLIER, Mean, Result, can_pass
+from stages.verdict.bets import OUTLIER, Mean, can_pass
 from stages.verdict.gate import ALL, Figure, GateInput, by_workload, means
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Gate, Thresholds
 
 TAIL_SHARE = 0.001
 """Share of a document's tokens that may be farther off than FAR_KL."""
-NONE_OF = 60
-"""Number of requests that pass without any ruined one, even if they cannot show `max_ruined_share` statistically."""
 
 
 def measured(rows: Sequence[SampleRow], thresholds: Thresholds, where: str = "", *, must_pass: bool = True) -> Iterator[Figure]:
@@ -39,35 +36,10 @@ def distances(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
         yield from measured(rows, thresholds, workload, must_pass=enough or not beside)
 
 
-@dataclass(frozen=True)
-class Ruined(Figure):
-    """The share of requests whose mean KL is above OUTLIER times the limit."""
-
-    ruined: int = 0
-    requests: int = 0
-
-    def test(self, fail_level: float, thresholds: Thresholds, *, last: bool) -> Result:
-        """Test the share. NONE_OF requests without a ruined one also PASS: showing 2.5 % statistically takes 150 documents."""
-        result = super().test(fail_level, thresholds, last=last)
-        none = not self.ruined and self.requests >= NONE_OF
-        return replace(result, decision="PASS") if none and result.decision is None else result
-
-    def check(self, result: Result, thresholds: Thresholds) -> Check:
-        """Return the verdict line. It says so if the number of requests decided, and not the bound of the share."""
-        line = super().check(result, thresholds)
-        if result.decision != "PASS" or result.bound <= self.threshold:
-            return line
-        reason = (
-            f"{self.where}: {self.label} 0; {NONE_OF} requests without a ruined one pass, although {self.requests} only show "
-            f"that the share is at most {result.bound:.3g} ({self.gate} is {self.threshold:g})"
-        )
-        return line.model_copy(update={"reason": reason})
-
-
 def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> bool:
     """Return whether `max_ruined_share` passes for this number of documents and requests if no request is ruined."""
     limit = thresholds.max_ruined_share
-    figure = Ruined(Gate.RUINED, ALL, Mean(np.zeros(documents), limit, worst=1.0), limit, requests=requests)
+    figure = Figure(Gate.RUINED, ALL, Mean(np.zeros(documents), limit, worst=1.0), limit, sound_requests=requests)
     return figure.test(ALPHA, thresholds, last=True).decision == "PASS"
 
 
@@ -81,7 +53,7 @@ def rare(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     count = int(sum(ruined))
     label = f"requests with a mean KL above {ruin:g}: {count} of {len(rows):,}, share by document"
     share = Mean(means(rows, ruined), limit, worst=1.0)
-    yield Ruined(Gate.RUINED, ALL, share, limit, label, ruined=count, requests=len(rows))
+    yield Figure(Gate.RUINED, ALL, share, limit, label, sound_requests=0 if count else len(rows))
     far, tokens = [row.far_tokens for row in rows], [row.scored_tokens for row in rows]
     label = f"tokens with a KL above {FAR_KL:g}: {sum(far):,} of {sum(tokens):,}, share by document"
     share = Mean(means(rows, [count / size for count, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0)

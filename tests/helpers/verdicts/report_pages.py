@@ -12,7 +12,7 @@ from helpers.verdicts.reports import GATES, fidelity, report, row
 from pipeline.cli.tables import comparison
 from stages.core.records import Sample
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.metrics import slices
+from stages.evaluate.joining import slices
 from stages.report.exhibit import Exhibit, Occasion
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide

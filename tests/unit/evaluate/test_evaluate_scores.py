@@ -13,11 +13,14 @@ from stages.evaluate.distances.distance import (
     TOP_K,
     Distributions,
     Head,
+    SampleHeads,
     compare_head,
+    head_of,
     kl_of_logits,
     log_softmax,
+    stored_heads,
+    write_heads,
 )
-from stages.evaluate.distances.scores import SampleHeads, head_of, stored_heads, write_heads
 
 Logits = np.ndarray
 

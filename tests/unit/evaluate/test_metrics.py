@@ -13,10 +13,9 @@ from helpers.verdicts.evaluations import brief_workloads, evaluate, measure_base
 
 from stages.core.records import Check, Sample
 from stages.evaluate.decoding.stored import read_round
-from stages.evaluate.distances.distance import Distributions, StepStatistics, compare_head
-from stages.evaluate.distances.metrics import context_bin, fidelity
-from stages.evaluate.distances.scores import head_of
+from stages.evaluate.distances.distance import Distributions, StepStatistics, compare_head, head_of
 from stages.evaluate.inputs.checks import judge, strict_json, well_formed, words_of
+from stages.evaluate.joining import context_bin, fidelity
 from stages.verdict.report import SampleRow, load_report, load_rows
 
 
