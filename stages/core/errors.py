@@ -32,7 +32,6 @@ class CannotBeJudged(GateRefusal):
         """Create the refusal.
 
         Args:
-            message: The reason.
             weak: Workloads that the baseline fails.
             able: The other workloads.
             wrong: Lines that show some wrong answers.

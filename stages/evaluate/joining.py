@@ -48,7 +48,6 @@ def join(
         encoded: All samples of the evaluation, including samples of rounds that did not run.
         rounds: (baseline, candidate) by round that ran, from the first.
         once: The measurements made only once, (baseline, candidate).
-        config: Configuration with context bins.
         engine: Digest of the candidate's bundle, which the report cites.
         baseline: Digest of the baseline's bundle.
         samples: `workloads_digest` of `encoded`.
@@ -102,7 +101,6 @@ def context_bin(tokens: int, edges: Sequence[int]) -> tuple[int, int | None]:
     """Return the bin [low, high) that contains `tokens`; the last bin has no upper end.
 
     Args:
-        tokens: Tokens of the prompt.
         edges: Lower ends of the bins in tokens, ascending.
     """
     position = max(0, int(np.searchsorted(edges, tokens, side="right")) - 1)
@@ -143,8 +141,6 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
     """Summarize all rows together, by workload, by context bin, and by workload and context bin.
 
     Args:
-        rows: The rows of an evaluation.
-        statistics: Token statistics, by row.
         edges: Lower ends of the context bins in tokens.
 
     Returns:

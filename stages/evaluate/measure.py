@@ -64,15 +64,10 @@ def measure(
     instead of the reference, on both engines.
 
     Args:
-        engine: The engine.
-        encoded: The samples of the round.
-        tokenizer: The tokenizer of the engine bundle.
         out: Output directory. It must be empty, or left by an interrupted call with the same arguments. It receives the files
-            that `stored.read_round` and `scores.stored_heads` read.
+            that `stored.read_round` and `distance.stored_heads` read.
         config: Configuration with batch size, limits, and the number of samples to compare with the reference engine.
-        progress: Called with a label, the number of tokens done, and the total.
         baseline: Directory that this function wrote for the baseline in the same round; None for the baseline itself.
-        reference: The reference engine; None skips this comparison.
         allow_scale_changes: Allowed differences between the engine's scales and its checkpoint's scales.
 
     Raises:
@@ -142,7 +137,6 @@ def score_own_answers(samples: Sequence[ScoredSample], greedy: Greedy, run: Call
 
     Args:
         samples: The baseline's samples. A sample with a likelier own answer gets this answer as its reference.
-        greedy: End conditions of answers.
         run: `run_samples` on the baseline.
     """
     changed = [(sample, own) for sample in samples if (own := in_own_words(sample, greedy)) is not None]

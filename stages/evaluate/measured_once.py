@@ -42,11 +42,8 @@ def measure_once(
     Args:
         engine: The engine. It holds no sequences afterwards. The must-fail control runs last and leaves its fault in a
             candidate, which must not be used afterwards.
-        encoded: The samples of the first round.
-        tokenizer: The tokenizer of the engine bundle.
         measured: Directory that `measure` wrote for the engine in the first round.
         config: Configuration with batch size, repeated samples, must-fail control, stress test, and timed load.
-        progress: Called with a label, the number of units done, and the total.
         reference: The reference engine for the stress test of a candidate; None skips the stress test.
         baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself. It is not
             served, so it has no stress test, must-fail control or full-pool test: its answers are judged by conformance.
@@ -99,9 +96,7 @@ def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: H
 
     Args:
         engine: The candidate. It keeps the fault and must not be used afterwards.
-        encoded: The samples of the round.
         heads: The baseline's heads, by sample id.
-        progress: Called with a label, the amount done, and the total.
     """
     policy = engine.policy
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)

@@ -128,7 +128,6 @@ class Mean:
         """Return whether the mean is clearly below the limit, by the bet or by Student's t.
 
         Args:
-            level: The error of the bet.
             t_level: The error of Student's t, which decides only from MANY documents on; 0 leaves it out.
         """
         by_bet = log_score(self.pass_gains(self.limit), self.stakes) >= -math.log(level)

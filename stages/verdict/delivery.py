@@ -45,7 +45,6 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
     """Return the changed scales, by layer and side.
 
     Args:
-        delivered: The scales of every layer.
         static: For each layer, the sides that have static scales under the policy.
     """
     return [

@@ -74,7 +74,6 @@ class Figure:
         """Test the figure.
 
         Args:
-            fail_level: The error of a wrong FAIL.
             thresholds: The thresholds, with the error of a wrong PASS.
             last: Whether this is the last planned look.
         """

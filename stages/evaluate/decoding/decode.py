@@ -35,8 +35,6 @@ def decode(
 
     Args:
         engine: The engine to drive. It holds none of the sequences afterwards.
-        encoded: The tokenized samples.
-        batch_size: Maximum sequences per decode step.
         greedy: End conditions of the answers to judged samples; None if no answers are wanted.
         chosen: Indices of the samples to run; None for all.
         after_prefill: Called between a prefill and the next decode step: the must-fail control corrupts the engine here.

@@ -31,11 +31,8 @@ def free_answers(
     An answer that equals the answer in `decoded` is not forced again: its tokens are known to be the most likely.
 
     Args:
-        engine: The engine. It holds no sequences afterwards.
-        encoded: The tokenized samples.
         batch_size: Maximum prompts that are answered together. The function uses at most two thirds of the samples, so that
             some requests wait and join a running batch.
-        greedy: End conditions of answers.
         progress: Called with the number of answers generated or forced, and the total (twice the number of samples).
         decoded: Answers that the same engine gave with `decode`, by sample; None for a sample without an answer.
     """

@@ -34,14 +34,7 @@ Named = tuple[str, Request]
 
 
 def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> FullPool | None:
-    """Send requests made of samples to an engine with a small pool; return None if `count` is 0.
-
-    Args:
-        engine: The engine. It holds no sequences afterwards.
-        encoded: The tokenized samples.
-        count: Number of requests sent together.
-        progress: Called with the number of requests served.
-    """
+    """Send requests made of samples to an engine with a small pool; return None if `count` is 0."""
     if not count:
         return None
     if not isinstance(engine, SupportsFullPool):

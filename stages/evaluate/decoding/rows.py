@@ -1,7 +1,7 @@
 """Runs samples on an engine (forced decode and answers) and converts the results to report rows."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -49,26 +49,25 @@ def greedy_of(tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Greedy:
     return Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
 
 
+@dataclass
 class _Scores:
-    """The scores of a sample in flight, by token of its reference."""
+    """The scores of a sample in flight."""
 
-    def __init__(self, item: EncodedSample, baseline: SampleHeads | None, *, recorded: bool) -> None:
-        self.item, self.baseline = item, baseline
-        self.own: list[Head] | None = [] if recorded else None
-        """The engine's own heads, if they are recorded."""
-        self.statistics = StepStatistics.empty(len(item.reference))
+    baseline: SampleHeads | None
+    """The baseline's heads; a baseline is compared with its own heads."""
+    own: list[Head] | None
+    """The engine's own heads, if they are recorded."""
+    tokens: list[tuple[float, ...]] = field(default_factory=list)
+    """Statistics by token of the reference."""
 
-    def put(self, position: int, distributions: Distributions, row: int, greedy: int) -> None:
-        """Compare a row with the baseline's head. A baseline is compared with its own head."""
-        token = self.item.reference[position]
-        if self.own is not None:
-            self.own.append(head_of(distributions, row, token))
-        if self.baseline is not None:
-            head = self.baseline.head(position)
-        else:
-            assert self.own is not None, "a baseline records its heads"
-            head = self.own[position]
-        self.statistics.put_token(position, compare_head(head, distributions, row, token, greedy))
+    def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
+        """Compare the row of the next reference token with the baseline's head."""
+        own = None if self.own is None else head_of(distributions, row, token)
+        if self.own is not None and own is not None:
+            self.own.append(own)
+        head = own if self.baseline is None else self.baseline.head(len(self.tokens))
+        assert head is not None, "a baseline records its heads"
+        self.tokens.append(compare_head(head, distributions, row, token, greedy))
 
 
 def run_samples(
@@ -88,11 +87,7 @@ def run_samples(
     """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
     Args:
-        engine: The engine to drive.
-        encoded: The samples.
-        batch_size: Maximum sequences per decode step.
         heads: The baseline's heads; None if the engine is the baseline, whose heads are recorded.
-        progress: Called with a label, the amount done, and the total.
         greedy: End conditions of answers; None if no answers are wanted.
         folder: Receives each result as the sample finishes. Samples whose results it holds already are not run.
         repeated: Ids of samples for which a candidate's own heads are recorded too.
@@ -119,17 +114,17 @@ def run_samples(
             for row, (i, position) in enumerate(zip(event.samples, event.positions, strict=True)):
                 if i not in scores:
                     name = encoded[i].sample.id
-                    recorded = heads is None or name in repeated
-                    scores[i] = _Scores(encoded[i], None if heads is None else heads(name), recorded=recorded)
-                scores[i].put(position, distributions, row, event.greedy[row])
+                    scores[i] = _Scores(heads and heads(name), [] if heads is None or name in repeated else None)
+                scores[i].add(encoded[i].reference[position], distributions, row, event.greedy[row])
             if observe is not None:
                 observe(event)
             decoded += len(event.samples)
         else:
             scored = scores.pop(event.sample)
-            if heads is None and not np.isfinite(scored.statistics.baseline_nll).all():
-                raise UserError(f"{BASELINE_NOT_FINITE} on sample {scored.item.sample.id}")
-            results[event.sample] = replace(event, statistics=scored.statistics)
+            statistics = StepStatistics(*np.array(scored.tokens).T)
+            if heads is None and not np.isfinite(statistics.baseline_nll).all():
+                raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
+            results[event.sample] = replace(event, statistics=statistics)
             if folder is not None:
                 folder.save(results[event.sample], None if scored.own is None else SampleHeads.of(scored.own))
         if decoded < total:

@@ -102,7 +102,6 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
     """Refuse questions that the baseline cannot answer, before any candidate runs.
 
     Args:
-        encoded: The samples of the first round.
         measured: The baseline's first round.
         least: `gates.min_baseline_probability`.
 

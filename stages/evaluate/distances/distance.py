@@ -67,11 +67,6 @@ class StepStatistics:
         """Concatenate the statistics of all parts."""
         return cls(*(np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(cls)))
 
-    def put_token(self, index: int, values: Sequence[float]) -> None:
-        """Write the values of one token, in the order of the fields."""
-        for item, value in zip(fields(self), values, strict=True):
-            getattr(self, item.name)[index] = value
-
 
 class Distributions:
     """Rows of logits with the intermediate results needed to compute probabilities."""
@@ -215,15 +210,7 @@ def _kl(head: Head, logq: Array, rest_q: float) -> float:
 
 
 def compare_head(head: Head, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
-    """Compare a row of the candidate with the baseline's head. Return the fields of StepStatistics in their order.
-
-    Args:
-        head: The baseline's head.
-        candidate: The candidate's distributions.
-        row: The candidate's row.
-        token: The reference token.
-        greedy: The candidate's most likely token.
-    """
+    """Compare a row of the candidate with the baseline's head. Return the fields of StepStatistics in their order."""
     if not candidate.finite[row]:
         return (np.nan, -head.reference, np.nan, np.nan, np.nan, np.nan)
     logq, rest_q, log_sum = candidate.split(row, head.tokens)

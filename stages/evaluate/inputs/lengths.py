@@ -43,8 +43,6 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
 
     Args:
         samples: The samples. Samples of other workloads are returned unchanged.
-        tokenizer: The tokenizer of the engine bundle.
-        config: The workloads of the evaluation.
 
     Raises:
         UserError: The records and questions of a document alone exceed its length.

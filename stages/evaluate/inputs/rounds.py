@@ -18,7 +18,6 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
     The order of the samples affects only their order within a round: a file sorted by difficulty gives the same rounds.
 
     Args:
-        samples: The samples.
         shares: Cumulative share of the samples, by round, ascending to 1.
 
     Returns:

@@ -67,7 +67,6 @@ class BundleTokenizer:
         """Convert character ranges of a text to token ranges.
 
         Args:
-            text: The text.
             parts: Character ranges (start, stop). Ranges without tokens are dropped.
 
         Raises:
@@ -131,8 +130,6 @@ def encode(
     """Encode samples.
 
     Args:
-        samples: The samples.
-        tokenizer: The tokenizer of the engine bundle.
         max_scored_tokens: References that are not judged are cut to this many tokens.
         stop: The token that ends a judged reference; by default the tokenizer's `end`.
 
@@ -159,10 +156,6 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
     A token has at least one byte, so the tokenizer is loaded only if a sample has more bytes than tokens are allowed.
 
     Args:
-        samples: The samples.
-        checkpoint: The checkpoint, for its tokenizer.
-        config: The workloads of the evaluation.
-        most_tokens: Maximum tokens per sequence.
         limited: Source of this limit, for the message.
 
     Raises:

@@ -49,9 +49,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
     """Judge one evaluation, complete or after some of its rounds.
 
     Args:
-        report: The measurements.
         rows: The report's samples, from all rounds that ran.
-        thresholds: The thresholds.
     """
     whole = GateInput(report, rows)
     problems = list(evaluation.complete(whole))

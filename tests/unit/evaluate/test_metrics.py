@@ -23,9 +23,7 @@ def compared(baseline: np.ndarray, candidate: np.ndarray) -> StepStatistics:
     """Return the statistics of token 0, from its logits."""
     head = head_of(Distributions(baseline[None]), 0, 0)
     values = compare_head(head, Distributions(candidate[None]), 0, 0, int(candidate.argmax()))
-    steps = StepStatistics.empty(1)
-    steps.put_token(0, values)
-    return steps
+    return StepStatistics(*np.array([values]).T)
 
 
 def test_kl_by_hand() -> None:
