@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,6 @@ def test_a_function_works_in_another_process_and_shows_its_progress_here(tmp_pat
     assert int(process) != os.getpid()
 
 
-def test_a_refusal_of_the_child_is_raised_in_the_caller(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^model\.path=x: not finite; check the checkpoint$"):
-        in_child(refuse, tmp_path, progress=lambda *_: None)
-
-
 class Odd(Exception):
     def __init__(self, field: str, cause: str) -> None:
         super().__init__(f"{field}: {cause}")
@@ -51,15 +47,20 @@ def fail(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
     raise Odd("layers", "too few")
 
 
-def test_a_defect_keeps_its_traceback_even_if_it_cannot_be_pickled(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="Odd: layers: too few") as caught:
-        in_child(fail, tmp_path, progress=lambda *_: None)
-    assert "in fail" in "".join(caught.value.__notes__)
-
-
-def test_a_killed_process_is_a_missing_requirement(tmp_path: Path) -> None:
-    with pytest.raises(MissingRequirement, match=r"die: its process was killed \(SIGKILL\): out of memory"):
-        in_child(die, tmp_path, progress=lambda *_: None)
+@pytest.mark.parametrize(
+    ("function", "error", "said", "note"),
+    [
+        (refuse, UserError, r"^model\.path=x: not finite; check the checkpoint$", ""),
+        (fail, RuntimeError, "Odd: layers: too few", "in fail"),  # a defect that cannot be pickled keeps its traceback
+        (die, MissingRequirement, r"die: its process was killed \(SIGKILL\): out of memory", ""),
+    ],
+)
+def test_an_error_of_the_child_is_raised_in_the_caller(
+    function: Callable[..., None], error: type[Exception], said: str, note: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        in_child(function, tmp_path, progress=lambda *_: None)
+    assert note in "".join(getattr(caught.value, "__notes__", []))
 
 
 def wait(out: Path, *, progress: Progress) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.core import files
+from stages.core.digest import tree_entries
 from stages.core.files import POOL, STORE_FILE, link_or_copy, sweep_pool, write_whole
 
 
@@ -88,3 +89,8 @@ def test_a_file_takes_the_place_of_one_of_another_user_in_a_shared_work_director
     with pytest.raises(UnicodeEncodeError):
         write_whole(page, "\ud800")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "theirs.html"]
+
+
+def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        tree_entries(tmp_path / "missing", but="manifest.json")

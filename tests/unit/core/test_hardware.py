@@ -30,19 +30,16 @@ def install_nvidia_smi(folder: Path, script: str, patch: pytest.MonkeyPatch) -> 
 
 
 def test_a_gpu_is_named_with_its_compute_capability_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus() == [], "a machine without a driver"
+    gpus.cache_clear()
     # the output of `nvidia-smi --query-gpu=name,compute_cap,driver_version --format=csv,noheader` with two GPUs
-    lines = "NVIDIA H100 80GB HBM3, 9.0, 550.54.15\nNVIDIA L4, 8.9, 550.54.15"
-    install_nvidia_smi(tmp_path, f"echo '{lines}'", monkeypatch)
+    install_nvidia_smi(tmp_path, "echo 'NVIDIA H100 80GB HBM3, 9.0, 550.54.15\nNVIDIA L4, 8.9, 550.54.15'", monkeypatch)
     assert gpus() == [
         {"name": "NVIDIA H100 80GB HBM3", "compute_cap": "9.0", "driver_version": "550.54.15"},
         {"name": "NVIDIA L4", "compute_cap": "8.9", "driver_version": "550.54.15"},
     ]
     assert hardware()["gpus"] == gpus()
-
-
-def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus() == []
 
 
 def test_a_driver_that_does_not_answer_is_not_taken_for_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
