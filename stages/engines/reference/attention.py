@@ -76,6 +76,12 @@ class Span:
     itself: bool = False
     """Whether each row also reads its own token and all earlier tokens from the cache."""
 
+    @property
+    def starts(self) -> Tensor:
+        """For each row, the length of the cache that it reads."""
+        row = torch.arange(self.begin, self.end)
+        return row + 1 if self.itself else row if self.start is None else torch.full_like(row, self.start)
+
 
 @dataclass(frozen=True)
 class Fed:
@@ -222,22 +228,23 @@ def plan(
     slides: Collection[int | None] = (None,),
     device: torch.device = CPU,
 ) -> list[Block]:
-    """Cut `spans` into blocks. Everything is computed on the CPU; the masks are moved to `device`."""
+    """Cut the rows of consecutive `spans` into blocks. Everything is computed on the CPU; the masks are moved to `device`."""
     most_rows, most_bytes = (BLOCK_ROWS, BLOCK_BYTES) if device.type == "cpu" else (GPU_BLOCK_ROWS, GPU_BLOCK_BYTES)
-    rows = max(1, min(most_rows, most_bytes // max(1, row_bytes)))
-    blocks = []
-    for span in spans:
-        for begin in range(span.begin, span.end, rows):
-            end = min(begin + rows, span.end)
-            row = torch.arange(begin, end)
-            starts = row + 1 if span.itself else row if span.start is None else torch.full_like(row, span.start)
-            pieces = {
+    size = max(1, min(most_rows, most_bytes // max(1, row_bytes)))
+    all_rows = torch.arange(spans[0].begin, spans[-1].end)
+    all_starts = torch.cat([span.starts for span in spans])
+    return [
+        Block(
+            begin=int(row[0]),
+            end=int(row[-1]) + 1,
+            pieces={
                 (slide, finer): tuple(_pieces(_borders(policy, row, starts, slide, finer), device))
                 for slide in slides
                 for finer in ((False,) if policy.window is None else (False, True))
-            }
-            blocks.append(Block(begin, end, pieces))
-    return blocks
+            },
+        )
+        for row, starts in zip(torch.split(all_rows, size), torch.split(all_starts, size), strict=True)
+    ]
 
 
 def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, finer: bool) -> Tensor:
