@@ -6,7 +6,6 @@ measurement. SciPy's HiGHS solves the program.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import Progress
 from stages.engines.reference.model import shape_for
 from stages.evaluate.distances.distance import Array
-from stages.planning.tune_measure import Bench, TextSet, parts
+from stages.planning.tune_measure import CHECK, SEARCH, Bench, parts
 from stages.planning.tuning import (
     SIDES,
     TUNE_FILE,
@@ -66,35 +65,25 @@ def fewest_bytes(sizes: Array, kl: Array, budget: float) -> tuple[int, ...] | No
     return None if solution.x is None else tuple(int(index) for index in solution.x.reshape(kl.shape).argmax(axis=1))
 
 
-@dataclass
 class Tuner:
     """The search for policies on one model."""
 
-    bench: Bench
-    shape: KVShape
-    uniform: Sequence[KVPolicy]
-    """Uniform policies in the order of the configuration."""
-    search: TextSet
-    """Texts for measuring each place alone."""
-    check: TextSet
-    """Texts for measuring whole policies."""
-    progress: Progress
-
-    def __post_init__(self) -> None:
-        """Measure every place alone in every uniform policy's format. A format that policies share is measured once."""
-        self.places: list[Place] = [(layer, side) for layer in range(self.shape.layers) for side in SIDES]
-        self.formats = [[policy.sides(layer)[side] for policy in self.uniform] for layer, side in self.places]
-        heads, dim = self.shape.kv_heads, self.shape.head_dim
+    def __init__(self, bench: Bench, shape: KVShape, uniform: Sequence[KVPolicy], progress: Progress) -> None:
+        """Measure every place alone in the format of every uniform policy. A format that policies share is measured once."""
+        self.bench, self.shape = bench, shape
+        self.places: list[Place] = [(layer, side) for layer in range(shape.layers) for side in SIDES]
+        self.formats = [[policy.sides(layer)[side] for policy in uniform] for layer, side in self.places]
+        heads, dim = shape.kv_heads, shape.head_dim
         self.sizes = np.array([[heads * form.token_bytes(dim) for form in row] for row in self.formats])
         self.alone = np.zeros(self.sizes.shape)
         """Mean KL with this place in the policy's format and all other places at 16 bits, (places, policies)."""
         for done, (place, number) in enumerate(np.ndindex(self.alone.shape)):
-            self.progress("sensitivity [cells]", done, self.alone.size)
+            progress("sensitivity [cells]", done, self.alone.size)
             form = self.formats[place][number]
             if not form.exact:
                 policy = self._policy({self.places[place]: form})
-                self.alone[place, number] = self.bench.kl(policy, self.search, above=self.places[place][0]).mean()
-        self.progress("sensitivity [cells]", self.alone.size, self.alone.size)
+                self.alone[place, number] = bench.kl(policy, SEARCH, above=self.places[place][0]).mean()
+        progress("sensitivity [cells]", self.alone.size, self.alone.size)
 
     def propose(self, target: float) -> KVPolicy | None:
         """Return the smallest proposed policy with a KL of at most `target` on the check texts, or None."""
@@ -122,7 +111,7 @@ class Tuner:
 
     def kl(self, policy: KVPolicy) -> float:
         """Return the mean KL of a whole policy on the check texts."""
-        return float(self.bench.kl(policy, self.check).mean())
+        return float(self.bench.kl(policy, CHECK).mean())
 
 
 def tune(
@@ -139,11 +128,10 @@ def tune(
     """Search for the smallest policies within KL budgets, and write the result to `tune.json`."""
     torch.set_num_threads(threads)
     model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
-    search, check = parts(checkpoint, config, jsonl, seed)
-    shape = shape_for(model, FP16_POLICY)
-    bench = Bench(model, lambda policy: mixed_scales(policy, shape, uniform), out)
+    texts, shape = parts(checkpoint, config, jsonl, seed), shape_for(model, FP16_POLICY)
+    bench = Bench(model, texts, lambda policy: mixed_scales(policy, shape, uniform), out)
     policies = [policy for policy, _ in uniform]
-    tuner = Tuner(bench, shape, policies, search, check, progress)
+    tuner = Tuner(bench, shape, policies, progress)
     # Budgets: the configured one, and the KL of every uniform policy. They ascend: if two proposals have the same bytes, and so
     # the same name, the first one has less KL and is kept.
     targets = sorted({config.max_kl, *(kl for kl in map(tuner.kl, policies) if np.isfinite(kl) and kl > 0)})
@@ -163,7 +151,7 @@ def tune(
     chosen = choose(measured, config.max_kl, FP16_POLICY.bytes_per_token(shape))
     report = TuneReport(
         max_kl=config.max_kl,
-        tokens={part.name: part.scored for part in (search, check)},
+        tokens={name: sum(len(text.tokens) - text.first for text in part) for name, part in texts.items()},
         sensitivities=[
             Sensitivity(layer=layer, side=side, kl={policy.name: finite(kl) for policy, kl in zip(policies, row, strict=True)})
             for (layer, side), row in zip(tuner.places, tuner.alone, strict=True)

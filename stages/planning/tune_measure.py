@@ -6,10 +6,10 @@ texts, all tokens except the first ones are scored.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ LEAST = 2
 """Minimum texts per part."""
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """A tokenized text. Tokens from index `first` on are scored, at least one."""
 
     tokens: tuple[int, ...]
@@ -42,41 +41,31 @@ class Text:
     document: str
 
 
-@dataclass(frozen=True)
-class TextSet:
-    """Texts for measuring policies."""
-
-    name: str
-    texts: tuple[Text, ...]
-
-    @property
-    def scored(self) -> int:
-        """Number of scored tokens."""
-        return sum(len(text.tokens) - text.first for text in self.texts)
+SEARCH, CHECK = "search", "check"
+"""Sets of texts: one for measuring each place alone, and one for measuring whole policies."""
 
 
-def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet]:
-    """Return two sets of texts: one for measuring each place alone, and one for measuring whole policies.
+def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> dict[str, list[Text]]:
+    """Return the texts of SEARCH and CHECK.
 
     They share no document, because a search may overfit the texts that it measured each place on.
 
-
-    Raises UserError if a part has fewer than LEAST texts.
+    Raises UserError if a set has fewer than LEAST texts.
     """
     tokenizer = BundleTokenizer(checkpoint)
     # The next seed, because the calibration uses the seed itself.
     texts = _generated(tokenizer, config, seed + 1) if jsonl is None else _given(tokenizer, config, jsonl)
     scored = [text for text in texts if text.first < len(text.tokens)]
     documents = list(dict.fromkeys(text.document for text in scored))
-    first = set(documents[: len(documents) // 2])
-    search = TextSet("search", tuple(text for text in scored if text.document in first))
-    check = TextSet("check", tuple(text for text in scored if text.document not in first))
-    if min(len(search.texts), len(check.texts)) < LEAST:
+    found: dict[str, list[Text]] = {SEARCH: [], CHECK: []}
+    for text in scored:
+        found[SEARCH if documents.index(text.document) < len(documents) // 2 else CHECK].append(text)
+    if min(map(len, found.values())) < LEAST:
         raise UserError(
             f"tune.texts={config.texts}: {len(scored)} texts of {len(documents)} documents can be scored within "
             f"{MAX_LENGTH} tokens, too few for two parts; raise it, or give longer documents"
         )
-    return search, check
+    return found
 
 
 def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:
@@ -99,7 +88,7 @@ def _given(tokenizer: BundleTokenizer, config: TuneConfig, jsonl: Path) -> list[
 
 
 MEASURED = "measured.jsonl"
-"""File in the unfinished artifact with one line per policy and set of texts."""
+"""File in the unfinished artifact with one line per policy and set of texts: key -> KL per text."""
 
 ROWS = 256
 """Rows of logits per comparison."""
@@ -108,67 +97,59 @@ ROWS = 256
 class Bench:
     """Measures policies of one model. Results are saved, so that each policy is measured once per set of texts."""
 
-    def __init__(self, model: Any, scales: Callable[[KVPolicy], KVScales], folder: Path) -> None:
-        self.model, self._scales = model, scales
+    def __init__(
+        self, model: Any, texts: Mapping[str, Sequence[Text]], scales: Callable[[KVPolicy], KVScales], folder: Path
+    ) -> None:
+        self.model, self._texts, self._scales = model, texts, scales
         self._path = folder / MEASURED
-        self._known = dict(_lines(self._path))
-        self._heads: dict[str, list[list[Head]]] = {}
+        self._known = dict[str, list[float]]()
+        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else ():
+            with suppress(ValueError):  # an interrupted run may have left half a line
+                self._known |= json.loads(line)
+        self._heads = dict[str, list[list[Head]]]()
         self._inputs: tuple[tuple[str, int], list[LayerInput | None]] | None = None
         self.sound = TorchEngine.from_model(model, FP16_POLICY)
 
-    def kl(self, policy: KVPolicy, texts: TextSet, above: int = 0) -> Array:
-        """Return the mean KL of the scored tokens per text, (texts,); NaN if a logit is not finite.
+    def kl(self, policy: KVPolicy, name: str, above: int = 0) -> Array:
+        """Return the mean KL of the scored tokens per text of a set, (texts,); NaN if a logit is not finite.
 
         `above`: if the policy keeps all layers below this index at 16 bits, their outputs are computed once and reused.
         """
-        key = json_digest([policy.model_dump(exclude={"name"}), texts.name])
+        key = json_digest([policy.model_dump(exclude={"name"}), name])
         if key not in self._known:
-            inputs = self._layer_inputs(texts, above) if above else [None] * len(texts.texts)
+            texts = self._texts[name]
+            inputs = self._layer_inputs(name, above) if above else [None] * len(texts)
             engine = TorchEngine.from_model(self.model, policy, self._scales(policy))
-            pairs = zip(texts.texts, self._baseline(texts), inputs, strict=True)
             self._known[key] = []
-            for text, heads, known in pairs:
+            for text, heads, known in zip(texts, self._baseline(name), inputs, strict=True):
                 remaining = iter(heads)
                 logits = engine.forced(text.tokens, text.first, known)
                 kl = [head_kl(next(remaining), rows, i) for rows in _distributions(logits) for i in range(len(rows.finite))]
                 self._known[key].append(float(np.mean(kl)))
             with self._path.open("a", encoding="utf-8") as file:
-                # The line break comes first, because an interrupted run may have left half a line.
-                file.write("\n" + json.dumps({"key": key, "kl": self._known[key]}))
+                file.write("\n" + json.dumps({key: self._known[key]}))
         return np.array(self._known[key])
 
-    def _layer_inputs(self, texts: TextSet, layer: int) -> list[LayerInput | None]:
+    def _layer_inputs(self, name: str, layer: int) -> list[LayerInput | None]:
         """Return the texts' inputs of a layer, computed with 16-bit caches in all earlier layers."""
-        if self._inputs is None or self._inputs[0] != (texts.name, layer):
-            earlier = self._inputs[1] if self._inputs is not None else [None] * len(texts.texts)
-            pairs = zip(texts.texts, earlier, strict=True)
-            self._inputs = (texts.name, layer), [self.sound.layer_input(t.tokens, t.first, layer, known) for t, known in pairs]
+        if self._inputs is None or self._inputs[0] != (name, layer):
+            earlier = self._inputs[1] if self._inputs is not None else [None] * len(self._texts[name])
+            pairs = zip(self._texts[name], earlier, strict=True)
+            self._inputs = (name, layer), [self.sound.layer_input(t.tokens, t.first, layer, known) for t, known in pairs]
         return self._inputs[1]
 
     def close(self) -> None:
         """Remove the saved measurements: the finished artifact contains the report instead."""
         self._path.unlink(missing_ok=True)
 
-    def _baseline(self, texts: TextSet) -> list[list[Head]]:
-        if texts.name not in self._heads:
-            logits = (self.sound.forced(text.tokens, text.first) for text in texts.texts)
+    def _baseline(self, name: str) -> list[list[Head]]:
+        if name not in self._heads:
+            logits = (self.sound.forced(text.tokens, text.first) for text in self._texts[name])
             # Only distances are used here, so the reference token is arbitrary.
-            self._heads[texts.name] = [
+            self._heads[name] = [
                 [head_of(rows, row, 0) for rows in _distributions(one) for row in range(len(rows.finite))] for one in logits
             ]
-        return self._heads[texts.name]
-
-
-def _lines(path: Path) -> Sequence[tuple[str, list[float]]]:
-    """Return (key, KL per text) from interrupted runs, skipping lines that were not completely written."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        found.append((str(entry["key"]), [float(value) for value in entry["kl"]]))
-    return found
+        return self._heads[name]
 
 
 def _distributions(logits: Logits) -> Iterator[Distributions]:

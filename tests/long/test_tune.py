@@ -8,9 +8,9 @@ from helpers.commands.tiny_model import pipeline
 
 from pipeline.config.policies import load_policies
 from stages.checkpoints.loading import load_causal_lm
-from stages.planning.tune_measure import MEASURED, Bench, Text, TextSet
+from stages.planning.tune_measure import MEASURED, SEARCH, Bench, Text
 from stages.planning.tuning import TuneReport
-from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.policy import KVPolicy
 from stages.policies.scales import KVScales
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
@@ -69,19 +69,15 @@ def test_a_budget_that_no_policy_meets_moves_nothing(tuned: tuple[Path, str]) ->
     assert result.stderr.count("pipeline: error") == 1
 
 
-def two_texts() -> tuple[KVShape, TextSet]:
-    tokens = tuple(range(5, 69))
-    return KVShape(4, 2, 64), TextSet("search", (Text(tokens, 40, "a"), Text(tokens[::-1], 30, "b")))
-
-
 def test_an_interrupted_search_resumes_with_its_measurements(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = load_causal_lm(CHECKPOINT, dtype=torch.float32).eval()
-    shape, texts = two_texts()
+    tokens = tuple(range(5, 69))
+    texts = {SEARCH: [Text(tokens, 40, "a"), Text(tokens[::-1], 30, "b")]}
     int8, int4 = load_policies("tune.policies", ["int8", "int4_g32"])
-    none = KVScales(layers=({},) * shape.layers)
-    first = Bench(model, lambda _: none, tmp_path)
-    before = [first.kl(int8, texts), first.kl(int4, texts)]
+    none = KVScales(layers=({},) * 4)
+    first = Bench(model, texts, lambda _: none, tmp_path)
+    before = [first.kl(int8, SEARCH), first.kl(int4, SEARCH)]
     kept = (tmp_path / MEASURED).read_text(encoding="utf-8")
     (tmp_path / MEASURED).write_text(kept[:-20], encoding="utf-8")  # the last line was only partly written
 
@@ -91,11 +87,11 @@ def test_an_interrupted_search_resumes_with_its_measurements(tmp_path: Path) -> 
         measured.append(policy.name)
         return none
 
-    second = Bench(model, scales, tmp_path)
-    after = [second.kl(int8, texts), second.kl(int4, texts)]
+    second = Bench(model, texts, scales, tmp_path)
+    after = [second.kl(int8, SEARCH), second.kl(int4, SEARCH)]
     assert measured == ["int4_g32"]
     assert [a.tolist() for a in after] == [b.tolist() for b in before]
-    third = Bench(model, lambda _: pytest.fail("it is measured again"), tmp_path)
-    assert [third.kl(int8, texts).tolist(), third.kl(int4, texts).tolist()] == [b.tolist() for b in before]
+    third = Bench(model, texts, lambda _: pytest.fail("it is measured again"), tmp_path)
+    assert [third.kl(int8, SEARCH).tolist(), third.kl(int4, SEARCH).tolist()] == [b.tolist() for b in before]
     second.close()
     assert list(tmp_path.iterdir()) == []
