@@ -53,24 +53,8 @@ def test_keys_that_a_call_has_no_use_for_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-TEXTS = [
-    "fp8",
-    "a b",
-    "tr'ue",
-    "x\\",
-    "true",
-    "NaN",
-    "8K",
-    "1e5",
-    ".5",
-    "a,b",
-    "../x y",
-    "./x",
-    "m\u00fcnchen",
-    "http://h:1/v1",
-    "a=b",
-    "~",
-]
+TEXTS = ["fp8", "a b", "tr'ue", "x\\", "true", "NaN", "8K", "1e5", ".5", "a,b", "../x y", "./x"]
+TEXTS += ["m\u00fcnchen", "http://h:1/v1", "a=b", "~"]
 VALUES = [*TEXTS, None, True, 1, -0.5, {"a": "b:c", "d": [1, "x,y", None]}]
 
 
@@ -128,7 +112,7 @@ def test_an_invalid_prompt_or_length_is_named(prompt: Any, most: Any, said: str)
         engine.generate(prompt, most)
 
 
-def test_an_invalid_policy_gives_one_line_per_problem() -> None:
+def test_an_invalid_policy_gives_one_line_per_problem_and_none_takes_a_shipped_name(tmp_path: Path) -> None:
     whole = config_of("kv=int8").kv
     assert make_policy(**whole.model_dump()) == whole
     with pytest.raises(UserError) as caught:
@@ -136,12 +120,8 @@ def test_an_invalid_policy_gives_one_line_per_problem() -> None:
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["KVPolicy.sink_tokens", "KVPolicy.sinks"]
     assert lines[0].endswith("(got -1); correct it")
-
-
-def test_a_policy_cannot_take_a_shipped_policys_name(tmp_path: Path) -> None:
-    other = make_policy(**{**config_of("kv=int8").kv.model_dump(), "name": "fp8"})
     with pytest.raises(UserError, match=r"kv\.name=fp8: is the name of a shipped policy"):
-        evaluate("tiny", other, workdir=tmp_path / "work")
+        evaluate("tiny", make_policy(**{**whole.model_dump(), "name": "fp8"}), workdir=tmp_path / "work")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -162,23 +142,14 @@ def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_a
         champion("tiny", workdir=tmp_path / "work")
 
 
-@pytest.fixture
-def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The champion's evidence as downloaded from the registry. The work directory of the call is a different one."""
-    evidence = judged_engine(tmp_path / "artifacts")
-    make_champion(monkeypatch, evidence)
-    return evidence
-
-
-def test_a_champion_whose_engine_is_not_in_the_registry_is_missing_regardless_of_other_files(
-    downloaded: Path, tmp_path: Path
+def test_a_downloaded_champion_without_its_engine_or_with_needless_samples_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    downloaded = judged_engine(tmp_path / "artifacts")
+    make_champion(monkeypatch, downloaded)
     assert reading.read_evidence(downloaded).engine is not None, "in ../../build"
     with refused(MissingRequirement, "version 1, the champion of tiny, has no engine in the registry", "log_bundle=true"):
         champion("tiny", workdir=tmp_path / "elsewhere")
-
-
-def test_samples_of_a_champion_that_was_judged_on_generated_ones_are_refused(downloaded: Path, tmp_path: Path) -> None:
     (downloaded / "engine").mkdir()
     with refused(UserError, "samples=mine.jsonl: the champion was judged on generated samples alone"):
         champion("tiny", workdir=tmp_path / "elsewhere", samples="mine.jsonl")

@@ -97,11 +97,13 @@ def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is
     assert not quality_holds(read(canaries={"good": 9, "of": 10}))
 
 
-def test_no_route_moves_if_no_monitor_broke(fleet: Fleet) -> None:
+def test_no_route_moves_if_no_monitor_broke_or_there_is_no_previous_engine(fleet: Fleet) -> None:
     fp8_beside(fleet)
     moves = list(fleet.registry.moves)
-    assert monitored(fleet)[-1] == "route-copy: stays at version 1"
-    assert monitored(fleet, json_validity={"good": 1, "of": 3})[-1] == "route-copy: stays at version 1"
+    for changes in ({}, {"json_validity": {"good": 1, "of": 3}}):
+        assert monitored(fleet, **changes)[-1] == "route-copy: stays at version 1"
+    with pytest.raises(GateRefusal):
+        monitored(fleet, "1", **NO_JSON)
     assert fleet.registry.moves == moves
 
 
@@ -115,19 +117,11 @@ def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: 
     assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
-def test_without_a_previous_engine_the_route_stays(fleet: Fleet) -> None:
-    fp8_beside(fleet)
-    moves = list(fleet.registry.moves)
-    with pytest.raises(GateRefusal):
-        monitored(fleet, "1", **NO_JSON)
-    assert fleet.registry.moves == moves
-
-
 def pressed(fleet: Fleet, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
     """Return the route of `copy` after memory pressure, and the output, with "refused" at the end if no move was possible."""
     said: list[str] = []
-    snapshot = {"classes": {"copy": {**WELL, "version": version, **FULL, **changes}}}
     try:
+        snapshot = {"classes": {"copy": {**WELL, "version": version, **FULL, **changes}}}
         said.extend(monitor(fleet.engines, limits(fleet, snapshot)))
     except GateRefusal:
         said.append("refused")
@@ -144,31 +138,31 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
         taken.append(version)
     assert [fleet.candidates[version].policy for version in taken] == ["fp8", "fp8k_int4v_aged", "fp8k_int4v", "int4"]
     assert route_of(fleet.registry.read(), "copy").previous == "3"
-    version, said = pressed(fleet, "2")
-    assert (version, said[-1]) == ("2", "refused")
+    version, said = pressed(fleet, "2", latency=SLOW["latency"])
+    assert (version, said[-1]) == ("2", "refused"), "an engine that holds less would be slower"
 
 
-def test_slow_requests_under_memory_pressure_are_no_reason_to_take_an_engine_that_holds_less(fleet: Fleet) -> None:
-    fp8_beside(fleet, fp8k_int4v=1300)
-    assert pressed(fleet, latency=SLOW["latency"])[0] == "2"
-
-
-def test_keys_stay_as_they_are_unless_every_monitor_of_quality_holds(fleet: Fleet) -> None:
-    fp8_beside(fleet, int4=1900)
-    version, said = pressed(fleet, canaries={"good": 9, "of": 10})
-    assert version == "1"
-    assert "copy: not version 2 (int4): its keys lose too, and not every monitor of quality is shown to hold" in said
-    assert said[-1] == "refused"
-
-
-def test_no_engine_is_taken_without_evidence_for_the_class(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("policy", "lines", "changes", "expected"),
+    [
+        (
+            "int4",
+            {},
+            {"canaries": {"good": 9, "of": 10}},
+            "its keys lose too, and not every monitor",
+        ),
+        ("fp8k_int4v", {"copy": "INCONCLUSIVE"}, {}, "copy is INCONCLUSIVE: copy: a reason"),
+    ],
+)
+def test_no_engine_is_taken_whose_keys_or_evidence_do_not_allow_it(
+    fleet: Fleet, policy: str, lines: dict[str, Any], changes: dict[str, Any], expected: str
+) -> None:
     fp8_beside(fleet)
-    fleet.add("fp8k_int4v", 1200, copy="INCONCLUSIVE")
+    fleet.add(policy, 1900, **lines)
     fleet.add("fp8k_int4v_aged", 1200, "FAIL")
-    version, said = pressed(fleet)
-    assert version == "1"
-    assert "copy: not version 2 (fp8k_int4v): copy is INCONCLUSIVE: copy: a reason" in said
-    assert said[-1] == "refused"
+    version, said = pressed(fleet, **changes)
+    assert (version, said[-1]) == ("1", "refused")
+    assert [line for line in said if line.startswith(f"copy: not version 2 ({policy}): {expected}")]
 
 
 def test_an_engine_with_another_baseline_or_without_more_tokens_is_not_chosen(fleet: Fleet) -> None:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,8 +17,7 @@ from helpers.registry.stores import make_artifact
 import stages
 from pipeline.store import locks
 from pipeline.store.locks import locked, locked_at_once
-from pipeline.store.store import MANIFEST, USERS, Store, alone, read_manifest, used
-from pipeline.store.workdir import lacks
+from pipeline.store.store import MANIFEST, USE_LOCK, USERS, Store, alone, read_manifest, used
 from stages.core import digest
 from stages.core.artifact import Recipe
 from stages.core.errors import MissingRequirement, UserError
@@ -135,24 +133,20 @@ def test_scratch_of_a_dead_process_goes_and_that_of_a_living_one_stays(tmp_path:
     assert {path.name for path in (tmp_path / ".partial" / "demo").iterdir()} == {recipe(a=a).key for a in (2, 3)}
 
 
-def test_a_store_says_who_uses_it_and_lets_other_users_say_it_too(tmp_path: Path) -> None:
-    before = os.umask(0o077)
+def test_a_store_says_who_uses_it_and_lets_other_users_say_it_and_lock_it_too(tmp_path: Path) -> None:
+    root, before = tmp_path / "store", os.umask(0o077)
     try:
-        with used(tmp_path / "store", make=True), used(tmp_path / "store", make=True):
-            assert (tmp_path / "store" / USERS).stat().st_mode & 0o777 == 0o777
-            with alone(tmp_path / "store") as users:
+        with used(root, make=True), used(root, make=True):
+            assert (root / USERS).stat().st_mode & 0o777 == 0o777
+            assert (root / USE_LOCK).stat().st_mode & 0o777 == 0o666
+            with alone(root) as users:
                 assert [user.split(" on ")[0] for user in users] == [f"process {os.getpid()}"] * 2
     finally:
         os.umask(before)
-    with alone(tmp_path / "store") as users:
+    with alone(root) as users:
         assert users == []
     with used(tmp_path / "nothing", make=False):
         assert not (tmp_path / "nothing").exists()
-
-
-def test_missing_memory_is_told_in_a_unit_that_shows_it() -> None:
-    said = lacks("the artifacts take", 4_600_000, "its disk has", 1_000_000, "free")
-    assert said == "the artifacts take 4.6 MB, its disk has 1.0 MB free: 3.6 MB are missing"
 
 
 def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
@@ -179,7 +173,7 @@ def test_a_manifest_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> No
     assert read_manifest(tmp_path) is None
 
 
-def test_the_digest_of_a_folder_ignores_its_siblings(tmp_path: Path) -> None:
+def test_the_digest_of_a_folder_ignores_its_siblings_and_nan_has_none(tmp_path: Path) -> None:
     def with_sibling(out: Path) -> None:
         write_one(out)
         (out / "else.txt").write_text("x")
@@ -188,6 +182,8 @@ def test_the_digest_of_a_folder_ignores_its_siblings(tmp_path: Path) -> None:
     plain, more = make_artifact(store, recipe(a=1), write_one), make_artifact(store, recipe(a=2), with_sibling)
     assert plain.digest != more.digest
     assert plain.digest_under("sub") == more.digest_under("sub")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        digest.json_digest({"a": float("nan")})
 
 
 def test_code_digest_covers_what_a_module_imports_also_inside_functions() -> None:
@@ -232,11 +228,6 @@ def test_the_digest_of_an_engine_covers_the_scripts_that_its_library_s_interpret
     scripts = [script for owner in (backend, "interpreter") for script in (ENGINES / owner / "worker").glob("kvgate_*.py")]
     assert len(scripts) >= 3
     assert {script.resolve() for script in scripts} <= {source.resolve() for source in engine.values()}
-
-
-def test_nan_has_no_digest() -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        digest.json_digest({"a": float("nan")})
 
 
 REFUSAL = r"cannot be locked \(.*\); it must be in a folder that has locks and lets you write"
@@ -285,30 +276,19 @@ def test_a_lock_of_a_process_that_was_killed_is_free(held: tuple[Path, int]) -> 
         assert mine
 
 
-def test_another_user_of_a_shared_folder_may_hold_a_lock(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    try:
-        with locked(tmp_path / ".lock", "a test"):
-            assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o666
-    finally:
-        os.umask(before)
-
-
-@pytest.mark.parametrize("place", ["file/.lock", "folder"])
-def test_a_place_in_which_no_lock_can_be_made_is_refused_and_not_waited_for(place: str, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=f"{tmp_path / place}: {REFUSAL}"), locked(tmp_path / place, "summary.json"):
-        pass
-
-
-@pytest.mark.parametrize("take", [lambda path: locked(path, "summary.json"), locked_at_once])
-def test_a_file_system_without_locks_is_refused(
-    take: Callable[[Path], AbstractContextManager[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["file/.lock", "folder", ".lock"])
+def test_a_place_without_locks_is_refused_and_not_waited_for(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(*_: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UserError, match=rf"{tmp_path}/\.lock: {REFUSAL}"), take(tmp_path / ".lock"):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    if place == ".lock":  # a file system without locks
+        monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=f"{tmp_path / place}: {REFUSAL}"), locked(tmp_path / place, "summary.json"):
         pass
+    if place == ".lock":
+        with pytest.raises(UserError, match=REFUSAL), locked_at_once(tmp_path / place):
+            pass
