@@ -135,9 +135,7 @@ def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
 
 def test_heads_are_divided_among_gpus_and_copied_if_there_are_more_gpus(tmp_path: Path) -> None:
     found = capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE)
-    entry = of(found, "fp16")
-    assert entry.bytes_per_token == 16 * KIB
-    assert entry.tokens_that_fit == 8 * 368_640
+    assert (of(found, "fp16").bytes_per_token, of(found, "fp16").tokens_that_fit) == (16 * KIB, 8 * 368_640)
     assert "each head's cache is stored 2 times" in found.notes[0]
 
 

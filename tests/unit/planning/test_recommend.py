@@ -228,18 +228,21 @@ def test_only_policies_that_the_backend_serves_are_suggested_with_questions_of_t
     assert f"and {len(refused)} that the backend does not serve" in printed
 
 
-def test_altered_samples_are_no_evidence(asked: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (4, "no evidence that counts: report: samples.jsonl: differs"),
+        (5, "it is of a model with 1.03125 KiB a token, and this one has 1.28906"),
+    ],
+)
+def test_altered_samples_and_those_of_another_shape_are_no_evidence(
+    asked: list[str], tmp_path: Path, layers: int, expected: str
+) -> None:
+    (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")
-    samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
+    if layers == 4:
+        samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
     with pytest.raises(GateRefusal):
         recommend_policy(Run(config_of(*asked)))
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
-    assert "no evidence that counts: report: samples.jsonl: differs" in reason(found, "int8")
-
-
-def test_a_model_of_the_same_name_and_another_shape_is_another_model(asked: list[str], tmp_path: Path) -> None:
-    (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
-    with pytest.raises(GateRefusal):
-        recommend_policy(Run(config_of(*asked)))
-    found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
-    assert "it is of a model with 1.03125 KiB a token, and this one has 1.28906" in reason(found, "int8")
+    assert expected in reason(found, "int8")

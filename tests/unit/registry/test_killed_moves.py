@@ -101,9 +101,8 @@ def test_a_killed_rollback_leaves_a_champion_and_never_brings_the_bad_one_back(r
         assert "promoted_at" not in registry.versions["2"]
 
 
-def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(registry: Dying, three: list[Candidate]) -> None:
-    assert len(three) == 3
-
+@pytest.mark.usefixtures("three")
+def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(registry: Dying) -> None:
     def route(version: str) -> None:
         before = route_of(registry.read(), "copy")
         make_moves(registry, [Move("copy", before, before.moved_to(version), "a test")])

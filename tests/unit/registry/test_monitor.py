@@ -101,7 +101,7 @@ def test_no_route_moves_if_no_monitor_broke_or_there_is_no_previous_engine(fleet
     fp8_beside(fleet)
     moves = list(fleet.registry.moves)
     for changes in ({}, {"json_validity": {"good": 1, "of": 3}}):
-        assert monitored(fleet, **changes)[-1] == "route-copy: stays at version 1"
+        assert monitored(fleet, "1", **changes)[-1] == "route-copy: stays at version 1"
     with pytest.raises(GateRefusal):
         monitored(fleet, "1", **NO_JSON)
     assert fleet.registry.moves == moves
