@@ -10,11 +10,10 @@ from typing import Any
 from stages.checkpoints.families import ARCHITECTURES, FAMILIES, NO_ROPE_INTERVAL, OTHER_INPUTS, has_positions, other_cache
 from stages.checkpoints.files import (
     GENERATION,
+    check_file,
     named_ends,
     read_json,
     refusal,
-    refuse_escape,
-    require_file,
     tokenizer_files,
     weight_files,
     wrong,
@@ -87,8 +86,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     others = (name for name in (GENERATION, MODELOPT_FILE) if os.path.lexists(path / name))
     other_files = ("config.json", *others, *index, *tokenizer)
     for name in (*weights, *other_files):
-        require_file(path, name)
-        refuse_escape(path, name)
+        check_file(path, name)
     info = describe_checkpoint(path, config, weights, other_files)
     named_ends(path, info.vocab_size)
     return info

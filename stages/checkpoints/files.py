@@ -58,8 +58,6 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
 
 def tokenizer_files(path: Path) -> tuple[str, ...]:
     names = tuple(name for name in TOKENIZER_FILES if os.path.lexists(path / name))
-    for name in names:
-        require_file(path, name)
     if "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= set(names):
         return names
     if "tokenizer.model" in names:
@@ -76,7 +74,6 @@ def tokenizer_files(path: Path) -> tuple[str, ...]:
 def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the safetensors files that transformers would load, and the shard index, if it exists."""
     if os.path.lexists(path / SINGLE):
-        require_file(path, SINGLE)
         return (SINGLE,), ()
     if not os.path.lexists(path / INDEX):
         pickles = sorted(entry.name for pattern in ("*.bin", "*.pt", "*.pth") for entry in path.glob(pattern))
@@ -98,17 +95,13 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             )
         if not os.path.lexists(path / name):
             raise refusal(path, f"{INDEX} names {name}, which is missing; download it")
-        require_file(path, name)
     return tuple(names), (INDEX,)
 
 
-def require_file(path: Path, name: str) -> None:
-    """Raise UserError unless `name` is a regular file or a link to a file: opening a pipe would block."""
+def check_file(path: Path, name: str) -> None:
+    """Refuse all but a file, or a link to one of the same directory or model: opening a pipe would block."""
     if not (path / name).is_file():
         raise refusal(path, f"{name} is no file, or a link to none; put the file there")
-
-
-def refuse_escape(path: Path, name: str) -> None:
     root, target = path.resolve(), (path / name).resolve()
     repository = cached_repository(root)
     blobs = root if repository is None else repository / "blobs"

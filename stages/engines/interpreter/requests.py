@@ -144,7 +144,7 @@ class RequestEngine(Engine):
         """
         for begin in range(0, len(continuations), max_sequences):
             group = continuations[begin : begin + max_sequences]
-            super()._answer(group, stop_tokens, max_sequences, partial(_after, begin, on_end))
+            super()._answer(group, stop_tokens, max_sequences, partial(lambda before, count: on_end(before + count), begin))
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]
@@ -165,9 +165,7 @@ class RequestEngine(Engine):
         return np.stack([state.rows[0] for state in states])
 
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        self._check_forced(tokens, first)
-        ((_, rows),) = self._run([whole(tokens, first)])
-        return rows
+        return self.forced_together([(tokens, first)])[0]
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         for tokens, first in requests:
@@ -316,7 +314,3 @@ def whole(tokens: Sequence[int], first: int) -> Request:
     """Return the request that forces tokens[first:]. The prompt's logits are skipped: no decode step computed them."""
     known = list(tokens[first:])
     return list(tokens[:first]), known, len(known) + 1, 1
-
-
-def _after(before: int, told: Callable[[int], None], count: int) -> None:
-    told(before + count)
