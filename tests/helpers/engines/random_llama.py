@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -19,6 +20,7 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.core.records import no_progress
 from stages.engines.interface import Engine
 from stages.engines.onnx.build import build_bundle
+from stages.engines.onnx.bundle import GRAPHS
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import ComputeDType, export_decoder
 from stages.engines.reference.build import build_bundle as build_reference_bundle
@@ -189,7 +191,10 @@ def _build(build: Callable[..., None], source: Path, out: Path, policy: KVPolicy
 def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
     described = json.loads((decoder / "model.json").read_text())
     shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])
-    return _build(build_bundle, decoder, out, policy, shape)
+    bundle = _build(build_bundle, decoder, out, policy, shape)
+    for graph in GRAPHS:
+        onnx.checker.check_model(onnx.load(bundle / graph))
+    return bundle
 
 
 def make_reference_bundle(checkpoint: Path, out: Path, policy: KVPolicy) -> Path:
