@@ -5,8 +5,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from psutil import virtual_memory
-
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.loading import open_backend, required_libraries
@@ -14,7 +12,7 @@ from pipeline.registry import summary
 from pipeline.registry.monitors import read_snapshot
 from pipeline.registry.tracking import locate
 from pipeline.store.store import check_store
-from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir, lacks
+from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.places import locate_checkpoint
@@ -25,7 +23,7 @@ from stages.core.records import Sample
 from stages.engines.backend import Job
 from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.capacity import memory_budget
-from stages.policies.policy import FP16_POLICY, PAGE_TOKENS
+from stages.policies.policy import FP16_POLICY
 from stages.workloads.config import LONG_QUESTIONS
 from stages.workloads.own import document_words
 
@@ -92,7 +90,6 @@ def _check_model(config: Config, opened: set[Path]) -> None:
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
     if config.facts.judges:
-        _check_load(config, checkpoint)
         _check_lengths(config, checkpoint)
     if checkpoint.path.is_dir():
         tensors_on_disk(checkpoint)
@@ -157,34 +154,18 @@ def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
     return checkpoint.max_positions, f"the model was made for {checkpoint.max_positions:,}"
 
 
-def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Refuse a load that exceeds the model's context or this machine's memory."""
-    load, (limit, limited) = config.workloads.load, _context(config, checkpoint)
-    tokens = load.tokens
-    if tokens > limit:
-        raise UserError(
-            f"workloads.load.context_tokens={load.context_tokens}: with new_tokens a sequence has {tokens:,} "
-            f"tokens, {limited}: {tokens - limit:,} too many; lower it"
-        )
-    if config.backend.in_process:
-        check_memory(f"workloads.load.batch={load.batch} of {tokens:,} tokens", cache_bytes(config, checkpoint))
-
-
 def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Refuse lengths that exceed the model, the engine, the memory or the texts, or have too few documents for a PASS."""
-    workloads, (limit, limited), memory = config.workloads, _context(config, checkpoint), virtual_memory().total
+    """Refuse a load or lengths that exceed the model, the engine, the memory or the texts, or too few documents for a PASS."""
+    workloads, load, (limit, limited) = config.workloads, config.workloads.load, _context(config, checkpoint)
     together = -(-workloads.batch_size // LONG_QUESTIONS) + 1  # documents whose questions are decoded or wait at the same time
-    for length in workloads.lengths:
-        if length > limit:
-            raise UserError(f"workloads.lengths={length}: {limited} tokens; give at most {limit:,}")
-        cache = together * max(policy.sequence_bytes(checkpoint.shape, length) for policy in (config.kv, FP16_POLICY))
-        if config.backend.in_process and cache > memory:
-            fits = length * memory // cache // PAGE_TOKENS * PAGE_TOKENS
-            raise UserError(
-                f"workloads.lengths={length}: "
-                + lacks(f"the caches of {together} documents take", cache, "this machine has", memory, "of memory")
-                + f"; give at most {fits:,} tokens"
-            )
+    asked = [("workloads.load.context_tokens", load.context_tokens, load.tokens, load.batch)]
+    asked += [("workloads.lengths", length, length, together) for length in workloads.lengths]
+    for key, value, tokens, count in asked:
+        if tokens > limit:
+            raise UserError(f"{key}={value}: {limited} tokens, this has {tokens:,}: {tokens - limit:,} too many; lower it")
+        if config.backend.in_process:
+            needed = count * max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
+            check_memory(f"{key}={value}: with {count} sequences of {tokens:,} tokens", needed)
     if workloads.lengths and workloads.length_documents < config.gates.min_samples:
         raise UserError(
             f"workloads.length_documents={workloads.length_documents}: no length can pass with fewer than gates.min_samples "
@@ -200,11 +181,6 @@ def _check_shortest(config: Config, checkpoint: CheckpointInfo) -> None:
 
     shortest = config.workloads.model_copy(update={"lengths": [min(config.workloads.lengths)]})
     fit_lengths(long_samples(shortest), BundleTokenizer(checkpoint.path), shortest)
-
-
-def cache_bytes(config: Config, checkpoint: CheckpointInfo) -> int:
-    load = config.workloads.load
-    return load.batch * max(policy.sequence_bytes(checkpoint.shape, load.tokens) for policy in (config.kv, FP16_POLICY))
 
 
 def weight_bytes(checkpoint: CheckpointInfo) -> int:

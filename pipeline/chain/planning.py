@@ -33,7 +33,6 @@ from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.files import write_whole
 from stages.engines.backend import Job
-from stages.engines.config import InterpreterConfig
 from stages.planning.capacity import Capacity, measure
 from stages.planning.recommend import Judged, recommend
 from stages.planning.tuning import TUNE_FILE, TuneReport
@@ -121,16 +120,13 @@ LONGEST_DEFAULT = 640
 
 
 def _questions(config: Config) -> list[str]:
-    """Return arguments of the suggested command: the backend's Python, questions of the use's length, and this length as
-    limit."""
-    backend, longest = config.backend, whole_pages(config.capacity.longest)
-    unnamed = isinstance(backend, InterpreterConfig) and backend.python is None
-    python = [f"backend.python=/opt/{backend.name}/bin/python"] if unnamed else []
+    """Return arguments of the suggested command: questions of the use's length, and this length as the engine's limit."""
+    key, longest = config.backend.length_key, whole_pages(config.capacity.longest)
     if longest <= LONGEST_DEFAULT:
-        return python
-    limit = [] if backend.length_key is None else [f"backend.{backend.length_key}={longest}"]
+        return []
+    limit = [] if key is None else [f"backend.{key}={longest}"]
     asked = config.workloads.jsonl or config.workloads.lengths
-    return [*python, *limit] if asked else [*python, f"workloads.lengths=[{longest}]", *limit]
+    return limit if asked else [f"workloads.lengths=[{longest}]", *limit]
 
 
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:

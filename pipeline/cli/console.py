@@ -118,20 +118,9 @@ class _Handler(logging.Handler):
         err.print(relative(str(fields.get("traceback", f"{prefix}{name}{text}"))), soft_wrap=True, markup=False)
 
 
-def _is_unprinted(record: logging.LogRecord) -> bool:
-    """Return whether no library prints the record itself, with a handler below the root logger."""
-    logger = logging.getLogger(record.name)
-    while logger.parent is not None:
-        if any(type(handler) is logging.StreamHandler for handler in logger.handlers):
-            return False
-        logger = logger.parent
-    return True
-
-
 LOGGER = logging.getLogger("kvgate")
 """Logger of all events. Modules that do not import this one, such as waits for locks and stores, log below its name."""
 HANDLER = _Handler()
-HANDLER.addFilter(_is_unprinted)
 LOGGER.addHandler(HANDLER)
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False
@@ -292,8 +281,7 @@ def described(task: Task) -> tuple[str, dict[str, object]]:
         return f"{text}, {duration(seconds)} so far", fields
     rate = new / seconds
     left = (task.remaining or 0.0) / rate
-    pace = f"{rate:,.{0 if rate >= 10 else 1}f}/s" if rate >= 1 else f"{duration(1 / rate)} each"
-    return f"{text}, {pace}, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
+    return f"{text}, {rate:,.3g}/s, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,6 @@ from pipeline.cli.grids import Column, Grid, Value, words
 from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
-from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.planning.use import GIB
@@ -72,12 +71,11 @@ def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
     A first look (`look`) has no verdict. The report has all other reasons, conformance and warnings.
     """
     passed = candidate.verdict == "PASS"
-    *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
+    *kept, memory = candidate.figures
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
     saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
-    blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
-    lines = [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
+    lines = [f"  why: {escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
     if passed:
         lines = [f"  holds {escape(candidate.covered)}"] if candidate.covered is not None else []
     if look:
@@ -98,16 +96,6 @@ def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
     )
 
 
-def _few_questions(candidate: Candidate) -> list[str]:
-    """Return clauses with the number of questions that would decide, and the memory; empty if the verdict is decided, or if no
-    number would decide it."""
-    needed, asked = candidate.samples_needed, candidate.metrics.get("quality/samples")
-    if candidate.verdict != "INCONCLUSIVE" or not needed or asked is None:
-        return []
-    counts = ", ".join(f"{count:,} {'of each kind' if name == 'all' else f'of {name}'}" for name, count in needed.items())
-    return [f"{asked:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
-
-
 def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
     """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
     champion = next((one for one in candidates if one.name == move.champion), None)
@@ -121,10 +109,8 @@ def _reason(candidate: Candidate, champion: Candidate | None) -> str:
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
         return f"passed, but the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
-    if serves_last(candidate.backend) and not serves_last(champion.backend):
-        return "passed, but the reference engine does not serve where another engine holds the same number of tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
-    return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}) at equally many tokens in the same memory"
+    return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}), or it is the reference engine"
 
 
 KIB, MIB = 1024, 1024**2

@@ -62,10 +62,10 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
 
 
 def check_memory(key: str, cache_bytes: int) -> None:
-    """Refuse a load whose cache exceeds this machine's memory. Raises UserError, naming `key` with its value."""
+    """Refuse a load whose cache exceeds this machine's memory. The message begins with `key`, its value and the load."""
     memory = psutil.virtual_memory().total
     if cache_bytes > memory:
-        raise UserError(lacks(f"{key}: its cache takes", cache_bytes, "this machine has", memory, "of memory") + "; lower it")
+        raise UserError(lacks(f"{key} the cache takes", cache_bytes, "this machine has", memory, "of memory") + "; lower it")
 
 
 def lacks(what: str, needed: int, where: str, there: int, of: str) -> str:

@@ -36,37 +36,17 @@ def test_a_verdict_begins_with_the_kept_share_and_the_comparison_with_recovery(
     assert [row[2] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
-def test_an_undecided_verdict_says_how_many_questions_would_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = answered("copy", 8)
-    decided = Candidate.decided(verdict(rows)) | {"samples_needed": {"copy": 60}}
-    judged = judged_candidate(tmp_path, "fp8", metrics={"quality/samples": 8}).model_copy(update=decided)
-    print_verdict(judged)
-    said = capsys.readouterr().out
-    assert said.startswith("INCONCLUSIVE fp8: 8 questions are too few to decide; ask about 60 of copy\n")
-    assert len(said.splitlines()) <= 4
-
-
-def test_a_model_whose_answers_do_not_depend_on_the_cache_is_reported_as_not_judged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unseen = Check(
-        gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"
-    )
-    judged = judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)})
-    print_verdict(judged)
-    assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
-    assert not_passed("fp8", "FAIL", judged.checks) == "fp8 is not judged, because its answers do not depend on the cache: FAIL"
-
-
 @pytest.mark.parametrize(
     ("where", "said"),
     [
         ("candidate", "does not compute its policy"),
         ("baseline", "is not judged: the FP16 baseline deviates from the reference engine"),
+        ("control", "is not judged, because its answers do not depend on the cache"),
     ],
 )
-def test_an_engine_that_fails_the_stress_test_is_not_called_not_good_enough(where: str, said: str) -> None:
-    failed = Check(gate=Gate.STRESS_TEST, where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
+def test_an_engine_whose_fault_is_not_its_cache_is_not_called_not_good_enough(where: str, said: str) -> None:
+    gate = Gate.MUST_FAIL_CONTROL if where == "control" else Gate.STRESS_TEST
+    failed = Check(gate=gate, where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
     assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {said}: FAIL"
 
 

@@ -220,7 +220,6 @@ def test_only_policies_that_the_backend_serves_are_suggested_with_questions_of_t
     swept = given["kv"].split(",")
     assert {"fp16", "fp8", "fp8_head"} <= set(swept)
     assert (given["workloads.lengths"], given["backend.max_model_len"]) == ("[960]", "960")
-    assert given["backend.python"] == "/opt/vllm/bin/python", "no key and no variable names one"
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     refused = [one.name for one in found.passed_over if one.reason == NOT_SERVED]
     assert {"int8", "fp8k_int4v", "int4_g32", "fp8_token"} <= set(refused)

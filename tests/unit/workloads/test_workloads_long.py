@@ -195,14 +195,14 @@ def test_lengths_replace_the_samples_and_the_bins() -> None:
         (
             ["workloads.lengths=[1024,32768]"],
             100 << 20,
-            "lengths=32768: the caches of 4 documents .* give at most 12,800 tokens",
+            "lengths=32768: with 4 sequences of 32,768 tokens the cache takes .*; lower it",
         ),
     ],
 )
 def test_lengths_that_cannot_be_judged_are_refused_in_one_line(
     given: list[str], memory: int, refusal: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.chain.inputs.virtual_memory", lambda: SimpleNamespace(total=memory))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=memory))
     with pytest.raises(UserError, match=refusal) as refused:
         _check_lengths(config_of(*given), inspect_checkpoint(tiny_checkpoint))
     assert "\n" not in str(refused.value)
