@@ -5,7 +5,7 @@ for each missing artifact. An artifact's key holds the digests of its inputs, wh
 stand-in has made-up digests that depend only on its recipe: the second job of a sweep reuses the stand-ins of the first job.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from pipeline.chain.inputs import checks
 from pipeline.chain.run import Run
-from pipeline.chain.serving import promoted_sweep, require_promotable
+from pipeline.chain.serving import promotable
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value, words
 from pipeline.config.compose import Plan
@@ -27,7 +27,6 @@ from pipeline.registry.tracking import locate
 from pipeline.store.store import Store
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Entry, Recipe
-from stages.core.digest import json_digest
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.verdict.candidate import not_passed
@@ -39,24 +38,13 @@ from stages.workloads.config import LONG, LONG_QUESTIONS
 COLUMNS = Column("artifact", "artifact", kind="text"), Column("job", "job"), *words("is")
 
 
-class _Words(dict[str, str]):
-    """Made-up digests of the files and folders of an artifact that does not exist."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__()
-        self._key = key
-
-    def __missing__(self, name: str) -> str:
-        return json_digest([self._key, name])
-
-
 class StandIn(Artifact):
-    """Placeholder for an artifact that is not in the store."""
+    """Placeholder for an artifact that is not in the store. Its key stands for the digests of its files and folders."""
 
     exists = False
 
-    def digest_under(self, folder: str) -> str:
-        return self.files[folder]
+    def digest_under(self, folder: str) -> str:  # noqa: ARG002
+        return self.key
 
 
 class DryStore(Store):
@@ -67,8 +55,8 @@ class DryStore(Store):
     @contextmanager
     def making(self, recipe: Recipe, *, resumable: bool = False) -> Iterator[Entry]:  # noqa: ARG002
         path, key = self.path(recipe), recipe.key
-        found = self.verified(recipe) or StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
-        yield Entry(found, path)
+        files = defaultdict[str, str](lambda: key)
+        yield Entry(self.verified(recipe) or StandIn(path, recipe.stage, key, key, files, recipe.parts, False, 0.0), path)
 
 
 def foretell(planned: Plan) -> int:
@@ -152,7 +140,7 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     if config.facts.judges:
         yield open_backend(config.backend).check_runs
     if config.stage == "promote":
-        yield lambda: require_promotable(config, promoted_sweep(config))
+        yield partial(promotable, config)
     if config.stage == "audit":
         yield lambda: open_backend(config.backend).audit(locate_checkpoint(config.model.path))
     if config.tracking.enabled and config.facts.tracked:

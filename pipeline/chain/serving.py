@@ -24,32 +24,30 @@ TOLD = "a later step failed"
 """Added to a warning if reporting a move failed: the move itself stands."""
 
 
-def promoted_sweep(config: Config) -> summary.Summary:
-    """Return the summary of the sweep that stage=promote uses."""
+def promotable(config: Config) -> summary.Summary:
+    """Return the summary of the sweep that stage=promote uses: the named one, or the last one with a candidate.
+
+    Raises:
+        GateRefusal: The sweep did not finish, and `promote.name` is not given.
+        UserError: It has no candidate of the model.
+    """
     last = summary.load(config.work, config.promote.sweep)
-    judged = summary.last_judged(config.work) if config.promote.sweep is None and not last.candidates else None
-    if judged is not None:
-        console.LOGGER.warning(
-            "the last command has no candidate; using the last sweep that has one: promote.sweep=%s", judged.sweep
-        )
-    return judged or last
-
-
-def promote(run: Run) -> None:
-    """Make the best passing candidate of a sweep the champion, or the candidate that `promote.name` names."""
-    last = promoted_sweep(run.config)
-    require_promotable(run.config, last)
-    promote_from(run, last, unfinished=last.unfinished)
-
-
-def require_promotable(config: Config, last: summary.Summary) -> None:
-    """Refuse a sweep that did not finish, unless `promote.name` is given, or that has no candidate of the model."""
+    if config.promote.sweep is None and not last.candidates and (judged := summary.last_judged(config.work)) is not None:
+        console.warning(f"the last command has no candidate; using the last sweep that has one: promote.sweep={judged.sweep}")
+        last = judged
     if last.unfinished is not None and config.promote.name is None:
         raise GateRefusal(
             f"stage=promote: {last.unfinished}; wait if it still runs, else run it again to finish it, promote one that "
             "passed: promote.name=NAME, or look at another sweep: promote.sweep=NAME"
         )
     candidates_of(config, last)
+    return last
+
+
+def promote(run: Run) -> None:
+    """Make the best passing candidate of a sweep the champion, or the candidate that `promote.name` names."""
+    last = promotable(run.config)
+    promote_from(run, last, unfinished=last.unfinished)
 
 
 def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:

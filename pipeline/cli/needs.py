@@ -98,7 +98,6 @@ def _piece(root: Path, kind: str, path: Path) -> Piece:
     return Piece(path.relative_to(root).as_posix(), kind, path, files, made)
 
 
-NO_IDENTITY = "its identity"
 REGISTERED_LAST = "candidate"
 """Alias that does not serve: it points at a version of the last sweep."""
 
@@ -115,7 +114,6 @@ class Held:
 class Found:
     """Contents of a work directory and its tracking store."""
 
-    root: Path
     pieces: Sequence[Piece]
     evidence: Mapping[str, Held]
     """Identities by the sha256 of identity.json."""
@@ -128,8 +126,8 @@ class Found:
 
 def find(config: Config) -> Found:
     """Read a work directory and the tracking store. Nothing is written or made."""
-    root, problems = config.artifacts, list[Refusal]()
-    pieces, evidence, sweeps, models = walk(root), dict[str, Held](), list[Summary](), list[RegisteredModel]()
+    problems = list[Refusal]()
+    pieces, evidence, sweeps, models = walk(config.artifacts), dict[str, Held](), list[Summary](), list[RegisteredModel]()
     last = ""
 
     @contextmanager
@@ -158,7 +156,7 @@ def find(config: Config) -> Found:
     with noting():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
     sweeps.sort(key=lambda sweep: (sweep.sweep == last, sweep.began, sweep.sweep), reverse=True)
-    return Found(root, pieces, evidence, models, sweeps, problems)
+    return Found(pieces, evidence, models, sweeps, problems)
 
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
@@ -172,26 +170,21 @@ def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
     return chosen
 
 
-def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two mappings: place of a piece -> its first user, and user -> a place that is needed but missing.
+def needs_of(found: Found, keep_sweeps: int) -> dict[str, str]:
+    """Return the needed pieces: place of a piece -> its first user.
 
     If an alias's identity is not found (it was altered or removed, or lies in another work directory), only its engine is kept.
     `keep_sweeps` is the `number` of `last_sweeps`.
     """
-    reasons, missing = dict[str, str](), dict[str, str]()
+    reasons = dict[str, str]()
     there = {piece.place for piece in found.pieces if piece.is_artifact}
 
     def keep(digest: str, who: str, *, whole: bool = False) -> None:
         held = found.evidence.get(digest)
-        if held is None:
-            missing.setdefault(who, NO_IDENTITY)
-            return
-        read = {link.place for link in held.identity.reads}
-        for place in (*held.places, *read, *(link.place for link in held.identity.chain if whole)):
+        links = () if held is None else held.identity.chain if whole else held.identity.reads
+        for place in () if held is None else (*held.places, *(link.place for link in links)):
             if place in there:
                 reasons.setdefault(place, who)
-            elif place in read:
-                missing.setdefault(who, place)
 
     builds: dict[str, list[str]] = {}  # engine's digest -> places, only if some evidence may be missing
     for piece in found.pieces if any(model.engines for model in found.models) else ():
@@ -215,4 +208,4 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
             reasons.setdefault(piece.place, "the interrupted command, which resumes from it")
         elif piece.is_artifact and first is not None and piece.made >= first.began:
             reasons.setdefault(piece.place, f"sweep {first.sweep}, which has not finished")
-    return reasons, missing
+    return reasons

@@ -72,7 +72,7 @@ def make_plan(config: Config) -> PrunePlan:
         line = str(problem).splitlines()[0]
         raise problem.with_message(f"stage=prune: {line}; repair it or remove it: it may name needed artifacts")
     _check_known(config, found)
-    reasons, _ = needs_of(found, config.prune.keep_sweeps)
+    reasons = needs_of(found, config.prune.keep_sweeps)
     order = {kind: number for number, kind in enumerate(FIRST)}
     gone = [piece for piece in found.pieces if piece.place not in reasons]
     gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))

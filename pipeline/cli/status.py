@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, words
-from pipeline.cli.needs import Found, distinct_bytes, find, last_sweeps, needs_of, sizes
+from pipeline.cli.needs import Found, distinct_bytes, find, last_sweeps, sizes
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
@@ -21,7 +21,6 @@ ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 def show_status(config: Config) -> None:
     """Print the status of a work directory. Raises UserError or MissingRequirement at the end if a part could not be read."""
     found = find(config)
-    _, missing = needs_of(found, config.prune.keep_sweeps)
     if not (found.pieces or found.sweeps or found.models or found.problems):
         console.say(f"{escape(str(config.work))}: nothing was built or judged here yet")
     if not config.tracking.enabled:
@@ -36,8 +35,6 @@ def show_status(config: Config) -> None:
     if found.pieces:
         console.show("artifacts", sizes("Artifacts", sorted(found.pieces, key=lambda piece: piece.kind)))
         console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
-    for who, what in missing.items():
-        console.say(f"[yellow]note:[/] {escape(who)}: {escape(what)} is not in this work directory")
     if found.problems:
         lines = "\n".join(str(problem).splitlines()[0] for problem in found.problems)
         raise found.problems[0].with_message(lines)
