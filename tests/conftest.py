@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from bad_input.case import Commands
 from helpers.commands.cached_hydra import compose_once
 from helpers.stride import STRIDE
@@ -17,23 +16,31 @@ if TYPE_CHECKING:
     from helpers.commands.tiny_model import Swept
     from helpers.engines.conformance import Conformity
 
-# xdist sets COLUMNS. Without it, tables have the width of output without a terminal.
-os.environ.pop("COLUMNS", None)
-# Triton decides at its first import whether to interpret kernels. Without a GPU, it must.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-# The tests' models are tiny and every core runs a test process: more threads would only wait for each other.
-torch.set_num_threads(1)
-# A shell's background job ignores Ctrl-C, and so would every process that the tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-# Garbage collection in a fork could destroy inherited objects, such as an ONNX Runtime session, and wait for threads that
-# do not exist in the child.
-os.register_at_fork(after_in_child=gc.freeze)
-compose_once()
-
 ROOT = Path(__file__).resolve().parents[1]
 INTEGRATION = ROOT / "tests" / "integration"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests. If pytest-xdist runs them in workers, the process that starts them does not."""
+    os.environ.pop("COLUMNS", None)  # xdist sets it. Without it, tables have the width of output without a terminal.
+    # A shell's background job ignores Ctrl-C, and so would every process that the tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    # Triton decides at its first import whether to interpret kernels. Without a GPU, it must.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    # The tests' models are tiny and every core runs a test process: more threads would only wait for each other.
+    torch.set_num_threads(1)
+    # A search for garbage takes long in processes with so many libraries, and finds little.
+    gc.set_threshold(100_000)
+    # Garbage collection in a fork could destroy inherited objects, such as an ONNX Runtime session, and wait for threads
+    # that do not exist in the child.
+    os.register_at_fork(after_in_child=gc.freeze)
+    compose_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Only marks are checked: an item's keywords also contain the names of its folders.
     if STRIDE == 1:
         items[:] = [item for item in items if not item.path.is_relative_to(INTEGRATION) or item.get_closest_marker("every")]
+    import torch
+
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and os.environ.get("REQUIRE_GPU") != "1" and not torch.cuda.is_available():
         for item in marked:
@@ -61,6 +70,8 @@ def _freeze_what_stays() -> None:
 @pytest.fixture
 def new_memory_is_nan() -> Iterator[None]:
     """Fill new tensors with NaN, so that a kernel must write all of its output."""
+    import torch
+
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

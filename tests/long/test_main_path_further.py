@@ -77,11 +77,7 @@ def test_control_c_finishes_work_in_flight_and_the_same_command_resumes(swept: S
 def test_the_reference_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
     work, _ = swept
     by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
-    small = (
-        "workloads.stress_test={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 2}",
-        "workloads.batch_size=2",
-    )
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", *small)
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", "workloads.batch_size=2")
     assert result.returncode == 0, result.stderr
     by_reference = {c["policy"]: c for c in summary(work)["candidates"]}
     for kv, candidate in by_reference.items():

@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 from bad_input import forks
 
 from helpers.stride import STRIDE
@@ -22,7 +23,7 @@ FEW = [
     "workloads.samples={prose: 4, retrieval: 24, tool_call: 24, copy: 24, multi_turn: 24}",
     "workloads.max_scored_tokens=48",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8}",
-    "workloads.stress_test={max_tokens: 448, decode_steps: 72, offset_steps: 4, max_batch: 4, requests: 24}",
+    "workloads.stress_test={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 2}",
     "gates.max_ruined_share=0.1",  # few samples give wide confidence intervals
     "gates.min_samples=8",
     "calibration.samples=8",
@@ -40,16 +41,26 @@ def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
 
 
 def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run `python -m pipeline` in a fork of the test process, where imports that take seconds are already done."""
+    """Run `python -m pipeline` in a fork of the test process, where imports that take seconds are already done.
+
+    Its steps that need a child process run in the fork. In `make test-long` they have their child processes.
+    """
     for module in HEAVY:
         import_module(module)
     request = {
         "arguments": list(arguments), "directory": str(cwd), "environment": dict(environment or {}), "unprivileged": False,
         "file_bytes": None, "begins": True, "limited": False, "seconds": 400,
     }  # fmt: skip
-    answer = forks.answer(request)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
+            patch.setattr(f"{module}.in_child", _in_this_process)
+        answer = forks.answer(request)
     assert answer["code"] is not None, "it takes too long"
     return subprocess.CompletedProcess(arguments, answer["code"], answer["stdout"], answer["stderr"])
+
+
+def _in_this_process(function: Callable[..., None], *paths: Path, **options: Any) -> None:
+    function(*paths, **options)
 
 
 def summary(work: Path) -> dict[str, Any]:

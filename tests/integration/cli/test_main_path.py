@@ -70,26 +70,25 @@ def test_the_reports_cite_the_engines_that_were_built(swept: Swept) -> None:
 
 
 @pytest.fixture
-def again(swept: Swept, tmp_path: Path) -> Swept:
-    """The same sweep in a work directory of its own, which a test may change. Both directories share the artifacts."""
-    work = tmp_path / "again" / "work"
+def sharing(swept: Swept, tmp_path: Path) -> Path:
+    """An empty work directory with the artifacts of the sweep."""
+    work = tmp_path / "sharing" / "work"
     work.mkdir(parents=True)
     (work / "artifacts").symlink_to(swept[0] / "artifacts")
-    return sweep(work)
+    return work
 
 
-def test_a_second_sweep_reuses_every_artifact(swept: Swept, again: Swept) -> None:
-    work, result = again
+def test_a_second_sweep_reuses_every_artifact_and_its_command_promotes_the_best_that_passed(
+    swept: Swept, sharing: Path
+) -> None:
+    """Run the command that the sweep prints at its end, as a user would paste it."""
+    work, result = sweep(sharing)
     made = [line for line in result.stderr.splitlines() if "/artifacts/" in line and "reused" not in line]
     assert made == []
     first, second = ({c["identity"]["digest"] for c in summary(path)["candidates"]} for path in (swept[0], work))
     assert first == second
 
-
-def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(again: Swept) -> None:
-    """Run the command that the sweep printed at its end, as a user would paste it."""
-    work, swept = again
-    (printed,) = [line for line in swept.stdout.splitlines() if "stage=promote" in line]
+    (printed,) = [line for line in result.stdout.splitlines() if "stage=promote" in line]
     program, *arguments = shlex.split(printed)
     assert Path(program).name == "python", "or its path, where a shell finds another one"
     assert arguments[:2] == ["-m", "pipeline"]
@@ -115,10 +114,9 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
     assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, ())[0]
 
 
-def test_the_page_of_a_job_that_promotes_does_not_say_that_the_job_is_missing(again: Swept) -> None:
-    work, _ = again
-    result = command([f"workdir={work}", *FEW, "kv=fp8"], work.parent)
+def test_the_page_of_a_job_that_promotes_does_not_say_that_the_job_is_missing(sharing: Path) -> None:
+    result = command([f"workdir={sharing}", *FEW, "kv=fp8"], sharing.parent)
     assert result.returncode == 0, result.stderr
-    page = (work / "report.html").read_text(encoding="utf-8")
+    page = (sharing / "report.html").read_text(encoding="utf-8")
     assert "★" in page
     assert "did not finish" not in page
