@@ -5,7 +5,7 @@ short sequences of random tokens may show too small a rounding by chance.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -65,8 +65,10 @@ class Deviations:
         self.suspects: list[tuple[ForcedSequence, ComparedSequence]] = []
         """Sequences above their limit. The final limit may be higher."""
 
-    def compare(self, sequences: Sequence[ForcedSequence]) -> None:
+    def compare(self, sequences: Sequence[ForcedSequence], compared: Callable[[int], None] = lambda _: None) -> None:
         """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay.
+
+        `compared` is called with the number of tokens after each compared sequence.
 
         Measuring a rounding doubles the cost of a replay. So it is measured only for some of the first sequences of the run,
         for sequences that exceed the limits of the known roundings, and for all sequences once one is suspect. All other
@@ -78,12 +80,17 @@ class Deviations:
         alike = {group[0]: group for group in by_codes.values()}
         fresh = list({sequence.key: sequence for sequence in alike if sequence.key not in self.roundings}.values())
         first = fresh if self.by_median or self.suspects else [] if self.roundings else fresh[::ONE_IN]
-        self._replay(first, alike, disturbed=True)
-        unclear = self._replay([sequence for sequence in alike if sequence not in first], alike, disturbed=False)
-        self._replay(unclear, alike, disturbed=True)
+        self._replay(first, alike, compared, disturbed=True)
+        unclear = self._replay([sequence for sequence in alike if sequence not in first], alike, compared, disturbed=False)
+        self._replay(unclear, alike, compared, disturbed=True)
 
     def _replay(
-        self, chosen: Sequence[ForcedSequence], alike: Mapping[ForcedSequence, Sequence[ForcedSequence]], *, disturbed: bool
+        self,
+        chosen: Sequence[ForcedSequence],
+        alike: Mapping[ForcedSequence, Sequence[ForcedSequence]],
+        done: Callable[[int], None],
+        *,
+        disturbed: bool,
     ) -> list[ForcedSequence]:
         """Replay sequences and compare all sequences `alike`; return the sequences whose rounding must be measured."""
         unclear = []
@@ -107,6 +114,7 @@ class Deviations:
                     if suspect:
                         self.suspects.append((sequence, one))
                     sequence.logits, sequence.layers = [], []
+                    done(len(sequence.tokens))
         return unclear
 
     def _times_allowed(self, compared: ComparedSequence, usual_kl: float = 0.0) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from stages.core.records import Progress, no_progress
 from stages.engines.interface import Logits, SupportsExtend, SupportsFork, SupportsRequests
 from stages.engines.reference.attention import Fed
+from stages.engines.reference.replay import Replay
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.deviations import Deviations, passes
 from stages.evaluate.conformance.sequence import ForcedSequence
@@ -282,9 +283,9 @@ class StressTest:
         beginnings = list(dict.fromkeys(tuple(sequence.prompt[:BEGINNING]) for sequence in ended))
         ended.sort(key=lambda sequence: (beginnings.index(tuple(sequence.prompt[:BEGINNING])), sequence.positions[0]))
         self.ended = []
-        self.deviations.compare(ended)
-        self._advance(self.unreplayed)
+        share = self.unreplayed / max(1, sum(len(sequence.tokens) for sequence in ended))  # forks share tokens
         self.unreplayed = 0
+        self.deviations.compare(ended, lambda tokens: self._advance(round(share * tokens)))
 
     def _check_forced_answers(self) -> list[tuple[ForcedSequence, list[int]]]:
         """Check the answers of `generate` that the engine was also forced to decode; return the other answers."""
@@ -316,8 +317,10 @@ class StressTest:
             Fed([*sequence.prompt, *answer[:-1]], [(len(sequence.prompt), False), (len(answer) - 1, True)])
             for sequence, answer in answers
         ]
-        self._advance(sum(len(fed.tokens) for fed in feds))
-        replays = [replay for group in passes(feds) for replay in self.comparer.reference.replay(group, disturbed=False)]
+        replays = list[Replay]()
+        for group in passes(feds):
+            replays += self.comparer.reference.replay(group, disturbed=False)
+            self._advance(sum(len(fed.tokens) for fed in group))
         for (sequence, answer), replay in zip(answers, replays, strict=True):
             if contradiction(self.engine, replay.logits, answer) is not None:
                 forced = ForcedSequence(f"{sequence.name}, forced", sequence.prompt, answer[:-1])
