@@ -81,11 +81,7 @@ def test_what_passed_at_an_early_look_does_not_pass_for_good() -> None:
     rows = [r if i < 80 else keeping(0.93, [r])[0] for i, r in enumerate(answered("copy", 800))]
     assert up_to(rows, 1).status == "PASS"
     assert up_to(rows, 5).status != "PASS"
-
-
-def test_a_distance_does_not_pass_for_good_at_an_early_look() -> None:
-    """Only the later rounds contain documents that the cache ruins."""
-    early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]
+    early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]  # only late ones are ruined
     assert verdict(early, planned_rounds=2).status == "PASS"
     later = verdict(early + late, planned_rounds=2)
     assert {check.gate for check in later.checks if check.status == "FAIL"} == {"max_mean_kl", "max_ruined_share"}
@@ -107,13 +103,21 @@ def test_many_documents_decide_by_student_s_t_if_a_bet_is_undecided(documents: i
     assert (check.bound or 0.0) < 1
 
 
-@pytest.mark.parametrize("doubled", [False, True])
-def test_what_samples_do_not_decide_stops_after_the_first_round(doubled: bool) -> None:
-    seen = [r for r in in_rounds(answered("copy", 160), PLAN) if r.round == 1]
-    changes = {} if doubled else {"control": MustFailControl(factor=0.1, rows=[])}
-    judged = report([*seen, seen[0]] if doubled else seen, planned_rounds=len(PLAN), **changes)
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"samples": 33}, "FAIL"),
+        ({"control": MustFailControl(factor=0.1, rows=[])}, "FAIL"),
+        ({"noise": None}, "INCONCLUSIVE"),
+        ({"noise": fidelity(kl_mean=0.06)}, "INCONCLUSIVE"),
+    ],
+    ids=["incomplete", "no control", "noise not measured", "noise too large"],
+)
+def test_what_samples_do_not_decide_stops_after_the_first_round(changes: dict[str, Any], status: str) -> None:
+    seen = [r for r in in_rounds([*answered("copy", 160), *answered("retrieval", 600)], PLAN) if r.round == 1]
+    judged = report(seen, planned_rounds=len(PLAN), **changes)
     outcome = decide(judged, seen, GATES)
-    assert outcome.status == "FAIL"
+    assert outcome.status == status
     assert is_final(outcome, judged)
 
 
@@ -197,14 +201,6 @@ def test_a_policy_is_open_until_a_sample_is_long_enough(policy: KVPolicy) -> Non
     assert f"the longest sample has {needed - 1:,} tokens" in reason
     assert f"takes effect from {needed:,} tokens on; ask longer samples, or lower kv." in reason
     assert is_final(outcome, report(short)), "more samples of the same length decide nothing"
-
-
-@pytest.mark.parametrize("measured", [{"noise": None}, {"noise": fidelity(kl_mean=0.06)}], ids=["not measured", "too large"])
-def test_no_more_rounds_run_if_the_noise_cannot_be_judged(measured: dict[str, Any]) -> None:
-    rows = rows_of(100)
-    outcome = verdict(rows, **measured)
-    assert outcome.status == "INCONCLUSIVE"
-    assert is_final(outcome, report(rows, planned_rounds=2))
 
 
 @pytest.mark.parametrize("policy", SHIPPED.values(), ids=SHIPPED)

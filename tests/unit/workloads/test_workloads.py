@@ -31,28 +31,15 @@ def facts_in(text: str, separator: str) -> list[tuple[str, str]]:
     return re.findall(rf"^(\w+\.\w+){separator}(.+)$", text, flags=re.MULTILINE)
 
 
-def prompts(samples: list[Sample]) -> set[str]:
-    return {sample.prompt + repr(sample.messages) for sample in samples}
-
-
 @names
-def test_same_seed_gives_the_same_samples_and_a_longer_run_extends_them(name: str) -> None:
-    assert generate(name, COUNT, 3) == generate(name, COUNT, 3)
+def test_samples_follow_from_name_split_and_seed_and_no_two_are_equal(name: str) -> None:
     assert generate(name, 5, 3) == generate(name, COUNT, 3)[:5]
-
-
-@names
-def test_splits_and_seeds_share_no_prompt(name: str) -> None:
-    drawn = [prompts(generate(name, COUNT, seed, split)) for split in ("train", "calibration", "evaluation") for seed in (0, 1)]
-    assert sum(map(len, drawn)) == 6 * COUNT == len(set().union(*drawn))
-
-
-@names
-def test_ids_are_unique_and_name_the_workload(name: str) -> None:
-    samples = generate(name, COUNT, 0)
-    assert len({sample.id for sample in samples}) == COUNT
-    assert all(sample.workload == name and sample.id.startswith(f"{name}-") for sample in samples)
-    assert all(bool(sample.prompt) != bool(sample.messages) and sample.reference for sample in samples)
+    drawn = [generate(name, COUNT, seed, split) for split in ("train", "calibration", "evaluation") for seed in (0, 1)]
+    assert len({sample.prompt + repr(sample.messages) for samples in drawn for sample in samples}) == 6 * COUNT
+    for samples in drawn:
+        assert [sample.id for sample in samples] == [f"{name}-{i:04d}" for i in range(COUNT)]
+        assert all(sample.workload == name and sample.reference for sample in samples)
+        assert all(bool(sample.prompt) != bool(sample.messages) for sample in samples)
 
 
 def test_an_unknown_workload_is_refused_with_the_known_ones() -> None:
