@@ -41,36 +41,27 @@ def test_builtin_samples_are_the_configured_number_of_each() -> None:
     assert samples == load_samples(builtin_workloads(samples={"prose": 2, "copy": 3}))
 
 
-def test_a_complete_line_becomes_a_sample(tmp_path: Path) -> None:
-    line = {
+def test_a_line_becomes_a_sample_with_defaults_for_missing_keys(tmp_path: Path) -> None:
+    call = {
         "id": "a", "workload": "legal", "messages": [{"role": "user", "content": "hi"}], "check": "tool_call",
         "reference": '{"name":"f","arguments":{"x":1}}', "document": "d", "depth": 0.5,
         "tools": [{"name": "f", "arguments": ["x"]}],
     }  # fmt: skip
-    (sample,) = read_jsonl(write(tmp_path, line), set())
-    assert (sample.id, sample.workload, sample.cluster, sample.depth) == ("a", "legal", "d", 0.5)
-    assert (sample.messages, sample.tools) == ((("user", "hi"),), (("f", ("x",)),))
+    code = {
+        "prompt": "Code?", "reference": "The code is 4711.", "check": "mention", "mentions": ["4711"],
+        "distractors": ["4712"], "difficulty": "hard",
+    }  # fmt: skip
+    first, second, third = read_jsonl(write(tmp_path, call, code, "", GOOD), set())
+    assert (first.id, first.workload, first.cluster, first.depth) == ("a", "legal", "d", 0.5)
+    assert (first.messages, first.tools) == ((("user", "hi"),), (("f", ("x",)),))
+    assert (second.mentions, second.distractors, second.difficulty) == (("4711",), ("4712",), "hard")
+    assert (third.id, third.workload, third.check, third.cluster) == ("mine-0004", "custom", "exact", "mine-0004")
 
 
 def test_a_file_that_became_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "mine.jsonl")
     with pytest.raises(UserError, match="is no regular file but a pipe"):
         read_jsonl(tmp_path / "mine.jsonl", set())
-
-
-def test_a_line_may_have_mentions_and_a_difficulty(tmp_path: Path) -> None:
-    line = {
-        "prompt": "Code?", "reference": "The code is 4711.", "check": "mention", "mentions": ["4711"],
-        "distractors": ["4712"], "difficulty": "hard",
-    }  # fmt: skip
-    (sample,) = read_jsonl(write(tmp_path, line), set())
-    assert (sample.mentions, sample.distractors, sample.difficulty) == (("4711",), ("4712",), "hard")
-
-
-def test_missing_keys_of_a_line_get_defaults_and_empty_lines_are_skipped(tmp_path: Path) -> None:
-    first, second = read_jsonl(write(tmp_path, GOOD, "", GOOD), set())
-    assert (first.id, second.id) == ("mine-0001", "mine-0003")
-    assert (first.workload, first.check, first.cluster) == ("custom", "exact", "mine-0001")
 
 
 def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directory(
@@ -166,19 +157,9 @@ def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tok
 def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_SYSTEM
     assert render_all(tokenizer, [CHAT]) == ["<|bos|>[user]Be brief.\n\nWhich colour?[assistant]Of what?[user]The sky."]
-
-
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ((("user", "a"), ("user", "b")), "roles must alternate"),
-        ((("user", "a"), ("system", "b")), "no system role, please"),
-    ],
-)
-def test_messages_that_a_template_refuses_are_named(tokenizer: Any, messages: Any, reason: str) -> None:
-    tokenizer.chat_template = NO_SYSTEM
-    with refused(UserError, f"workloads: the tokenizer's chat_template refuses sample odd-7 ({reason})"):
-        render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=messages, reference="x")])
+    for second, reason in (("user", "roles must alternate"), ("system", "no system role, please")):
+        with refused(UserError, f"workloads: the tokenizer's chat_template refuses sample odd-7 ({reason})"):
+            render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=(("user", "a"), (second, "b")), reference="x")])
 
 
 def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:

@@ -110,6 +110,5 @@ def test_the_gate_fails_deviations_and_passes_only_a_pool_that_was_full(found: F
 
 
 def test_an_engine_without_a_small_pool_is_named_and_none_is_tested_unless_asked() -> None:
-    engine = FakeEngine({})
-    assert fill_pool_with_samples(engine, ITEMS, 24, no_progress) == FullPool(asked=24)
-    assert fill_pool_with_samples(engine, ITEMS, 0, no_progress) is None
+    assert fill_pool_with_samples(FakeEngine({}), ITEMS, 24, no_progress) == FullPool(asked=24)
+    assert fill_pool_with_samples(FakeEngine({}), ITEMS, 0, no_progress) is None
