@@ -39,35 +39,19 @@ class ProcessMemory(Record):
 
 
 class Allocation(Record):
-    """Allocated bytes of the cache while the stress test held sequences, and the bytes that the policy claims for it."""
+    """Comparison of the cache's allocated bytes with the policy's claim, while the stress test held sequences."""
 
-    pages: int
-    pool_bytes: int
-    claimed_pool_bytes: int
-    exact_bytes: int
-    exact_unit_bytes: int
-    """Bytes that the policy claims for the exact tokens of one sequence; `exact_bytes` must be a multiple."""
-    window_bytes: int
-    window_pages: int
-    window_unit_bytes: int
-    """Bytes that the policy claims for the second copy of one page."""
+    difference: str | None = None
+    """First difference in the bytes that the engine reports; None if they match the policy."""
     process: ProcessMemory | None = None
     """None if the cache belongs to another process, or if the process's memory cannot be read."""
 
     @property
     def problem(self) -> str | None:
         """Description of the first difference; None if the bytes match the policy."""
-        if self.pool_bytes != self.claimed_pool_bytes:
-            per_token = [size / max(1, self.pages * PAGE_TOKENS) for size in (self.pool_bytes, self.claimed_pool_bytes)]
-            return f"{per_token[0]:.5g} bytes a token are allocated, the policy claims {per_token[1]:.5g}"
-        size, unit = self.exact_bytes, self.exact_unit_bytes
-        if size % unit if unit else size:
-            return f"{size} bytes are allocated for the exact tokens, the policy claims {unit} each"
-        if self.window_bytes != (claimed := self.window_pages * self.window_unit_bytes):
-            return f"{self.window_bytes} bytes are allocated for the window, the policy claims {claimed}"
-        if self.process is not None and self.process.excess_mib and not self.process.unsure:
+        if self.difference is None and self.process is not None and self.process.excess_mib and not self.process.unsure:
             return f"the process grows by {self.process.excess_mib:.1f} MiB more than the policy claims for {self.process}"
-        return None
+        return self.difference
 
     @property
     def unsure(self) -> str | None:

@@ -151,15 +151,16 @@ def resident_bytes() -> int:
 
 
 def allocation(engine: Engine) -> Allocation:
-    """Return the size of an engine's cache in bytes, and the size that its policy claims for the same number of pages."""
+    """Compare the size of an engine's cache in bytes with the size that its policy claims for the same number of pages."""
     memory, policy, shape = engine.memory(), engine.policy, engine.shape
-    return Allocation(
-        pages=memory.pages,
-        pool_bytes=memory.pool_bytes,
-        claimed_pool_bytes=policy.pool_bytes(shape, memory.pages),
-        exact_bytes=memory.exact_bytes,
-        exact_unit_bytes=policy.exact_bytes(shape, 1),
-        window_bytes=memory.window_bytes,
-        window_pages=memory.window_pages,
-        window_unit_bytes=policy.window_page_bytes(shape),
-    )
+    claimed, unit = policy.pool_bytes(shape, memory.pages), policy.exact_bytes(shape, 1)
+    window = memory.window_pages * policy.window_page_bytes(shape)
+    difference = None
+    if memory.pool_bytes != claimed:
+        found, said = (size / max(1, memory.pages * PAGE_TOKENS) for size in (memory.pool_bytes, claimed))
+        difference = f"{found:.5g} bytes a token are allocated, the policy claims {said:.5g}"
+    elif memory.exact_bytes % unit if unit else memory.exact_bytes:
+        difference = f"{memory.exact_bytes} bytes are allocated for the exact tokens, the policy claims {unit} each"
+    elif memory.window_bytes != window:
+        difference = f"{memory.window_bytes} bytes are allocated for the window, the policy claims {window}"
+    return Allocation(difference=difference)

@@ -8,11 +8,10 @@ from stages.verdict.engine_tests import Allocation, EngineTests, FreeAnswers, St
 
 def stress_result(**changes: object) -> StressResult:
     """Return the result of a sound stress test, with `changes`."""
-    sizes: dict[str, Any] = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}
     values: dict[str, object] = {
         "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "rows": 9, "failures": [],
         "together": 68, "prompts": 0, "turns": 0, "prefixes": 0,
-        "allocation": Allocation(**sizes, window_bytes=0, window_pages=1, window_unit_bytes=0),
+        "allocation": Allocation(),
     }  # fmt: skip
     return StressResult.model_validate({**values, **changes})
 
@@ -23,7 +22,7 @@ def engine_tests(stress: StressResult | None = None, free: list[str] | None = No
 
 
 FAILED_STRESS = stress_result(failures=["fork: fork at 65 tokens: KL 1"])
-LARGER_POOL = stress_result(allocation=stress_result().allocation.model_copy(update={"pool_bytes": 256}))
+LARGER_POOL = stress_result(allocation=Allocation(difference="8 bytes a token are allocated, the policy claims 2"))
 
 
 def compared(kl: float | None = 1e-12, stored: float | None = 0.0, mean: float | None = 0.0, **changes: Any) -> ComparedRequest:

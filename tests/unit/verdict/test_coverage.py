@@ -1,5 +1,6 @@
 """The coverage of an evaluation: counted during decoding, in verdicts, a limit of promotions; and the conformance gate."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -13,10 +14,11 @@ from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.system import allocation
 from stages.evaluate.inputs.tokens import encode
 from stages.verdict.conformance import ALLOWED, ComparedRequest, Deviation, EngineConformance, allowed
 from stages.verdict.coverage import Exercised, Limits
-from stages.verdict.engine_tests import ProcessMemory
+from stages.verdict.engine_tests import Allocation, ProcessMemory
 
 SAMPLES = [
     Sample(id="short", workload="a", prompt="abc", reference="xy"),
@@ -73,13 +75,16 @@ def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
     ("changes", "problem"),
     [
         ({}, None),
-        ({"pool_bytes": 1024, "claimed_pool_bytes": 256}, "8 bytes a token are allocated, the policy claims 2"),
-        ({"exact_bytes": 10, "exact_unit_bytes": 4}, "10 bytes are allocated for the exact tokens, the policy claims 4 each"),
+        ({"pool_bytes": 65536}, "1024 bytes a token are allocated, the policy claims 128"),
+        ({"exact_bytes": 10}, "10 bytes are allocated for the exact tokens, the policy claims 0 each"),
         ({"window_bytes": 8}, "8 bytes are allocated for the window, the policy claims 0"),
     ],
-)  # fmt: skip
+)
 def test_bytes_are_compared_with_the_policys_claim(changes: dict[str, int], problem: str | None) -> None:
-    assert stress_result().allocation.model_copy(update=changes).problem == problem
+    engine = fake_engine(SAMPLES)
+    memory = replace(engine.memory(), **changes)
+    engine.memory = lambda: memory  # type: ignore[method-assign]
+    assert allocation(engine).problem == problem
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
     process = ProcessMemory(
         tokens=8192, grown_bytes=grown, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=noise
     )
-    grew = stress_result(allocation=stress_result().allocation.model_copy(update={"process": process}))
+    grew = stress_result(allocation=Allocation(process=process))
     (check,) = lines("allocation", report([], tests=engine_tests(grew)))
     assert (check.status, said in check.reason) == (status, True), check.reason
 
