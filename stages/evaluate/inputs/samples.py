@@ -1,10 +1,6 @@
 """Loads the samples of an evaluation: generated samples, and the user's JSONL file, whose lines are all checked.
 
-A line of the user's file is one JSON object. Keys with a question mark are optional:
-`{"prompt": "..." | "messages": [{"role": "user", "content": "..."}], "reference": "...", "id"?, "workload"?,
-"check"?: "none" | "exact" | "mention" | "json" | "tool_call", "mentions"?: ["..."], "distractors"?: ["..."],
-"document"?, "depth"?: 0 to 1,
-"difficulty"?: "easy" | "medium" | "hard", "tools"?: [{"name": "...", "arguments": ["..."]}]}`
+docs/start.md#my-questions describes the keys of a line.
 """
 
 import json
@@ -34,7 +30,7 @@ class _Message(_Strict):
 
 class _Tool(_Strict):
     name: str
-    arguments: list[str]
+    arguments: tuple[str, ...]
 
 
 class _Line(_Strict):
@@ -43,15 +39,15 @@ class _Line(_Strict):
     id: str | None = Field(default=None, pattern=rf"^[^{CONTROLS}]{{1,200}}$")
     workload: str = Field(default="custom", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     prompt: str | None = Field(default=None, pattern=r"\S")
-    messages: list[_Message] | None = Field(default=None, min_length=1)
+    messages: tuple[_Message, ...] | None = Field(default=None, min_length=1)
     reference: str = Field(min_length=1)
     check: Check = "exact"
     document: str = ""
     depth: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
-    mentions: list[str] = []
-    distractors: list[str] = []
+    mentions: tuple[str, ...] = ()
+    distractors: tuple[str, ...] = ()
     difficulty: Literal["", "easy", "medium", "hard"] = ""
-    tools: list[_Tool] = []
+    tools: tuple[_Tool, ...] = ()
 
 
 _FIXES = {
@@ -141,16 +137,14 @@ def _sample(text: str, default_id: str) -> Sample:
         line = _Line.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise UserError("\n".join(_problems(error))) from error
-    problems = list(_contradictions(line))
+    values: dict[str, Any] = vars(line) | {"id": line.id or default_id, "prompt": line.prompt or ""}
+    values["messages"] = tuple((message.role, message.content) for message in line.messages or ())
+    values["tools"] = tuple((tool.name, tool.arguments) for tool in line.tools)
+    sample = Sample(**values)
+    problems = list(_contradictions(sample))
     if problems:
         raise UserError("\n".join(problems))
-    values: dict[str, Any] = vars(line) | {"id": line.id or default_id, "prompt": line.prompt or "", "tools": _tools(line)}
-    values |= {"mentions": tuple(line.mentions), "distractors": tuple(line.distractors)}
-    return Sample(**values | {"messages": tuple((message.role, message.content) for message in line.messages or ())})
-
-
-def _tools(line: _Line) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple((tool.name, tuple(tool.arguments)) for tool in line.tools)
+    return sample
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
@@ -167,43 +161,43 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key or 'line'}: {text[0].lower()}{text[1:]}, {fix}"
 
 
-def _contradictions(line: _Line) -> Iterator[str]:
+def _contradictions(sample: Sample) -> Iterator[str]:
     """Yield the problems that involve more than one key."""
-    if (line.prompt is None) == (line.messages is None):
-        both = line.prompt is not None
-        yield f"prompt: {'given beside' if both else 'missing, and so is'} messages, give exactly one of the two"
-    if line.check == "tool_call" and not line.tools:
+    if bool(sample.prompt) == bool(sample.messages):
+        found = "given beside" if sample.prompt else "missing, and so is"
+        yield f"prompt: {found} messages, give exactly one of the two"
+    if sample.check == "tool_call" and not sample.tools:
         yield 'tools: missing for check "tool_call", list the tools that may be called'
-    if line.check != "tool_call" and line.tools:
-        yield f'tools: check "{line.check}" does not read them, leave them out or use check "tool_call"'
-    if len({tool.name for tool in line.tools}) < len(line.tools):
+    if sample.check != "tool_call" and sample.tools:
+        yield f'tools: check "{sample.check}" does not read them, leave them out or use check "tool_call"'
+    if len(dict(sample.tools)) < len(sample.tools):
         yield "tools: a name occurs twice, keep one of the two"
-    if line.check == "mention":
-        yield from _unanswerable(line)
-    elif line.mentions or line.distractors:
-        key = "mentions" if line.mentions else "distractors"
-        yield f'{key}: check "{line.check}" does not read them, leave them out or use check "mention"'
-    if line.check in ("json", "tool_call"):
+    if sample.check == "mention":
+        yield from _unanswerable(sample)
+    elif sample.mentions or sample.distractors:
+        key = "mentions" if sample.mentions else "distractors"
+        yield f'{key}: check "{sample.check}" does not read them, leave them out or use check "mention"'
+    if sample.check in ("json", "tool_call"):
         try:
-            value = strict_json(line.reference)
-            if line.check == "tool_call" and line.tools and not calls_declared_tool(value, _tools(line)):
+            value = strict_json(sample.reference)
+            if sample.check == "tool_call" and sample.tools and not calls_declared_tool(value, sample.tools):
                 yield 'reference: no call of one of the tools, {"name": ..., "arguments": {...}} with its arguments, correct it'
         except (ValueError, RecursionError) as error:
             yield f'reference: not strict JSON ({error}), correct it or use check "exact"'
 
 
-def _unanswerable(line: _Line) -> Iterator[str]:
+def _unanswerable(sample: Sample) -> Iterator[str]:
     """Yield the reasons why check "mention" would reject the reference itself."""
-    key, phrases = ("mentions", line.mentions) if line.mentions else ("reference", [line.reference])
+    key, phrases = ("mentions", sample.mentions) if sample.mentions else ("reference", (sample.reference,))
     for phrase in phrases:
         if not words_of(phrase):
             yield f'{key}: {phrase!r} has no word that an answer could mention, give one or use check "exact"'
-        elif not mentions(words_of(line.reference), words_of(phrase)):
+        elif not mentions(words_of(sample.reference), words_of(phrase)):
             yield f"mentions: {phrase!r} is not in the reference, so the reference would be wrong; correct one of the two"
-    for distractor in line.distractors:
+    for distractor in sample.distractors:
         if not words_of(distractor):
             yield f"distractors: {distractor!r} has no word that an answer could mention, leave it out"
-        elif mentions(words_of(line.reference), words_of(distractor)):
+        elif mentions(words_of(sample.reference), words_of(distractor)):
             yield f"distractors: {distractor!r} stands in the reference, which would be wrong, leave it out"
 
 
