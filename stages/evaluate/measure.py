@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from stages.core.errors import GateRefusal, UserError
+from stages.core.errors import GateRefusal
 from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsDelivery
 from stages.evaluate.conformance.comparer import Comparer
@@ -71,18 +71,12 @@ def measure(
         allow_scale_changes: Allowed differences between the engine's scales and its checkpoint's scales.
 
     Raises:
-        UserError: The baseline's logits are not finite, or the baseline had different samples or a different vocabulary.
+        UserError: The baseline's logits are not finite.
         GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not allowed.
     """
     changes = audit_scales(engine, allow_scale_changes)
-    digest = workloads_digest(encoded)
     greedy = greedy_of(tokenizer, config)
     known = None if baseline is None else read_round(baseline)
-    if known is not None and (known.samples_digest, known.vocab_size) != (digest, engine.vocab_size):
-        raise UserError(
-            f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
-            "directory, so that the baseline is measured again"
-        )
     items = encoded if known is None else known.scored(encoded)
     label = labelled(progress, "baseline: ") if baseline is None else progress
     heads = None if baseline is None else stored_heads(baseline / LOGPROBS)
@@ -114,8 +108,6 @@ def measure(
         elif not config.conformance_samples:
             conformance = EngineConformance(policy=engine.policy.name, requests=[])  # no gate passes an empty list
         Round(
-            samples_digest=digest,
-            vocab_size=engine.vocab_size,
             policy=engine.policy.name,
             takes_effect=engine.policy.takes_effect,
             coverage=Exercised.merged([sample.result.trace for sample in samples]),

@@ -37,8 +37,6 @@ ONCE = "once.json"
 class Round(BaseModel):
     """The measurements of one round on one engine."""
 
-    samples_digest: str
-    vocab_size: int
     policy: str
     takes_effect: dict[str, int] = {}
     """See `KVPolicy.takes_effect`."""
