@@ -17,7 +17,7 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
-from stages.evaluate.decoding.rows import Answer, greedy_of, labelled, probability, run_samples
+from stages.evaluate.decoding.rows import Answer, labelled, probability, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
 from stages.evaluate.distances.distance import stored_heads, write_heads
 from stages.evaluate.inputs.checks import judge
@@ -75,7 +75,7 @@ def measure(
         GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not allowed.
     """
     changes = audit_scales(engine, allow_scale_changes)
-    greedy = greedy_of(tokenizer, config)
+    greedy = Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
     known = None if baseline is None else read_round(baseline)
     items = encoded if known is None else known.scored(encoded)
     label = labelled(progress, "baseline: ") if baseline is None else progress

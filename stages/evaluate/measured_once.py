@@ -9,10 +9,11 @@ from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsForced, SupportsRequests
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
+from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.noise import control_samples, repeated_samples
-from stages.evaluate.decoding.rows import greedy_of, labelled, make_row, run_samples
+from stages.evaluate.decoding.rows import labelled, make_row, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.distance import Heads, StepStatistics, stored_heads
@@ -53,7 +54,7 @@ def measure_once(
     first_round = answers if baseline is None else read_round(baseline)
     encoded = first_round.scored(encoded)
     subset = repeated_samples(encoded, config)
-    greedy = greedy_of(tokenizer, config)
+    greedy = Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
     batch = config.batch_size
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor = labelled(named, "noise floor: ")

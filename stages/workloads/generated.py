@@ -27,16 +27,7 @@ WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
 def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> list[Sample]:
     """Generate `count` samples of a workload. A larger `count` extends the same sequence.
 
-    Returns:
-        The samples, with ids from `retrieval-0000` on.
-
-    Raises:
-        ValueError: The workload does not exist.
-        UserError: The documentation has fewer than `count` pages.
-
-    Example:
-        >>> [sample.id for sample in generate("copy", 2, seed=0)]
-        ['copy-0000', 'copy-0001']
+    Raises ValueError if the workload does not exist, and UserError if the documentation has fewer than `count` pages.
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}; or give a JSONL file's path")

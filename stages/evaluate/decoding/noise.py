@@ -15,16 +15,13 @@ def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
     return [item for item in encoded if item.judged] or list(encoded)
 
 
-def control_samples(
-    encoded: Sequence[EncodedSample], least: int | None = None, count: int = CONTROL_SAMPLES
-) -> list[EncodedSample]:
-    """Return the samples of the must-fail control.
+def control_samples(encoded: Sequence[EncodedSample], least: int, count: int = CONTROL_SAMPLES) -> list[EncodedSample]:
+    """Return the samples of the must-fail control: the shortest prompts with at least `least` tokens, or else the longest.
 
-    They are the shortest prompts with at least `least` tokens, or the longest prompts if there are not enough or if `least`
-    is None. A short prompt may consist of sink and recent tokens only, which are kept exact, and would then use no scale.
+    A short prompt may consist of sink and recent tokens only, which are kept exact, and would then use no scale.
     """
     by_length = sorted(answered(encoded), key=lambda item: len(item.prompt))
-    enough = [item for item in by_length if least is not None and len(item.prompt) >= least]
+    enough = [item for item in by_length if len(item.prompt) >= least]
     return enough[:count] if len(enough) >= count else by_length[-count:][::-1]
 
 

@@ -22,11 +22,10 @@ from stages.evaluate.distances.distance import (
     head_of,
 )
 from stages.evaluate.inputs.checks import well_formed
-from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
+from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.record import finite
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import FAR_KL
-from stages.workloads.config import WorkloadsConfig
 
 BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
 
@@ -42,11 +41,6 @@ class Answer:
 def labelled(progress: Progress, prefix: str) -> Progress:
     """Return a progress callback that prepends a prefix to its labels."""
     return lambda label, done, total: progress(f"{prefix}{label}", done, total)
-
-
-def greedy_of(tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Greedy:
-    """Return the end conditions of answers for a tokenizer and its configuration."""
-    return Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
 
 
 @dataclass
