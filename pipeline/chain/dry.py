@@ -18,6 +18,7 @@ from pipeline.chain.run import Run
 from pipeline.chain.serving import promotable
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value, words
+from pipeline.cli.tables import verdict_lines
 from pipeline.config.compose import Plan
 from pipeline.config.config import Config
 from pipeline.config.suiting import has_chat_template
@@ -26,9 +27,12 @@ from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
 from pipeline.store.store import Store
 from stages.checkpoints.places import locate_checkpoint
+from stages.checkpoints.shapes import read_model
 from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
+from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.evaluate.inputs.rounds import assign_rounds
+from stages.planning.duration import verdict_work
 from stages.verdict.candidate import not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
@@ -154,7 +158,7 @@ def _check_tracking(config: Config) -> None:
 
 
 def _say_questions(run: Run) -> None:
-    """Print the number of samples per workload and of documents per length."""
+    """Print the number of samples per workload, and the time and memory of a verdict with the default engine."""
     workloads, path = run.config.workloads, locate_checkpoint(run.config.model.path)
     counts = Counter(sample.workload for sample in run.steps.samples if not sample.workload.startswith(LONG))
     documents = f"{workloads.length_documents} documents with {LONG_QUESTIONS} questions each"
@@ -163,3 +167,8 @@ def _say_questions(run: Run) -> None:
     rounds = assign_rounds(run.steps.samples, workloads.rounds)
     said = f"asks {', '.join(kinds)}, in {len(rounds)} rounds at most"
     console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
+    model = read_model(path)
+    backend = run.config.backend
+    if isinstance(backend, OnnxRuntimeConfig) and model.parameters is not None:
+        for line in verdict_lines(verdict_work(rounds, workloads), model, model.parameters, backend.threads):
+            console.say(line)

@@ -6,11 +6,14 @@ from pathlib import Path
 from rich.markup import escape
 
 from pipeline.cli import console
+from pipeline.cli.console import duration
 from pipeline.cli.grids import Column, Grid, Value, words
 from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
+from stages.checkpoints.shapes import ModelShape
 from stages.planning.capacity import Capacity, PolicyCapacity
+from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.planning.use import GIB
 from stages.report.exhibit import BASELINE
@@ -114,6 +117,28 @@ def _reason(candidate: Candidate, champion: Candidate | None) -> str:
 
 
 KIB, MIB = 1024, 1024**2
+LEAST_S = 30
+"""Seconds of a verdict that are worth a line."""
+
+BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
+"""Memory of a verdict on a CPU: bytes per parameter for engine and reference engine in float32, then GiB for libraries, pages
+and distributions."""
+
+
+def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int) -> list[str]:
+    """Return lines with the work, memory and time of a verdict on a CPU; empty for tiny models, which take seconds."""
+    first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
+    if whole < LEAST_S:
+        return []
+    parts = [f"{part.tokens - part.decoded:,.0f} and {part.decoded:,.0f}" for part in (work.first, work.whole)]
+    memory = BYTES_PER_PARAMETER * parameters / GIB + REST_GIB
+    return [
+        f"tokens to prefill and decode, both engines: about {parts[0]} if the first round decides, {parts[1]} in all rounds; "
+        f"the reference engine computes {work.reference.tokens:,.0f}",
+        f"a verdict on a CPU (backend=onnxruntime, {threads} threads) takes about {memory:.3g} GiB of memory and, if nothing "
+        f"is reused, {duration(first)} if the first round decides, {duration(whole)} in all rounds (at the rates of a Xeon "
+        "with AVX-512 and nothing else to do)",
+    ]
 
 
 def budget_lines(capacity: Capacity) -> list[str]:

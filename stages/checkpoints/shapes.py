@@ -52,6 +52,11 @@ class ModelShape:
     latent: int | None = None
     """Length of the latent vector that a layer keeps per token for all heads (MLA); half of its numbers count as keys."""
 
+    @property
+    def parameters(self) -> int | None:
+        """Number of parameters; None for a family whose weights are not counted."""
+        return None if self.tensors is None else sum(map(prod, self.tensors().values()))
+
     def kv_heads_of_a_rank(self, ranks: int) -> int:
         """Return the KV heads per GPU on `ranks` GPUs. Heads are copied if there are more GPUs than heads.
 
