@@ -81,7 +81,7 @@ def evaluate(run: Run) -> None:
         candidate = candidate.model_copy(update={"name": run.label})
         if store is not None:
             with console.progress("registering the engine"):
-                candidate = store.conclude(run_id, candidate)
+                candidate = store.conclude(run_id, candidate, rows)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, look=next_steps.QUICK in run.typed and candidate.verdict == "INCONCLUSIVE")
 

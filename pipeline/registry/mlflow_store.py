@@ -35,8 +35,9 @@ from pipeline.registry.reaching import check_reachable, named, reached
 from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
-from stages.core.redaction import clip, copy_redacted, flat_params, redact_text
+from stages.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
 from stages.verdict.candidate import Candidate
+from stages.verdict.report import SampleRow
 
 TAG_CHARS = 5000
 LOCK = "lock"
@@ -243,9 +244,10 @@ class MlflowStore(RegistryReader):
             tags=[RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in (tags or {}).items()],
         )
 
-    def conclude(self, run_id: str, candidate: Candidate) -> Candidate:
-        """Register an engine and log its verdict and metrics; return the candidate with its version."""
+    def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
+        """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its version."""
         version, model_id = self._register(candidate, run_id)
+        tables = {name: table for name, table in pages.run_tables(candidate, rows).items() if table}
         model, about = self.location.model_name, pages.description(candidate)
         fetch = f"mlflow artifacts download --artifact-uri models:/{model}/{version} --dst-path engine"
         tags = {
@@ -256,8 +258,12 @@ class MlflowStore(RegistryReader):
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": pages.COLOURS.get(candidate.verdict, pages.UNDECIDED),
             "mlflow.note.content": f"{about}\n\nRegistered as version {version} of `{model}`:\n\n```sh\n{fetch}\n```",
+            # MLflow's own `log_table` sends eight requests per table.
+            "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
         self._log(run_id, metrics=pages.chosen(candidate), tags=tags, model_id=model_id)
+        for name, table in tables.items():
+            self.client.log_text(run_id, table_text(table), name)
         self.attach(run_id, [candidate.report.path])
         return candidate.model_copy(update={"run_id": run_id, "version": version})
 

@@ -1,4 +1,4 @@
-"""The content that MLflow displays of a candidate: metrics and description of its run, files of its model version.
+"""The content that MLflow displays of a candidate: metrics, description and tables of its run, files of its model version.
 
 MLflow compares runs by the metric that was logged first, and draws a chart of every metric. So a run has few metrics, and the
 metrics that decide the choice of an engine come first. All numbers of a report are in summary.json and verdict.json.
@@ -6,7 +6,9 @@ metrics that decide the choice of an engine come first. All numbers of a report 
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.registry.signing import SIGNATURE_FILE
 from stages.core.redaction import copy_redacted, redact
@@ -14,6 +16,7 @@ from stages.engines.bundle import BUNDLE_FILE
 from stages.policies.policy import POLICY_FILE
 from stages.policies.scales import SCALES_FILE
 from stages.verdict.candidate import DECIDED, Candidate
+from stages.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Colour of a run in MLflow's charts, by verdict."""
@@ -34,6 +37,35 @@ THEN = (
 )  # fmt: skip
 BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
 """Metrics per workload, in alphabetical order of workloads, until LIMIT is reached."""
+OUTCOMES = {
+    (True, False): "lost",
+    (False, True): "gained",
+    (False, False): "wrong in both",
+    (True, True): "right in both",
+    (None, None): "not judged",
+}
+"""(baseline right, candidate right) -> outcome, in the order of the table: lost answers first."""
+SHOWN = (
+    "workload", "context_tokens", "reference", "baseline_generation", "candidate_generation", "mean_kl", "max_kl",
+    "baseline_probability", "candidate_probability", "top10_overlap", "top1_agreement", "baseline_nll", "candidate_nll",
+    "depth", "difficulty", "scored_tokens", "round", "document", "id",
+)  # fmt: skip
+"""Columns of the samples' table after the outcome: answers before measurements."""
+
+
+def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, list[dict[str, Any]]]:
+    """Return the tables of answers and checks, which MLflow compares across runs: file name -> rows.
+
+    Lost answers come first, then by distance from the baseline, without a finite KL first.
+    """
+    ordered = sorted(rows, key=lambda row: (row.mean_kl is not None, -(row.mean_kl or 0.0)))
+    samples = [
+        {"answer": outcome} | {name: getattr(row, name) for name in SHOWN}
+        for judged, outcome in OUTCOMES.items()
+        for row in ordered
+        if (row.baseline_correct, row.candidate_correct) == judged
+    ]
+    return {"samples.json": samples, "checks.json": [check.model_dump() for check in candidate.checks]}
 
 
 def chosen(candidate: Candidate) -> dict[str, float]:

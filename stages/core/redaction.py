@@ -234,3 +234,9 @@ def copy_redacted(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
     else:
         target.write_text(redact_text(source.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with identical keys as the JSON that MLflow shows as a table."""
+    data = [[redact(value) for value in row.values()] for row in rows]
+    return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False, allow_nan=False)

@@ -1,16 +1,30 @@
-"""MLflow's view of a candidate: the numbers."""
+"""MLflow's view of a candidate: the numbers and the tables."""
 
 from pathlib import Path
 
+import pytest
 from helpers.registry.candidates import judged_candidate
-from helpers.verdicts.reports import answered, sliced
+from helpers.verdicts.reports import answered, row, sliced, verdict
 
-from pipeline.registry.pages import FIRST, LIMIT, chosen
+from pipeline.registry.pages import FIRST, LIMIT, chosen, run_tables
+from stages.verdict.candidate import Candidate
+from stages.verdict.report import SampleRow
+
+
+def judged(folder: Path, rows: list[SampleRow]) -> Candidate:
+    """Return a candidate with the metrics and the verdict of the given samples."""
+    candidate = judged_candidate(folder, "fp8", metrics=sliced(rows).metrics | {"memory/kib_per_token": 1.0})
+    return candidate.model_copy(update=Candidate.decided(verdict(rows)))
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Candidate:
+    return judged(tmp_path, answered("copy", 64, lost=40) + answered("tool_call", 64, lost=1))
 
 
 def test_a_run_has_few_metrics_however_many_kinds_of_work_there_are(tmp_path: Path) -> None:
     rows = [one for number in range(40) for one in answered(f"kind{number:02}", 2)]
-    metrics = chosen(judged_candidate(tmp_path, "fp8", metrics=sliced(rows).metrics | {"memory/kib_per_token": 1.0}))
+    metrics = chosen(judged(tmp_path, rows))
     assert len(metrics) == LIMIT == 40
     assert "quality/kind00/kl_mean" in metrics
 
@@ -19,3 +33,19 @@ def test_the_metrics_that_decide_come_first_and_the_distance_has_a_logarithm(tmp
     own = {"quality/recovery": 0.9, "memory/kib_per_token": 1.0, "quality/kl_mean": 0.0}
     metrics = chosen(judged_candidate(tmp_path, "fp8", metrics={**own, "baseline/kib_per_token": 2.0}))
     assert list(metrics.items()) == [*zip(FIRST, (0.9, -9.0, 1.0), strict=True), ("quality/kl_mean", 0.0)]
+
+
+def test_the_tables_are_every_check_and_the_samples_from_lost_answers_on_farthest_first(broken: Candidate) -> None:
+    rows = [
+        row("copy", 1, True, True),
+        row("copy", 2, True, False, mean_kl=0.1),
+        row("copy", 3, False, True),
+        row("copy", 4, True, False, mean_kl=0.3),
+        row("copy", 5, True, False, mean_kl=None),
+        row("copy", 6, False, False),
+    ]
+    tables = run_tables(broken, rows)
+    samples = tables["samples.json"]
+    assert [sample["answer"] for sample in samples] == ["lost"] * 3 + ["gained", "wrong in both", "right in both"]
+    assert [sample["mean_kl"] for sample in samples[:3]] == [None, 0.3, 0.1]
+    assert len(tables["checks.json"]) == len(broken.checks)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.registry.candidates import judged_candidate
+from helpers.verdicts.reports import row
 
 from pipeline.chain.run import open_store
 from pipeline.registry.mlflow_store import LOCK, MlflowStore, path_of
@@ -75,7 +76,7 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     reasons = (f"cannot read https://u:{SECRET}@host",)
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
     with store.candidate("secrets", "int4", "onnxruntime", config) as run:
-        store.conclude(run, candidate)
+        store.conclude(run, candidate, [row("copy", 1, True, False, candidate_generation=f"api_key={SECRET}")])
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
@@ -138,6 +139,19 @@ def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: Ml
     store.client.delete_logged_model_tag(model_id, "mlflow.modelVersions")  # as a killed command leaves it
     track_one(store, candidate, "b")
     assert json.loads(store.client.get_logged_model(model_id).tags["mlflow.modelVersions"]) == expected
+
+
+def test_a_run_has_a_description_its_report_and_its_samples(store: MlflowStore, tmp_path: Path) -> None:
+    with store.candidate("a", "described", "onnxruntime", {}) as run:
+        done = store.conclude(run, judged(tmp_path, "described"), [row("copy", 1, True, False)])
+    note = store.client.get_run(done.run_id).data.tags["mlflow.note.content"]
+    assert note.startswith("**PASS**: `described` on onnxruntime")
+    assert f"models:/kvgate-tiny/{done.version} " in note
+    files = artifacts(store, done.run_id)
+    assert files.keys() >= {"report.json", "samples.json"}
+    table = json.loads(files["samples.json"].read_text())
+    assert table["columns"][:2] == ["answer", "workload"]
+    assert [line[:2] for line in table["data"]] == [["lost", "copy"]]
 
 
 def test_a_version_carries_its_digests_its_evidence_and_the_bundle(store: MlflowStore, tmp_path: Path) -> None:
