@@ -28,7 +28,7 @@ SAMPLES = ROOT / "examples" / "own_samples.jsonl"
 ASKS: dict[str, Any] = {
     "workloads": "jsonl",
     "workloads.jsonl": SAMPLES,
-    "workloads.stress_test": {"max_tokens": 448, "decode_steps": 72, "offset_steps": 4, "max_batch": 4, "requests": 24},
+    "workloads.stress_test": {"max_tokens": 128, "decode_steps": 8, "offset_steps": 1, "max_batch": 2, "requests": 2},
     "workloads.load": {"batch": 2, "context_tokens": 64, "new_tokens": 8},
     "calibration.samples": 1,
     "backend.threads": 1,

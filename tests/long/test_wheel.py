@@ -2,14 +2,12 @@
 
 import json
 import os
-import site
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from helpers.commands.tiny_model import FEW
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,19 +64,6 @@ def test_a_wheel_made_from_the_source_distribution_is_the_same(built: Path, tmp_
     wheel(only(built, "*.tar.gz"), tmp_path)
     ours, theirs = zipfile.ZipFile(only(built, "*.whl")), zipfile.ZipFile(only(tmp_path, "*.whl"))
     assert {item.filename: item.CRC for item in ours.infolist()} == {item.filename: item.CRC for item in theirs.infolist()}
-
-
-def test_an_installed_wheel_judges_a_cache(built: Path, tmp_path: Path) -> None:
-    """Judge a cache in a separate environment that has this environment's dependencies but no access to the repository."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    pip: list[object] = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*map(str, pip), str(only(built, "*.whl"))], check=True)
-    only(tmp_path, "venv/lib/python*/site-packages").joinpath("dependencies.pth").write_text(site.getsitepackages()[0] + "\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command: list[object] = [python.with_name("kvgate"), "kv=int8", *FEW]
-    result = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert (result.returncode, "PASS" in result.stdout) == (0, True), result.stdout + result.stderr
 
 
 def test_a_wheel_carries_no_tests_and_no_benchmarks(installed: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FEW = (
-    "workloads.stress_test={max_tokens:192,decode_steps:72,offset_steps:4,max_batch:4,requests:24} calibration.samples=1 "
+    "workloads.stress_test={max_tokens:128,decode_steps:8,offset_steps:1,max_batch:2,requests:2} calibration.samples=1 "
     "workloads.load={batch:2,context_tokens:64,new_tokens:8}"
 )
 PIP = f"""#!/bin/sh
