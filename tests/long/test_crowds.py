@@ -5,10 +5,18 @@ way.
 """
 
 import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +33,6 @@ from stages.core.errors import GateRefusal, UserError
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
-
-from helpers.commands.processes import await_up, free_port
 
 HINT = "needs PostgreSQL's server (Debian: apt-get install postgresql) and psycopg2; REQUIRE_POSTGRES=1 makes this a failure"
 
@@ -54,6 +53,25 @@ def require_postgres() -> Path:
             pytest.fail(HINT)
         pytest.skip(HINT)
     return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def await_up(address: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
+    """Wait until a server reports that it is healthy."""
+    deadline = time.monotonic() + seconds
+    while True:
+        assert server.poll() is None, log.read_text(errors="replace")[-2000:]
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.2)
 
 
 @contextmanager

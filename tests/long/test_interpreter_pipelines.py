@@ -7,8 +7,7 @@ the cache. Engines of other libraries: tests/contract/test_interpreters.py, test
 from pathlib import Path
 
 import pytest
-from helpers.commands.jobs import run_job
-from helpers.commands.short_evaluations import THREE, job_of, judge
+from helpers.commands.jobs import SHORT, configured, judge, run_job
 from helpers.engines.interpreters import make_interpreter
 from helpers.verdicts.reports import lines
 
@@ -16,8 +15,8 @@ from stages.core.errors import GateRefusal
 from stages.verdict.report import load_report
 
 FEW = (
-    THREE,
-    "tracking=none",
+    *SHORT,
+    "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}",
     "gates.min_baseline_probability=0",
     "workloads.rounds=[1.0]",
     "workloads.conformance_samples=0",  # the toy does not compute the model
@@ -32,8 +31,8 @@ def test_an_engine_in_an_interpreter_of_its_own_is_judged_once_its_scale_changes
     given = (*FEW, "kv=fp8", "backend=trtllm", f"backend.python={make_interpreter(tmp_path / 'bin')}")
     refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"
     with pytest.raises(GateRefusal, match=refused):
-        run_job(job_of(tmp_path / "work", *given))
-    job = job_of(tmp_path / "work", *given, "gates.allow_scale_changes=[defaulted]")
+        run_job(configured(tmp_path / "work", *given))
+    job = configured(tmp_path / "work", *given, "gates.allow_scale_changes=[defaulted]")
     directory, _ = judge(job, "fp8 is not decided: INCONCLUSIVE")
     report = load_report(directory)
     assert report.overall.fidelity.kl_mean is not None

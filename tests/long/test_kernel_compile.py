@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,14 +84,56 @@ CHUNKS = (
 GATHERED = {"int4": HEADLINE, "fp8": replace(FP8, query_dtype="float16", sm=89), "int8": replace(INT8, sm=80)}
 """Kernels that dequantize pages for long chunks."""
 
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+"""Bytes per thread of a load, by the opcode's last modifier; all other loads have 4 bytes."""
+
+
+def assembled(ptx: str) -> tuple[bytes, int]:
+    """Compile PTX that has one entry with Triton's ptxas; return the cubin and the number of spilled bytes."""
+    import triton
+    from triton import knobs
+
+    target = re.findall(r"^\.target (sm_(\d+)\w*)", ptx, re.MULTILINE)[0]
+    assembler = knobs.nvidia.ptxas_blackwell if int(target[1]) >= aot.NEWER_PTX else knobs.nvidia.ptxas
+    assert Path(assembler.path).is_relative_to(Path(triton.__file__).parent)
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [assembler.path, "-v", f"-arch={target[0]}", str(source), "-o", str(out)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        cubin = out.read_bytes()
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    assert spills, said
+    return cubin, sum(map(int, spills))
+
+
+def accesses(cubin: bytes) -> Counter[str]:
+    """Count the loads, copies and stores of global or spilled memory in a cubin, by opcode: LDG.E.128, LDGSTS.E, ..."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # Before copies, ptxas emits spacers: loads under a constantly false predicate (`@!PT`), which load nothing.
+    lines = [line for line in text.splitlines() if "@!PT" not in line]
+    return Counter(re.findall(r"\b((?:LDGSTS|LDG|STG|LDL|STL)[.\w]*)", "\n".join(lines)))
+
+
+def streamed_bytes(found: Counter[str], num_warps: int) -> int:
+    """Return the bytes that a block loads with asynchronous copies or 16-byte loads, if each instruction runs once."""
+    streamed = {name: count for name, count in found.items() if name.startswith("LDGSTS") or name.endswith("LDG.E.128")}
+    return 32 * num_warps * sum(count * WIDTHS.get(name.split(".")[-1], 4) for name, count in streamed.items())
+
+
 PROGRAM = """
 import json
 from collections import Counter
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
-from tests.helpers.kernels.machine_code import accesses, assembled, streamed_bytes
-from tests.long.test_kernel_compile import CASES, CHUNKS, GATHERED, HEADLINE
+from tests.long.test_kernel_compile import CASES, CHUNKS, GATHERED, HEADLINE, accesses, assembled, streamed_bytes
 
 def described(kernel, **more):
     cubin, spill_bytes = assembled(kernel.ptx)

@@ -1,5 +1,7 @@
 """report.html in Debian's Chromium: it fits a phone, shows everything, requests nothing."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +14,6 @@ from stages.report.page import write_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-import os
-import shutil
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
 
 HINT = "needs Chromium (Debian: apt-get install chromium) and playwright; REQUIRE_CHROMIUM=1 makes this a failure"
 

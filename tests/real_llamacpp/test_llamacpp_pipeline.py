@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers.commands.short_evaluations import job_of, judge
+from helpers.commands.jobs import SHORT, configured, judge
 from helpers.verdicts.reports import lines
 
 from stages.engines.llamacpp import backend, engine
@@ -11,9 +11,9 @@ from stages.verdict.report import load_report
 
 KV = "llamacpp_q8k_q4v"
 FEW = (
+    *SHORT,
     "backend=llamacpp",
-    "kv=llamacpp_q8k_q4v",
-    "tracking=none",
+    f"kv={KV}",
     "backend.n_ctx=2048",
     "backend.n_seq_max=4",
     "backend.threads=1",
@@ -33,7 +33,7 @@ def gguf_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_cache_of_a_gguf_conforms_to_its_policy(gguf_work: Path, llamacpp_python: str) -> None:
     """Judge on two questions, which cannot give a PASS."""
-    job = job_of(gguf_work, f"kv={KV}", f"backend.python={llamacpp_python}", *FEW, *CHAT)
+    job = configured(gguf_work, f"backend.python={llamacpp_python}", *FEW, *CHAT)
     directory, _ = judge(job, "is not decided: INCONCLUSIVE")
     report = load_report(directory)
     for line, policy in zip(lines("conformance", report), ("fp16", KV), strict=True):
@@ -49,7 +49,7 @@ def test_a_rotation_that_the_policy_has_and_the_engine_lacks_fails(
     gguf_work: Path, llamacpp_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "open_context", lambda *given: backend.open_context(*(*given[:-1], False)))
-    job = job_of(gguf_work, f"backend.python={llamacpp_python}", *FEW, *CHAT, "kv.name=rotated")
+    job = configured(gguf_work, f"backend.python={llamacpp_python}", *FEW, *CHAT, "kv.name=rotated")
     directory, _ = judge(job, "does not compute its policy: FAIL")
     failed = [line.reason for line in lines("conformance", load_report(directory)) if line.status == "FAIL"]
     assert len(failed) == 1

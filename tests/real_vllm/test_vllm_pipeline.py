@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints.quantized import quantize_checkpoint
-from helpers.commands.short_evaluations import job_of, judge
+from helpers.commands.jobs import SHORT, configured, judge
 from helpers.engines.interpreter_bundles import KEY_SCALE, make_bundle, open_engine
 from helpers.engines.real_libraries import FIRST, KNOWN_LAYOUT, mean_kl, two_stories
 from helpers.verdicts.reports import lines
@@ -23,7 +23,7 @@ from stages.policies.policy import Side
 from stages.quantize.materialize import write_plain
 from stages.verdict.report import EvaluationReport, load_report
 
-FEW = ("backend=vllm", "kv=fp8", "tracking=none", "backend.max_model_len=2048", "backend.kv_cache_gib=0.5")
+FEW = (*SHORT, "backend=vllm", "kv=fp8", "backend.max_model_len=2048", "backend.kv_cache_gib=0.5")
 FAILS = "fp8 does not compute its policy: FAIL"
 
 
@@ -50,7 +50,7 @@ def check(report: EvaluationReport) -> None:
 def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_answers(tmp_path: Path, vllm_python: str) -> None:
     samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
     few = (*FEW, samples, "calibration.max_length=64", "backend.threads=1")
-    directory, summary = judge(job_of(tmp_path / "work", f"backend.python={vllm_python}", *few), FAILS)
+    directory, summary = judge(configured(tmp_path / "work", f"backend.python={vllm_python}", *few), FAILS)
     report = load_report(directory)
     check(report)
     assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")
@@ -68,7 +68,7 @@ def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_an
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_any_work(tmp_path: Path, vllm_python: str, given: str, expected: str) -> None:
-    job = job_of(tmp_path / "work", f"backend.python={vllm_python}", *FEW, given)
+    job = configured(tmp_path / "work", f"backend.python={vllm_python}", *FEW, given)
     with pytest.raises(UserError, match=expected):
         check_inputs(job)
     assert not (tmp_path / "work").exists()

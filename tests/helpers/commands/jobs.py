@@ -1,10 +1,27 @@
-"""Commands that tests run in this process."""
+"""Jobs that tests run in this process, and complete evaluations on few samples. No gate passes on so little evidence."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from pipeline.chain.inputs import check_inputs
 from pipeline.chain.runner import run
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Config
+from stages.core.errors import GateRefusal
+
+SHORT = (
+    "stage=evaluate",
+    "workloads.max_scored_tokens=16",
+    "workloads.batch_size=2",
+    "workloads.noise_samples=1",
+    "workloads.full_pool=0",
+    "workloads.stress_test={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 1}",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8}",
+    "calibration.samples=2",
+)
 
 
 def configured(workdir: Path, *overrides: str) -> Config:
@@ -15,3 +32,12 @@ def configured(workdir: Path, *overrides: str) -> Config:
 def run_job(config: Config, sweep: str = "20260101-000000-1-a") -> None:
     """Run the only job of a command; errors are raised."""
     run(Plan([config], ([],)), sweep)
+
+
+def judge(job: Config, refused: str) -> tuple[Path, dict[str, Any]]:
+    """Evaluate; return the report's directory and the candidate from summary.json."""
+    check_inputs(job)
+    with pytest.raises(GateRefusal, match=refused):
+        run_job(job)
+    candidate, *_ = json.loads((job.work / "summary.json").read_text())["candidates"]
+    return Path(candidate["report"]["path"]).parent, candidate

@@ -1,9 +1,6 @@
-"""Processes that a test started, recognized by a folder's path in their environment, and waiting for servers to start."""
+"""Processes that a test started, recognized by a folder's path in their environment."""
 
-import socket
-import subprocess
 import time
-import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,22 +23,3 @@ def await_none_with(folder: Path, seconds: float = 30) -> None:
     while left := processes_with(folder):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
-def await_up(address: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
-    """Wait until a server reports that it is healthy."""
-    deadline = time.monotonic() + seconds
-    while True:
-        assert server.poll() is None, log.read_text(errors="replace")[-2000:]
-        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from faults.hooks import SOUND, Plant
 
+from helpers.engines.random_llama import SHIPPED as SERVED
 from helpers.engines.random_llama import make_bundle, static_scales, tiny_decoder
 from helpers.policies.shipped import SHIPPED, conf
 from stages.checkpoints.loading import load_causal_lm
@@ -23,12 +24,7 @@ from stages.policies.policy import Eviction, KVPolicy
 from stages.verdict.conformance import EngineConformance
 from stages.workloads.config import WorkloadsConfig
 
-POLICIES = {
-    policy.name: policy
-    # heads of 64 channels cannot hold groups of 128, and ONNX's operators do not support every format
-    for policy in SHIPPED.values()
-    if policy.name != "int4_g128" and not any(form.code.reference_only for _, form in policy.formats)
-}
+POLICIES = {policy.name: SHIPPED[policy.name] for policy in SERVED}
 POLICIES |= {
     f"{name}_evicting": POLICIES[name].model_copy(update={"name": f"{name}_evicting", "eviction": eviction})
     for name, eviction in (
