@@ -81,30 +81,21 @@ def assert_like_an_uninterrupted_run(baseline: Path, resumed: Path, tmp_path: Pa
     assert {path.name for path in resumed.iterdir()} == {path.name for path in whole.iterdir()}
 
 
-@pytest.mark.parametrize("at", [1, 9, 40])
-def test_a_crashed_round_goes_on_with_the_samples_that_are_missing(at: int, baseline: Path, tmp_path: Path) -> None:
-    out = tmp_path / "round"
-    with pytest.raises(RuntimeError, match="power cut"):
-        run(baseline, out, engine((at,), crash))
+@pytest.mark.parametrize(("at", "fault"), [(1, crash), (9, crash), (40, crash), (9, control_c)])
+def test_an_interrupted_round_stops_at_once_and_goes_on_with_the_samples_that_are_missing(
+    at: int, fault: Callable[[], None], baseline: Path, tmp_path: Path
+) -> None:
+    out, faulty, again, whole = tmp_path / "round", engine((at,), fault), engine(), engine()
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        run(baseline, out, faulty)
+    assert len(faulty.widths) == at
+    assert faulty.live > 0
     kept = len(list((out / UNFINISHED).glob("*/*")))
-    again = engine()
     run(baseline, out, again)
-    whole = engine()
     run(baseline, tmp_path / "whole", whole)
     asked, of_all = (len([prompt for prompt in one.prefilled if prompt]) for one in (again, whole))
     assert asked == of_all - kept
     assert kept > 0 or at == 1
-    assert_like_an_uninterrupted_run(baseline, out, tmp_path)
-
-
-def test_control_c_stops_at_once_and_keeps_finished_samples(baseline: Path, tmp_path: Path) -> None:
-    out = tmp_path / "round"
-    faulty = engine((9,), control_c)
-    with pytest.raises(KeyboardInterrupt):
-        run(baseline, out, faulty)
-    assert len(faulty.widths) == 9
-    assert faulty.live > 0
-    run(baseline, out)
     assert_like_an_uninterrupted_run(baseline, out, tmp_path)
 
 
