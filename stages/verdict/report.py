@@ -109,13 +109,10 @@ class Accuracy(Record):
     def of(cls, judged: Sequence[SampleRow]) -> "Accuracy":
         """Count the answers to judged samples, which must not be empty."""
 
-        def mean(values: list[Number]) -> Number:
-            known = [value for value in values if value is not None]
-            return sum(known) / len(values) if len(known) == len(values) else None
-
-        def share(values: list[bool | None]) -> float | None:
-            known = [value for value in values if value is not None]
-            return sum(known) / len(known) if known else None
+        def mean(name: str, *, complete: bool) -> float | None:
+            """Return the mean of a field's known values; None without values, or if `complete` and a value is missing."""
+            known = [value for row in judged if (value := getattr(row, name)) is not None]
+            return sum(known) / len(known) if known and (len(known) == len(judged) or not complete) else None
 
         return cls(
             judged=len(judged),
@@ -123,10 +120,10 @@ class Accuracy(Record):
             candidate=sum(bool(row.candidate_correct) for row in judged) / len(judged),
             lost=sum(bool(row.baseline_correct) and not row.candidate_correct for row in judged),
             gained=sum(bool(row.candidate_correct) and not row.baseline_correct for row in judged),
-            baseline_valid=share([row.baseline_valid for row in judged]),
-            candidate_valid=share([row.candidate_valid for row in judged]),
-            baseline_probability=mean([row.baseline_probability for row in judged]),
-            candidate_probability=mean([row.candidate_probability for row in judged]),
+            baseline_valid=mean("baseline_valid", complete=False),
+            candidate_valid=mean("candidate_valid", complete=False),
+            baseline_probability=mean("baseline_probability", complete=True),
+            candidate_probability=mean("candidate_probability", complete=True),
         )
 
     @property
