@@ -79,25 +79,19 @@ def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list
     assert f"{checks[0].gate.heading} {checks[0].where}" in " ".join(re.sub(r"<[^>]*>", " ", page).split())
 
 
-def test_the_front_has_the_policies_that_no_other_beats_in_bytes_and_distance(judged: list[Exhibit]) -> None:
+def test_charts_show_the_front_every_length_once_and_every_policy(
+    judged: list[Exhibit], content: dict[str, Any], page: str
+) -> None:
     *policies, baseline = quality_numbers(judged)
     assert {row["policy"] for row in policies if row["front"]} == {"fp8", "int4"}, "int8 takes more bytes and is farther away"
     assert (baseline["kib"], baseline["exact"]) == (2.0, 1e-5)
     assert all(row["limit"] == 0.05 for row in policies)
-
-
-def test_kl_by_length_covers_every_sample_once(judged: list[Exhibit]) -> None:
     bins = context_numbers(judged[:1])
     lengths = sorted({row.context_tokens for row in judged[0].rows})
-    means = [sum(some) / len(some) for some in (lengths[:20], lengths[20:])]
-    assert [row["tokens"] for row in bins] == means
+    assert [row["tokens"] for row in bins] == [sum(some) / len(some) for some in (lengths[:20], lengths[20:])]
     assert all(row["distance"] == pytest.approx(0.001, rel=1e-2) for row in bins)
-
-
-def test_every_chart_is_drawn(content: dict[str, Any], page: str) -> None:
-    charts = content["charts"]
-    assert set(charts) == {"recovery", "quality", "context"}
-    for name, chart in charts.items():
+    assert set(content["charts"]) == {"recovery", "quality", "context"}
+    for name, chart in content["charts"].items():
         assert all(f">{policy}</text>" in chart.svg for policy in ("fp8", "int8", "int4")), name
         assert chart.svg in page, name
 
@@ -126,23 +120,15 @@ def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibi
     assert after == [("same", '{"key": "'), ("only", "red"), ("same", ' door"}')]
 
 
-def _hostile(folder: Path, text: str) -> Exhibit:
-    of = rows(3, (f"work{text}", "copy"), reference=text, baseline_generation=f"a {text}", candidate_generation=f"b {text}")
-    made = exhibit(folder, f"kv {text}", of, prompt=text)
-    return replace(made, problem=text)
-
-
 def test_texts_from_outside_are_shown_and_do_nothing(tmp_path: Path) -> None:
     text = " ".join(HOSTILE)
-    made = _hostile(tmp_path, text)
-    told = occasion(
-        tmp_path, [made], model=text, command=text, champion=f"kv {text}", message=text, sweep=text, unfinished=text
-    )
-    found = Elements(render([made], told))
+    of = rows(3, (f"work{text}", "copy"), reference=text, baseline_generation=f"a {text}", candidate_generation=f"b {text}")
+    made = replace(exhibit(tmp_path, f"kv {text}", of, prompt=text), problem=text)
+    given = dict.fromkeys(("model", "command", "message", "sweep", "unfinished"), text)
+    found = Elements(render([made], occasion(tmp_path, [made], champion=f"kv {text}", **given)))
     tags = [tag for tag, _ in found.elements]
     assert not {"script", "img", "image", "iframe", "object", "embed", "link", "base"} & set(tags)
-    handlers = [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
-    assert handlers == []
+    assert [name for _, attributes in found.elements for name in attributes if name.startswith("on")] == []
     assert shown(text) in found.text
     assert tags.count("svg") == 3
 

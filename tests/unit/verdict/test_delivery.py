@@ -36,11 +36,9 @@ def layer(carried: Scales, key: tuple[float, ...], value: tuple[float, ...]) -> 
 def test_every_change_of_a_scale_has_a_name(
     carried: Scales, key: tuple[float, ...], value: tuple[float, ...], kinds: list[ScaleChangeKind]
 ) -> None:
-    assert [change.kind for change in scale_changes(layer(carried, key, value), BOTH)] == kinds
-
-
-def test_sides_without_static_scales_are_ignored() -> None:
-    assert scale_changes(layer({}, (1.0,), (1.0,)), {0: []}) == []
+    delivered = layer(carried, key, value)
+    assert [change.kind for change in scale_changes(delivered, BOTH)] == kinds
+    assert scale_changes(delivered, {0: []}) == [], "sides without static scales are ignored"
 
 
 MERGED = scale_changes(layer(CARRIED, (0.5,), (0.5,)), BOTH)
