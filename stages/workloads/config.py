@@ -98,6 +98,11 @@ class StressTestConfig(StrictModel):
         by_length = 8 * longest + min(6 * longest, 8_000) + min(40 * longest, 12_000) + 3 * min(claimed, longest)
         return by_length + 340 * largest + 5 * min(self.decode_steps, longest) + 340 * self.requests
 
+    @property
+    def steps(self) -> int:
+        """Approximate number of decode steps."""
+        return 300 + 3 * self.decode_steps + 20 * self.requests
+
 
 def more_documents(needed: Mapping[str, int]) -> list[str]:
     """Return the override that asks these numbers of questions by workload, if some of the workloads are lengths."""
