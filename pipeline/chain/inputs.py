@@ -164,8 +164,8 @@ def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
         if tokens > limit:
             raise UserError(f"{key}={value}: {limited} tokens, this has {tokens:,}: {tokens - limit:,} too many; lower it")
         if config.backend.in_process:
-            needed = count * max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
-            check_memory(f"{key}={value}: with {count} sequences of {tokens:,} tokens", needed)
+            cache = count * max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
+            check_memory(f"{key}={value}: with {count} sequences of {tokens:,} tokens", cache, tokens)
     if workloads.lengths and workloads.length_documents < config.gates.min_samples:
         raise UserError(
             f"workloads.length_documents={workloads.length_documents}: no length can pass with fewer than gates.min_samples "

@@ -281,7 +281,8 @@ def described(task: Task) -> tuple[str, dict[str, object]]:
         return f"{text}, {duration(seconds)} so far", fields
     rate = new / seconds
     left = (task.remaining or 0.0) / rate
-    return f"{text}, {rate:,.3g}/s, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
+    pace = f"{rate:,.{0 if rate >= 10 else 2}f}/s"
+    return f"{text}, {pace}, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
 
 
 def duration(seconds: float) -> str:

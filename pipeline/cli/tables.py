@@ -74,7 +74,7 @@ def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
     A first look (`look`) has no verdict. The report has all other reasons, conformance and warnings.
     """
     passed = candidate.verdict == "PASS"
-    *kept, memory = candidate.figures
+    *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
     saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
@@ -97,6 +97,16 @@ def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
         report=candidate.report.path,
         metrics={column.key: _measured(candidate, own) for column, own, _ in MEASURES},
     )
+
+
+def _few_questions(candidate: Candidate) -> list[str]:
+    """Return clauses with the number of questions that would decide, and the memory; empty if the verdict is decided, or if no
+    number would decide it."""
+    needed, asked = candidate.samples_needed, candidate.metrics.get("quality/samples")
+    if candidate.verdict != "INCONCLUSIVE" or not needed or asked is None:
+        return []
+    counts = ", ".join(f"{count:,} {'of each kind' if name == 'all' else f'of {name}'}" for name, count in needed.items())
+    return [f"{asked:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
 
 
 def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:

@@ -55,7 +55,7 @@ TOKENS, SAMPLES = "forced decode [tokens]", "answers [samples]"
         ([(0, (TOKENS, 0, 8000)), (10, (TOKENS, 800, 8000))], "forced decode 800/8,000 tokens, 80/s, 1 min 30 s left"),
         ([(0, (SAMPLES, 0, 9)), (20, (SAMPLES, 9, 9))], "answers 9/9 samples, 20 s so far"),
         # a resumed run counts only its own work
-        ([(0, (TOKENS, 5000, 6000)), (20, (TOKENS, 5100, 6000))], "forced decode 5,100/6,000 tokens, 5/s, 3 min 00 s left"),
+        ([(0, (TOKENS, 5000, 6000)), (20, (TOKENS, 5100, 6000))], "forced decode 5,100/6,000 tokens, 5.00/s, 3 min 00 s left"),
         ([(0, ("export", 0, 3)), (25, ("export", 1, 3))], "export 1/3, 0.04/s, 50 s left"),
         # another round
         ([(0, (TOKENS, 0, 9)), (5, (TOKENS, 8, 9)), (9, (TOKENS, 0, 9))], "forced decode 0/9 tokens, 0 s so far"),

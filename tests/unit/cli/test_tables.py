@@ -36,6 +36,14 @@ def test_a_verdict_begins_with_the_kept_share_and_the_comparison_with_recovery(
     assert [row[2] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
+def test_an_undecided_verdict_says_how_many_questions_would_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decided = Candidate.decided(verdict(answered("copy", 8))) | {"samples_needed": {"copy": 60}}
+    print_verdict(judged_candidate(tmp_path, "fp8", metrics={"quality/samples": 8}).model_copy(update=decided))
+    said = capsys.readouterr().out
+    assert said.startswith("INCONCLUSIVE fp8: 8 questions are too few to decide; ask about 60 of copy\n")
+    assert len(said.splitlines()) <= 4
+
+
 @pytest.mark.parametrize(
     ("where", "said"),
     [
