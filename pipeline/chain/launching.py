@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pickle import PicklingError
@@ -42,10 +42,10 @@ RAY_HERE = {
 """Environment variables of a Ray instance that the command starts."""
 RAY_STORE_BYTES = 75 << 20
 """Bytes of Ray's object store, which holds the results of tasks: Ray's minimum, since jobs return nothing."""
-RAY_OVERRIDES = [
+RAY_OVERRIDES = (
     "++hydra.launcher.ray.remote.max_retries=0",  # otherwise a job that ran out of memory is retried forever
     "++hydra.launcher.ray.remote.max_calls=1",  # one process per job, which frees all its memory
-]
+)
 
 NOT_OF_THE_LAUNCHER: tuple[type[Exception], ...] = (Refusal, TypeError, AttributeError, PicklingError)
 """Exceptions that are not the launcher's: refusals, and pickle's errors for a job that cannot be sent (defects of kvgate)."""
@@ -57,30 +57,31 @@ class LauncherRefusal(UserError):
     """Refusal of a launcher's keys, before any job."""
 
 
-def start(planned: Plan) -> list[str]:
-    """Start the programs that a sweep's launcher needs, and return overrides for `launch`."""
+def start(planned: Plan) -> None:
+    """Start the programs that a sweep's launcher needs."""
     if planned.launcher != RAY:
-        return []
+        return
     others = psutil.Process().children(recursive=True)
     try:
         with console.progress("starting ray"):
-            return start_ray(planned.launcher_config)
+            start_ray(planned.launcher_config)
     except BaseException:
         end_workers(others)
         raise
 
 
-def launch(planned: Plan, task: Callable[[DictConfig], T], more: Sequence[str] = ()) -> list[T]:
+def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
     """Run the jobs of a sweep with its launcher and return the results of `task`, in the order of the command line.
 
     Hydra sends `task` to the job's machine and composes the configuration there again, because some defaults depend on the
-    machine. `more` are the overrides of `start`.
+    machine.
     """
     others = psutil.Process().children(recursive=True)
     try:
         with _stdout_inherited(), initialized():
             state = GlobalHydra.instance()
             assert state.hydra is not None
+            more = RAY_OVERRIDES if planned.launcher == RAY else ()
             composed = state.hydra.compose_config("config", [*planned.given, *more], RunMode.MULTIRUN, from_shell=False)
             context = HydraContext(state.config_loader(), Callbacks())
             jobs = [[override for override in job if not is_hydras(override.lstrip("+~"))] for job in planned.overrides]
@@ -110,8 +111,8 @@ def _stdout_inherited() -> Iterator[None]:
         os.close(before)
 
 
-def start_ray(launcher: Mapping[str, Any]) -> list[str]:
-    """Start Ray, before its plugin would, and return overrides for the plugin."""
+def start_ray(launcher: Mapping[str, Any]) -> None:
+    """Start Ray, before its plugin would."""
     options = {key: value for key, value in ((launcher.get("ray") or {}).get("init") or {}).items() if value is not None}
     variables = dict(RAY_LINES)
     if options.get("address", "local") == "local" and "RAY_ADDRESS" not in os.environ:
@@ -137,7 +138,6 @@ def start_ray(launcher: Mapping[str, Any]) -> list[str]:
             f"hydra.launcher.ray.init.* or the installation ({install(RAY)})"
         ) from error
     signal.signal(signal.SIGTERM, terminated)  # Ray's handler would abort this process
-    return RAY_OVERRIDES
 
 
 @contextmanager

@@ -122,14 +122,15 @@ def run(planned: Plan, sweep: str) -> int:
     """
     config, typed, sweeping = planned.jobs[0], planned.typed, planned.sweeping
     with holding(config):  # held between the jobs of a sweep too
-        more, before = start(planned), None
+        start(planned)
+        before = None
         if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
             command = None if typed is None else next_steps.command_line(typed, sweep=sweeping)
             before = summary.begin(config.work, sweep, planned.names, command=command)
         code, step = 0, None
         try:
             if sweeping:
-                code, step = _sweep(planned, sweep, more)
+                code, step = _sweep(planned, sweep)
             else:
                 _run_alone(Run(config, sweep, planned.names[0], typed or ()))
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
@@ -194,10 +195,10 @@ class Ended:
     """Next step after the error."""
 
 
-def _sweep(planned: Plan, sweep: str, more: Sequence[str]) -> tuple[int, NextStep | None]:
+def _sweep(planned: Plan, sweep: str) -> tuple[int, NextStep | None]:
     """Run the jobs of a sweep, in this process or with a launcher.
 
-    Return the worst exit code, and the next step after the first error that calls for one. `more` are overrides for `launch`.
+    Return the worst exit code, and the next step after the first error that calls for one.
     """
     task = Task(sweep, planned.names, tuple(planned.typed or ()))
     if planned.launcher == BASIC:
@@ -206,7 +207,7 @@ def _sweep(planned: Plan, sweep: str, more: Sequence[str]) -> tuple[int, NextSte
         has_logs = planned.launcher.startswith("submitit")  # their jobs write into files
         if has_logs:
             console.LOGGER.info("jobs write their output below %s", planned.jobs[0].work / LOGS)
-        ended = launch(planned, task, more)
+        ended = launch(planned, task)
         for number, end in enumerate(ended) if has_logs else ():
             for line in end.said.splitlines():  # refusals, which the jobs wrote to their log files
                 console.error(f"{task.place(number, planned.jobs[number]).name}{line}", exit_code=end.code)

@@ -25,7 +25,6 @@ from pipeline.config.override_syntax import differing, key_of, written
 from pipeline.config.policies import load_policies
 from stages.core.errors import CannotBeJudged
 from stages.core.strict import StrictModel
-from stages.engines.config import BackendConfig, InterpreterConfig
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
 from stages.workloads.config import LONG, LONG_QUESTIONS, more_documents
@@ -61,10 +60,7 @@ def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = 
 
 def promoting(config: Config, *changes: str) -> str:
     """Return the command that promotes the candidates of a command, with the same gates."""
-    backend = config.backend  # its Python is not in the evidence, and the command that serves the engine needs it
-    python = backend.python if isinstance(backend, InterpreterConfig) else None
-    known = [] if python is None else [f"backend={backend.name}", f"backend.python={written(python)}"]
-    return standing(config, "promote", *known, *changes, groups=("gates",))
+    return standing(config, "promote", *changes, groups=("gates",))
 
 
 def carried(config: Config, *groups: str) -> list[str]:
@@ -221,24 +217,18 @@ def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swe
 
 
 SERVING = {
-    "engine_args.yaml": "{1}vllm serve {0}/checkpoint --config {0}/engine_args.yaml",
-    "llm_args.yaml": "{1}trtllm-serve {0}/checkpoint --config {0}/llm_args.yaml",
-    "engine/config.json": "{1}trtllm-serve {0}/engine --tokenizer {0} --backend tensorrt",
-    "launch.txt": "(cd {0} && {1}sh launch.txt)",
+    "engine_args.yaml": "vllm serve {0}/checkpoint --config {0}/engine_args.yaml",
+    "llm_args.yaml": "trtllm-serve {0}/checkpoint --config {0}/llm_args.yaml",
+    "engine/config.json": "trtllm-serve {0}/engine --tokenizer {0} --backend tensorrt",
+    "launch.txt": "(cd {0} && sh launch.txt)",
 }
-"""File of a bundle -> the shell command that serves the bundle."""
+"""File of a bundle -> the shell command that serves the bundle, in the environment of its library."""
 
 
-def serving(engine: Path, backend: BackendConfig | None = None) -> str:
-    """Return the command that serves an engine, or the Python call that loads it.
-
-    `backend` is the configuration that judged it, if known: its Python's folder goes first on PATH.
-    """
+def serving(engine: Path) -> str:
+    """Return the command that serves an engine, or the Python call that loads it."""
     command = next((command for file, command in SERVING.items() if (engine / file).is_file()), None)
-    python = backend.python if isinstance(backend, InterpreterConfig) else None
-    folder = Path(python).expanduser().absolute().parent if python is not None and "/" in python else None
-    path = f'env PATH={shlex.quote(str(folder))}:"$PATH" ' if folder is not None else ""
-    return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)), path)
+    return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)))
 
 
 def after_promotion(config: Config, engine: Path) -> NextStep:

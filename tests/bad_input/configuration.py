@@ -98,7 +98,7 @@ OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
         "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
         ("--config-dir", "mine.yaml", "alias"),
     ),
-    ("no UTF-8", "kv/mine.yaml", b"# caf\xe9", ("--config-dir", "mine.yaml", "UTF-8")),
+    ("no UTF-8", "kv/mine.yaml", b"# caf\xe9", ("--config-dir", "mine.yaml", "unacceptable character")),
     ("a shipped option", "kv/int8.yaml", "name: int8", ("--config-dir", "kv/int8.yaml", "another name")),
     ("the main file", "config.yaml", "seed: 1", ("--config-dir", "config.yaml", "another name")),
     ("another suffix", "kv/mine.yml", "name: mine", ("--config-dir", "mine.yml", "mine.yaml")),

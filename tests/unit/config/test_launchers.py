@@ -1,6 +1,5 @@
 """Sweep launchers: supported launchers, forwarded keys, and refusals; paths with any characters."""
 
-import doctest
 import re
 import shlex
 from dataclasses import replace
@@ -13,7 +12,7 @@ from submitit.core.utils import UncompletedJobError
 
 from pipeline.chain import launching, runner
 from pipeline.cli.next_steps import standing
-from pipeline.config import compose, launchers
+from pipeline.config import launchers
 from pipeline.config.compose import plan
 from pipeline.registry.summary import Summary, load
 from stages.core.errors import MissingRequirement, UserError, describe, exit_code
@@ -53,7 +52,7 @@ def test_a_launcher_that_refuses_its_keys_leaves_the_last_sweep_and_its_page(tmp
 
 
 def test_a_ray_that_does_not_start_leaves_the_last_sweep_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> list[str]:
+    def refuse(_: object) -> None:
         raise MissingRequirement("hydra/launcher=ray: Ray did not start")
 
     monkeypatch.setattr(launching, "start_ray", refuse)
@@ -171,10 +170,6 @@ def test_a_job_that_the_cluster_ends_may_continue() -> None:
     assert re.fullmatch(
         r"the cluster ended this job \(.*too many times.\); raise hydra.launcher.timeout_min, .*", describe(error)
     )
-
-
-def test_the_examples_of_the_module_hold() -> None:
-    assert doctest.testmod(compose).failed == 0
 
 
 PATHS = [
