@@ -38,17 +38,13 @@ def test_a_folder_named_conf_in_the_current_directory_is_ignored(tmp_path: Path)
     assert "dtype: int8" in subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
 
 
-def test_a_policy_of_the_users_own_is_found_in_config_dir(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
-    policy = (Path(__file__).parents[3] / "conf" / "kv" / "int8.yaml").read_text().replace("name: int8", "name: mine")
+def test_a_policy_may_be_the_users_own_or_named_by_a_pattern(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
     (tmp_path / "own" / "kv").mkdir(parents=True)
-    (tmp_path / "own" / "kv" / "mine.yaml").write_text(policy)
+    text = (CONF / "int8.yaml").read_text().replace("name: int8", "name: mine")
+    (tmp_path / "own" / "kv" / "mine.yaml").write_text(text)
     result = run(["--config-dir", "own", "--cfg", "job", "kv=mine"])
     assert "name: mine" in result.stdout, result.stderr
-
-
-def test_a_sweep_may_name_its_policies_by_a_pattern(run: Callable[[list[str]], Outcome]) -> None:
-    result = run(["-m", "kv=glob(int*)", "model.path=/nowhere"])
-    assert "model.path=/nowhere" in result.stderr
+    assert run(["--cfg", "job", "-m", "kv=glob(int8*)"]).stdout.count("\n# job ") == len([*CONF.glob("int8*.yaml")])
 
 
 def test_sigterm_is_a_control_c(tmp_path: Path) -> None:

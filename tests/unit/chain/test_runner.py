@@ -111,9 +111,12 @@ def test_the_advice_after_any_weak_baseline_of_a_sweep_ends_its_output_if_there_
         judge(run)
 
     monkeypatch.setitem(runner.STAGES, "evaluate", evaluate)
+    page = tmp_path / "report.html"
+    page.write_text("yesterday's")
     given = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]
     assert runner.run(plan(given, multirun=True), "20260101") == (3 if judged else 4)
     said = capsys.readouterr().out
     assert said.count("Next: ") == 1
     assert said.index("Next: ") > said.index("job int4")
     assert ("copy-1: asked" in said.partition("job int4")[2]) == (not judged)
+    assert page.exists() == judged

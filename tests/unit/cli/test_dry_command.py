@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.commands.fake_stages import FakeBackend, checked, use_fake_stages
+from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 
 from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
@@ -158,13 +158,6 @@ def test_a_candidate_is_asked_until_its_gates_decide_and_the_next_one_reuses_the
     assert rounds("kv=int4") == {"baseline fp16 1/2": True, "round int4 1/2": False}
 
 
-def test_the_questions_of_a_verdict_are_counted(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    foretell(planned(used.parent / "new", "stage=evaluate", "kv=int8"))
-    out = " ".join(capsys.readouterr().out.split())
-    assert "asks 60 of copy, in 2 rounds at most" in out
-    assert "a verdict on a CPU" not in out, "a tiny model takes a constant amount"
-
-
 def test_a_work_directory_that_may_not_be_written_to_is_a_problem_and_no_reason_to_say_less(
     used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,10 +214,3 @@ def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytes
     assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,fp8", sweeping=True)) == 0
     assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,int8", sweeping=True)) == 0  # int8 may pass
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
-
-
-def test_a_fake_stage_takes_the_arguments_of_the_real_one() -> None:
-    measure = checked("evaluate.measure", "measure", lambda *_, **__: "measured")
-    assert measure("engine", [], "tokenizer", "out", config={}, progress=None) == "measured"
-    with pytest.raises(TypeError, match="unexpected keyword argument 'seed'"):
-        measure("engine", [], "tokenizer", "out", config={}, progress=None, seed=1)

@@ -1,7 +1,5 @@
 """The first commands of a new user: too few questions are named before any work, and a first look exits with 0."""
 
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +7,10 @@ from helpers.commands.fake_stages import use_fake_stages
 
 from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
-from pipeline.chain.showing import PAGE
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
 from pipeline.registry.summary import new_sweep
-from stages.core.errors import CannotBeJudged, Refusal, exit_code
+from stages.core.errors import Refusal, exit_code
 from stages.core.records import Sample
 from stages.verdict.gates.evaluation import too_few
 from stages.verdict.thresholds import Thresholds
@@ -102,21 +99,3 @@ def test_a_finished_first_look_exits_with_0_and_says_that_it_decides_nothing(
         return
     assert run_command(planned(tmp_path / "whole", policies, gate)) == 3
     assert run_command(planned(tmp_path / "bad", "experiment=quick", "kv=int4_tensor")) == 3, "a look can fail a cache"
-
-
-@pytest.mark.parametrize("sweeping", [False, True])
-def test_a_command_without_a_verdict_leaves_no_old_report(
-    tmp_path: Path, sweeping: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_fake_stages(monkeypatch)
-    run_command(planned(tmp_path, "kv=fp8"))
-    page = tmp_path / PAGE
-    assert "held up" in page.read_text()
-
-    def refuse(*_: object) -> None:
-        raise CannotBeJudged("FP16 itself answers none", ["copy"], [])
-
-    monkeypatch.setattr(sys.modules["stages.evaluate.decoding.stored"], "require_able", refuse)
-    assert run_command(planned(tmp_path, "kv=int8,fp8" if sweeping else "kv=int8", sweeping=sweeping)) == 3
-    assert not page.exists()
-    shutil.rmtree(tmp_path / "artifacts")

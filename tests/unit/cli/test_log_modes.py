@@ -80,14 +80,6 @@ def test_errors_before_any_work_follow_the_log_mode_of_the_command_line(
     assert (done.code, done.stdout) == (2, "")
 
 
-def test_a_whole_command_under_json_is_objects_alone(commands: Commands, tmp_path: Path) -> None:
-    done = outcome(commands, tmp_path, "stage=capacity", "log=json", begins=True)
-    assert (done.code, done.heavy) == (0, ()), done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"capacity", "text"} <= {line["result"] for line in results}
-    assert all(isinstance(json.loads(line), dict) for line in done.stderr.splitlines())
-
-
 PRINTS = """
 import os
 from pipeline import __main__
@@ -101,21 +93,22 @@ def test_what_native_code_of_a_library_prints_is_not_on_stdout() -> None:
     assert (done.stdout, done.stderr) == ("result\n", "noise")
 
 
-def test_quiet_shows_results_and_errors_alone(commands: Commands, tmp_path: Path) -> None:
-    shown, quiet = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", begins=True) for mode in ("human", "quiet"))
+def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp_path: Path) -> None:
+    modes = ("human", "quiet", "json")
+    shown, quiet, objects = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", begins=True) for mode in modes)
     assert quiet.stderr == ""
     assert "What the memory holds" in quiet.stdout
     assert "capacity fp8 of pkg://stages.tiny/checkpoint" in shown.stderr.splitlines()
     assert shown.stdout == quiet.stdout
     assert "work/capacity.json" in shown.stdout.splitlines(), "paths are relative to the current directory"
     assert str(tmp_path) not in shown.stdout
-    assert (
-        outcome(commands, tmp_path, "kv=fp9", "log=quiet").stderr
-        == "pipeline: error: kv=fp9: no such option, did you mean fp8?\n"
-    )
+    assert (objects.code, objects.heavy) == (0, ()), objects.stderr
+    assert {"capacity", "text"} <= {json.loads(line)["result"] for line in objects.stdout.splitlines()}
+    assert all(isinstance(json.loads(line), dict) for line in objects.stderr.splitlines())
 
 
 SHOWN = [
+    (("kv=fp9", "log=quiet"), 2, "pipeline: error: kv=fp9: no such option, did you mean fp8?\n"),
     (("--cfg", "job", "-m", "kv=fp8,int8"), 0, "# job 2 of 2: kv=int8\n"),
     (("--version",), 0, "kvgate "),
     (("kv=fp8", "--version"), 0, "kvgate "),
