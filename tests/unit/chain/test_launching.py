@@ -47,7 +47,7 @@ from pipeline.config.compose import plan
 from stages.core.redaction import reserve_stdout
 reserve_stdout()
 planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"], multirun=True)
-launch(planned, lambda config: print(config.kv.name, flush=True))
+launch(planned, lambda config: print(f"{config.kv.name}\\n", end="", flush=True))  # one write
 os.write(1, b"noise")
 """
 
