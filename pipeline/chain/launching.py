@@ -24,8 +24,9 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from pipeline.cli import console
-from pipeline.config.compose import Plan, initialized, is_hydras
+from pipeline.config.compose import Plan, initialized
 from pipeline.config.launchers import install
+from pipeline.config.override_syntax import is_hydras
 from stages.core.errors import MissingRequirement, Refusal, UserError, short
 
 T = TypeVar("T")

@@ -90,7 +90,7 @@ def recommend_policy(run: Run) -> None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
     name, candidates = recommendation.chosen.name, summary.load(config.work).candidates
     if any(candidate.name == name and candidate.version for candidate in candidates):
-        command = next_steps.promoting(config, f"promote.name={written(name)}")
+        command = next_steps.standing(config, "promote", f"promote.name={written(name)}")
         next_steps.show(next_steps.NextStep(why=f"make {name} the champion", command=command))
 
 

@@ -53,14 +53,10 @@ def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str
     return f"{'python' if same else shlex.quote(str(running))} -m pipeline {arguments}".rstrip()
 
 
-def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = ()) -> str:
-    """Return the command of a stage that works on earlier results."""
-    return command_line(carried(config, *groups), f"stage={stage}", *changes)
-
-
-def promoting(config: Config, *changes: str) -> str:
-    """Return the command that promotes the candidates of a command, with the same gates."""
-    return standing(config, "promote", *changes, groups=("gates",))
+def standing(config: Config, stage: str, *changes: str) -> str:
+    """Return the command of a stage that works on earlier results. A promotion decides by the same gates."""
+    gates = ("gates",) if stage == "promote" else ()
+    return command_line(carried(config, *gates), f"stage={stage}", *changes)
 
 
 def carried(config: Config, *groups: str) -> list[str]:
@@ -134,7 +130,7 @@ def after_judging(
         why = "judge it in full (10 times the questions at most), and promote it if it passes"
         return NextStep(why=why, command=command_line([part for part in base if part != QUICK], sweep=sweep))
     if "PASS" in verdicts and config.tracking.enabled:
-        return NextStep(why="make the best that passed the champion", command=promoting(config))
+        return NextStep(why="make the best that passed the champion", command=standing(config, "promote"))
     if "PASS" in verdicts:
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (finished work is reused)"

@@ -29,7 +29,7 @@ from pipeline.config import CONF
 from pipeline.config.config import STAGES, Config, StageFacts
 from pipeline.config.explain import explain_hydra, explain_validation
 from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep
-from pipeline.config.override_syntax import as_typed, key_of
+from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
     MOST_JOBS,
     OPTION,
@@ -265,11 +265,6 @@ def initialized() -> Iterator[None]:
         VersionBase.set_instance(base)
 
 
-def is_hydras(key: str) -> bool:
-    """Return whether a key configures Hydra itself."""
-    return key.startswith(("hydra.", "hydra/"))
-
-
 def _jobs(overrides: list[Override]) -> list[list[str]]:
     """Return the overrides of every job: all combinations of the swept values, in the order of Hydra's sweeper.
 
@@ -296,7 +291,7 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
 def _added(override: str) -> str:
     """Return an override of a key with Hydra's prefix `++`, so that the validation names all unknown keys at once."""
     key = key_of(override)
-    other = override.startswith(("+", "~")) or "@" in key or f"{key}.".startswith(("hydra.", "hydra/"))
+    other = override.startswith(("+", "~")) or "@" in key or is_hydras(key)
     return override if other or _options(key) else f"++{override}"
 
 

@@ -15,6 +15,11 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def is_hydras(key: str) -> bool:
+    """Return whether a key configures Hydra itself."""
+    return key == "hydra" or key.startswith(("hydra.", "hydra/"))
+
+
 def as_typed(override: str) -> str:
     """Return an override as the user wrote it, without the prefix `++` that composing adds to keys."""
     return override.removeprefix("++")

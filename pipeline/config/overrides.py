@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from pipeline.config import CONF, launchers
 from pipeline.config.explain import suggest
 from pipeline.config.launchers import LAUNCHER_KEYS
-from pipeline.config.override_syntax import as_typed, quoted, written
+from pipeline.config.override_syntax import as_typed, is_hydras, quoted, written
 from stages.core.errors import UserError, short
 from stages.core.redaction import redact_text
 from stages.core.strict import Unreadable, read_file
@@ -82,7 +82,7 @@ def as_text(argument: str) -> str:
 def wrong(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
     """Return the problem of an option that does not exist, or of an override without effect or with a misleading meaning."""
     key, line = override.key_or_group, redact_text(as_typed(str(override.input_line)))
-    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+    if is_hydras(key):
         return _hydra_problem(override, line)
     for wrong, problem in (
         (not key, "has no key; write KEY=VALUE"),

@@ -220,7 +220,7 @@ BASE = [*TYPED, "kv=fp8"]
         ("recommend", lambda _: next_steps.after_making("capacity", BASE).command),
         ("verify", lambda config: next_steps.after_promotion(config, Path("an engine")).command),
         ("prune", lambda config: next_steps.standing(config, "prune", "prune.apply=true")),
-        ("promote", lambda config: next_steps.promoting(config, "promote.name='fp8 kv.sink_tokens=4'")),
+        ("promote", lambda config: next_steps.standing(config, "promote", "promote.name='fp8 kv.sink_tokens=4'")),
     ],
 )
 def test_every_other_ending_names_a_command_that_composes(stage: str, command: Callable[[Config], str]) -> None:
