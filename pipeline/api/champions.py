@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.api.calls import compose, raises_refusals
@@ -17,8 +18,6 @@ from stages.checkpoints.places import checkpoint_label
 from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.workloads.own import own_content
-
-ALIAS = "champion"
 
 
 @raises_refusals
@@ -55,24 +54,13 @@ def champion(
     if not isinstance(model, str | Path):
         raise UserError(f"model={model!r}: is no model; give the registered one, or the checkpoint")
     # The configuration of a command that only reads.
-    config = compose(
-        {
-            "stage": "verify",
-            "bundle": workdir,
-            "workdir": workdir,
-            "tracking.uri": tracking_uri,
-            "signing.trusted": list(trusted),
-        }
-    )
-    given = None if samples is None else Path(samples).expanduser()
-    scratch = tempfile.TemporaryDirectory(prefix="kvgate-")
-    try:
-        engine = _verified(config, str(model), Path(scratch.name), given)
-        loaded = load(engine, threads=threads)
-    except BaseException:
-        scratch.cleanup()
-        raise
-    loaded.downloaded = scratch
+    given = {"stage": "verify", "bundle": workdir, "workdir": workdir, "tracking.uri": tracking_uri}
+    config = compose({**given, "signing.trusted": list(trusted)})
+    own = None if samples is None else Path(samples).expanduser()
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgate-")))
+        loaded = load(_verified(config, str(model), scratch, own), threads=threads)
+        loaded.downloaded = stack.pop_all()
     return loaded
 
 
@@ -84,8 +72,8 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
     names = list(dict.fromkeys([model, location.model_name]))
     if not location.exists:
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
-    client = RegistryReader(location)
-    found = client.aliased(names, ALIAS)
+    reader = RegistryReader(location)
+    found = reader.champion(names)
     if found is None:
         raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")
     champion_name, why = f"version {found.number}, the champion of {model}", ""
@@ -95,7 +83,7 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
     except GateRefusal as error:  # another work directory judged it, or an older kvgate
         why = f" ({error})"
     if evidence is None or evidence.engine is None:
-        copy = client.download(found, scratch)
+        copy = reader.download(found, scratch)
         if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
             raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
         try:
@@ -107,17 +95,13 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
-        if samples is not None:
-            _bring(samples, copy, evidence.identity.workloads_file)
+        asked = evidence.identity.workloads_file
+        if samples is not None and asked is None:
+            raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
+        if samples is not None and asked is not None:  # where the evidence expects them
+            content = own_content("samples", samples)
+            (copy / asked).parent.mkdir(exist_ok=True)
+            (copy / asked).write_bytes(content)
     require_same(champion_name, replay(evidence, config.signing))
     assert evidence.engine is not None, "a replay without the engine is missing something"
     return evidence.engine
-
-
-def _bring(samples: Path, copy: Path, asked: str | None) -> None:
-    """Copy the user's samples or texts to the path that the evidence expects."""
-    if asked is None:
-        raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
-    content = own_content("samples", samples)
-    (copy / asked).parent.mkdir(exist_ok=True)
-    (copy / asked).write_bytes(content)

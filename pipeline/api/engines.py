@@ -1,8 +1,8 @@
 """`load`: opens an engine of any backend that runs here and generates answers."""
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -29,7 +29,7 @@ class LoadedEngine:
     def __init__(self, engine: Engine, tokenizer: Any, bundle: Path, backend: str, longest: int | None) -> None:
         self._engine: Engine | None = engine
         self._longest = longest
-        self.downloaded: tempfile.TemporaryDirectory[str] | None = None
+        self.downloaded = ExitStack()
         """Temporary directory of an engine that `champion` downloaded. `close` removes the directory."""
         self.tokenizer = tokenizer
         """`stages.evaluate.inputs.tokens.BundleTokenizer`."""
@@ -94,8 +94,7 @@ class LoadedEngine:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        if self.downloaded is not None:
-            self.downloaded.cleanup()
+        self.downloaded.close()
 
     def __enter__(self) -> Self:
         return self

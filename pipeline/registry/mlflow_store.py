@@ -133,13 +133,13 @@ class RegistryReader:
                     read(name)
         return [models[name] for name in sorted(models)]
 
-    def aliased(self, names: Sequence[str], alias: str) -> Version | None:
-        """Return the version with an alias, from the first model in `names` that has this alias; None if no model has it."""
+    def champion(self, names: Sequence[str]) -> Version | None:
+        """Return the champion of the first registered model in `names` that has one; None if no model has one."""
         for name in names:
             with suppress(MlflowException):  # the model does not exist
-                number = self.client.get_registered_model(name).aliases.get(alias)
-                if number is not None:
-                    return version_of(self.client.get_model_version(name, str(number)))
+                model = self.model(name)
+                if model.aliases.get("champion") in model.versions:
+                    return model.pointed_at["champion"]
         return None
 
     def download(self, version: Version, folder: Path) -> Path:
@@ -204,7 +204,7 @@ class MlflowStore(RegistryReader):
                 tags |= {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
                 tags = {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()}
                 run_id = str(self.client.create_run(self.experiment_id, tags=tags, run_name=kv).info.run_id)
-                self._log(run_id, params=config)
+                self.client.log_batch(run_id, params=[Param(name, value) for name, value in flat_params(config).items()])
                 yield run_id
                 status = "FINISHED"
             except (KeyboardInterrupt, SystemExit):
@@ -227,21 +227,13 @@ class MlflowStore(RegistryReader):
                 copy_redacted(path, Path(scratch) / path.name)
             self.client.log_artifacts(run_id, scratch)
 
-    def _log(
-        self,
-        run_id: str,
-        params: Mapping[str, object] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        tags: Mapping[str, str] | None = None,
-        model_id: str | None = None,
-    ) -> None:
-        """Log parameters, metrics and tags in one batch, which MLflow splits if necessary."""
+    def _log(self, run_id: str, tags: Mapping[str, str], metrics: Mapping[str, float], model_id: str) -> None:
+        """Log tags and metrics in one batch, which MLflow splits if necessary."""
         now = int(time.time() * 1000)
         self.client.log_batch(
             run_id,
-            metrics=[Metric(name, value, now, 0, model_id) for name, value in (metrics or {}).items()],
-            params=[Param(name, value) for name, value in flat_params(params or {}).items()],
-            tags=[RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in (tags or {}).items()],
+            metrics=[Metric(name, value, now, 0, model_id) for name, value in metrics.items()],
+            tags=[RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in tags.items()],
         )
 
     def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
@@ -261,7 +253,7 @@ class MlflowStore(RegistryReader):
             # MLflow's own `log_table` sends eight requests per table.
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
-        self._log(run_id, metrics=pages.chosen(candidate), tags=tags, model_id=model_id)
+        self._log(run_id, tags, pages.chosen(candidate), model_id)
         for name, table in tables.items():
             self.client.log_text(run_id, table_text(table), name)
         self.attach(run_id, [candidate.report.path])

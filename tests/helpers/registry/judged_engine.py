@@ -157,7 +157,7 @@ def make_champion(patch: pytest.MonkeyPatch, evidence: Path) -> Version:
     from pipeline.registry import mlflow_store  # importing MLflow takes 2 s
 
     version = Version("1", cited_tags(evidence))
-    client = SimpleNamespace(aliased=lambda *_: version, download=lambda *_: evidence)
+    client = SimpleNamespace(champion=lambda *_: version, download=lambda *_: evidence)
     patch.setattr(Location, "exists", True)
     patch.setattr(mlflow_store, "RegistryReader", lambda _: client)
     return version
