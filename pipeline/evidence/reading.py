@@ -91,21 +91,13 @@ def read_evidence(directory: Path) -> Evidence:
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
     paths = directory / REPORT_FILE, directory / SAMPLES_FILE
-    whole = all(path.is_file() and kind_of(path) == "file" for path in paths)  # a link may lead anywhere
-    if whole:
+    if all(path.is_file() and kind_of(path) == "file" for path in paths):  # a link may lead anywhere
         try:
             report, rows = load_report(directory), load_rows(directory)
         except ValueError as error:  # not UTF-8, not JSON, or not a report
             report, problem = None, str(error).splitlines()[0]
-    return Evidence(
-        directory=directory,
-        identity=identity,
-        report=report,
-        rows=rows,
-        problem=problem,
-        engine=bundle_of(directory, "engine", identity),
-        baseline=bundle_of(directory, "baseline", identity),
-    )
+    engine, baseline = bundle_of(directory, "engine", identity), bundle_of(directory, "baseline", identity)
+    return Evidence(directory, identity, report, rows, problem, engine, baseline)
 
 
 def bundle_of(directory: Path, role: Role, identity: Lineage) -> Path | None:

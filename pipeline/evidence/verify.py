@@ -48,21 +48,30 @@ VERDICT_CHECK = "verdict, decided again"
 
 
 def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
-    """Check the evidence of an engine. If `signing.trusted` has keys, the identity needs a signature by such a key."""
-    identity = evidence.identity
-    engine_findings = _files("engine", evidence.engine, identity.link("engine").files)
+    """Check the evidence of an engine. If `signing.trusted` has keys, the identity needs a signature by such a key.
+
+    The samples are checked only if the files of the engine's tokenizer are intact.
+    """
+    identity, engine, report = evidence.identity, evidence.engine, evidence.report
     findings = replay_record(evidence)
     if signing.trusted:
         problem = signing.problem(evidence.directory / IDENTITY_FILE)
         findings.append(Finding("signature", "same" if problem is None else "differs", problem or "by a trusted key"))
+    engine_findings = _files("engine", engine, identity.link("engine").files)
     findings += engine_findings
     if evidence.baseline is not None:  # optional in copies, because the report cites its digest
         findings += _files("baseline", evidence.baseline, identity.link("baseline").files)
-    if evidence.report is not None:
+    if report is None:
+        return findings
+    if engine is not None:
+        try:
+            findings.append(_compare("backend", identity.backend, read_bundle(engine).get("backend")))
+        except UserError as error:  # `_files` also reports its digest
+            return [*findings, Finding("engine: bundle.json", "differs", f"cannot be read ({error})")]
         altered = {finding.name for finding in engine_findings if finding.status != "same"}
-        tokenizer_intact = not altered & {f"engine: {name}" for name in (*END_FILES, *TOKENIZER_FILES)}
-        findings += _report(evidence, evidence.report, tokenizer_intact)
-    return findings
+        if not altered & {f"engine: {name}" for name in (*END_FILES, *TOKENIZER_FILES)}:
+            findings.append(_samples(evidence, engine, report))
+    return [*findings, _verdict(evidence, report)]
 
 
 def registered_engine(
@@ -152,23 +161,6 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
         elif (finding := _compare(printable, digests[name], file_digest(folder / name))).status != "same":
             findings.append(finding)
     return findings or [Finding(f"{what} files", "same", f"{len(digests)} in {place}")]
-
-
-def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool) -> list[Finding]:
-    """Check the backend, the samples and the verdict.
-
-    The samples are checked only if the files of the engine's tokenizer are intact.
-    """
-    identity, engine = evidence.identity, evidence.engine
-    findings = list[Finding]()
-    if engine is not None:
-        try:
-            findings.append(_compare("backend", identity.backend, read_bundle(engine).get("backend")))
-        except UserError as error:  # `_files` also reports its digest
-            return [*findings, Finding("engine: bundle.json", "differs", f"cannot be read ({error})")]
-        if tokenizer_intact:
-            findings.append(_samples(evidence, engine, report))
-    return [*findings, _verdict(evidence, report)]
 
 
 def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Finding:
