@@ -63,29 +63,22 @@ def killed(registry: Dying, act: Callable[[], object]) -> Iterator[dict[str, str
     raise AssertionError("it never ended")
 
 
+@pytest.mark.parametrize("rolled_back", [False, True])
 def test_a_killed_promotion_leaves_a_champion_and_is_finished_by_running_it_again(
-    registry: Dying, three: list[Candidate]
+    registry: Dying, three: list[Candidate], rolled_back: bool
 ) -> None:
     put_forward(registry, *three[:2])
-    for left in killed(registry, lambda: put_forward(registry, three[2])):
-        assert left["champion"] == "2", "the champion moves last"
-        put_forward(registry, three[2])
-        assert registry.aliases == {"champion": "3", "previous": "2"}
-        assert registry.versions["3"]["promoted_over"] == "2"
-        assert registry.versions["3"].keys() >= {"promoted_by", "promoted_at"}
-
-
-def test_a_promotion_by_name_of_a_rolled_back_engine_is_finished_too(registry: Dying, three: list[Candidate]) -> None:
-    put_forward(registry, *three[:2])
-    engines_of(registry, three).rollback()
-
-    def by_name() -> None:
-        engines_of(registry, three).promote([three[1]], "tiny", "fp8")
-
-    for _ in killed(registry, by_name):
-        by_name()
-        assert registry.aliases == {"champion": "2", "previous": "1"}
-        assert "rolled_back_at" not in registry.versions["2"]
+    old, new = ("2", "3")
+    if rolled_back:
+        engines_of(registry, three).rollback()
+        old, new = ("1", "2")
+    for left in killed(registry, lambda: put_forward(registry, three[int(new) - 1])):
+        assert left["champion"] == old, "the champion moves last"
+        put_forward(registry, three[int(new) - 1])
+        assert registry.aliases == {"champion": new, "previous": old}
+        assert registry.versions[new]["promoted_over"] == old
+        assert registry.versions[new].keys() >= {"promoted_by", "promoted_at"}
+        assert "rolled_back_at" not in registry.versions[new]
 
 
 def test_a_killed_rollback_leaves_a_champion_and_never_brings_the_bad_one_back(registry: Dying, three: list[Candidate]) -> None:

@@ -16,21 +16,13 @@ from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.thresholds import Check, Gate, Verdict
 
+CITED: dict[str, Any] = {
+    name: Cited(path=Path(f"/{name}"), digest=name) for name in ("engine", "baseline", "report", "identity")
+}
 FP8 = Candidate(
-    name="fp8",
-    policy="fp8",
-    model="",
-    backend="onnxruntime",
-    verdict="PASS",
-    reasons=(),
+    name="fp8", policy="fp8", model="", backend="onnxruntime", verdict="PASS", reasons=(), run_id="run", version="3", **CITED,
     metrics={"quality/kl_mean": 0.1, "memory/kib_per_token": 2.0},
-    engine=Cited(path=Path("/e"), digest="e"),
-    baseline=Cited(path=Path("/b"), digest="b"),
-    report=Cited(path=Path("/r/report.json"), digest="r"),
-    identity=Cited(path=Path("/i/identity.json"), digest="i"),
-    run_id="run",
-    version="3",
-)
+)  # fmt: skip
 
 
 def fp8(**changes: Any) -> Candidate:
@@ -178,7 +170,7 @@ def test_the_cited_files_of_a_moved_work_directory_are_found_in_it(tmp_path: Pat
     old.rename(new)
     (moved,) = load(new).candidates
     assert moved.engine.path == new / "artifacts" / "engine" / "e"
-    assert moved.baseline.path == Path("/b"), "a file outside of the work directory"
+    assert moved.baseline.path == Path("/baseline"), "a file outside of the work directory"
 
 
 def test_single_evaluations_do_not_displace_a_sweep() -> None:
