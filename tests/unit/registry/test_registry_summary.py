@@ -81,22 +81,19 @@ def test_files_that_are_no_sweeps_are_ignored(tmp_path: Path) -> None:
     assert last_judged(tmp_path) is None
 
 
-def test_a_sweep_that_started_no_job_leaves_the_summary_as_it_was(tmp_path: Path) -> None:
+def test_a_sweep_that_started_no_job_leaves_the_summary_as_it_was_unless_another_has_written_it(tmp_path: Path) -> None:
     none = begin(tmp_path, "20260101", ["fp8"])
     note(tmp_path, None, champion="a rolled-back champion")  # only in summary.json
     known = (tmp_path / "summary.json").read_bytes()
-    forget(tmp_path, "20260102", begin(tmp_path, "20260102", ["int8"]))
+    before = begin(tmp_path, "20260102", ["int8"])
+    begin(tmp_path, "20260103", ["int4"])
+    forget(tmp_path, "20260102", before)
+    assert (load(tmp_path).sweep, sweeps(tmp_path)) == ("20260103", ["20260101", "20260103"])
+    (tmp_path / "summary.json").write_bytes(known)
+    forget(tmp_path, "20260103", begin(tmp_path, "20260103", ["int4"]))
     assert (tmp_path / "summary.json").read_bytes() == known
     forget(tmp_path, "20260101", none)
     assert [path.name for path in tmp_path.rglob("*.json")] == []
-
-
-def test_a_summary_that_another_command_has_written_since_stays(tmp_path: Path) -> None:
-    before = begin(tmp_path, "20260101", ["fp8"])
-    begin(tmp_path, "20260102", ["int8"])
-    forget(tmp_path, "20260101", before)
-    assert load(tmp_path).sweep == "20260102"
-    assert sweeps(tmp_path) == ["20260102"]
 
 
 def test_the_file_has_the_fields_that_ci_relies_on(tmp_path: Path) -> None:
