@@ -189,7 +189,7 @@ def planned(command: str, places: dict[str, str]) -> Plan:
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("number", "command"), enumerate(commands()))
+@pytest.mark.parametrize(("number", "command"), list(enumerate(commands())))
 def test_every_command_is_valid_and_ends_a_dry_run_as_documented(
     number: int, command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
