@@ -85,11 +85,6 @@ class Interpreter:
         return str(self.description.release)
 
     @property
-    def number(self) -> tuple[int, int]:
-        """(major, minor) of the release; 1.3rc1 gives (1, 3)."""
-        return release_of(self.release)
-
-    @property
     def devices(self) -> list[Device]:
         """GPUs that CUDA shows the interpreter; empty on a CPU."""
         return list(self.description.devices)
@@ -134,7 +129,7 @@ def probe(program: Program, python: str | None) -> Interpreter:
                 f"backend.python={python}: {program.library} cannot be used there ({error}); {program.hint}"
             ) from error
     found = Interpreter(program, path, described)
-    if found.number < program.oldest:
+    if release_of(found.release) < program.oldest:
         oldest = ".".join(map(str, program.oldest))
         raise MissingRequirement(
             f"backend.python={python}: has {program.library} {found.release}, backend={program.backend} needs {oldest} or "

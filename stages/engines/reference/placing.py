@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def shorten(model: Any, device: torch.device) -> None:
         stored = {name: weight for name, weight in module._parameters.items() if weight is not None and weight.dtype in SHORT}
         if stored:
             module.register_forward_pre_hook(_widen)
-            module.register_forward_hook(_Restore(stored), always_call=True)
+            module.register_forward_hook(partial(_restore, stored), always_call=True)
 
 
 def _shortest(x: Tensor) -> Tensor:
@@ -51,14 +52,8 @@ def _widen(module: torch.nn.Module, _: Any) -> None:
     module._parameters.update(wide)  # type: ignore[arg-type]  # no gradient is ever taken
 
 
-class _Restore:
-    """A hook that restores a module's 16-bit weights."""
-
-    def __init__(self, stored: dict[str, torch.nn.Parameter]) -> None:
-        self.stored = stored
-
-    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
-        module._parameters.update(self.stored)
+def _restore(stored: dict[str, torch.nn.Parameter], module: torch.nn.Module, *_: Any) -> None:
+    module._parameters.update(stored)
 
 
 @contextmanager

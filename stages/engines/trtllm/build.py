@@ -44,9 +44,8 @@ def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Se
         try:
             return [worker.call("validate", Pinned, model=str(model.absolute()), llm_args=given) for given in arguments]
         except WorkerError as error:
-            reason = " ".join(str(error).split())
             raise UserError(
-                f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}; choose others, or "
+                f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {error}; choose others, or "
                 "another release as backend.python"
             ) from error
 

@@ -17,18 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 CLOSED_SECONDS = 60
 """Seconds until a worker kills itself after stdin was closed: twice the time that kvgate waits before killing it."""
 
 Operations = dict[str, Callable[..., dict[str, Any]]]
-
-
-class Model(Protocol):
-    """A loaded model."""
-
-    operations: Operations
 
 
 def end_with_parent(stdin: int) -> None:
@@ -60,8 +54,8 @@ def forget_shared(group: int) -> None:
                     Path(name).unlink(missing_ok=True)
 
 
-def serve(operations: Operations, load_model: Callable[..., Model]) -> None:
-    """Serve requests until stdin ends. The request `open` loads a model and adds its operations to the served ones."""
+def serve(operations: Operations, load_model: Callable[..., Any]) -> None:
+    """Serve requests until stdin ends. The request `open` loads a model and adds its `operations` to the served ones."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     requests = os.fdopen(os.dup(0))
     threading.Thread(target=end_with_parent, args=(requests.fileno(),), daemon=True).start()
