@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks import attention_cases
 from benchmarks.attention_cases import Case, Row
 from benchmarks.recording import log, results_record, write_json
-from plugins.kv_attention import reference
 from plugins.kv_attention.layout import PAGE_TOKENS
+from stages.engines.cuda import reference
 
 
 def gpu(device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_bench import GpuTimer, Step, measured_rows
 from benchmarks.attention_cases import STORAGES, Case, Row
-from plugins.kv_attention import reference
+from stages.engines.cuda import reference
 
 HISTORIES = ((8192, 512), (8192, 2048), (512, 512), (8192, 128), (8192, 4))
 """(cached tokens, new tokens) per sequence."""

@@ -13,16 +13,6 @@ from typing import Literal, get_args
 
 PAGE_TOKENS = 64
 
-MIN_SCALE = 2.0**-14
-"""Smallest stored scale: the smallest normal float16. It keeps an all-zero group from dividing by zero."""
-
-MAX_SCALE = 65504.0
-"""Largest stored scale: the largest float16."""
-
-SMALLEST_BLOCK_SCALE = 2.0**-9
-LARGEST_BLOCK_SCALE = 448.0
-"""Bounds of the scale of a block of nvfp4, which is an E4M3 in units of the layer's scale."""
-
 Dtype = Literal["fp16", "bf16", "fp8_e4m3", "int8", "int4", "nvfp4"]
 Granularity = Literal["none", "per_tensor", "per_head", "per_token", "per_group"]
 Spec = tuple[str, tuple[int, ...]]

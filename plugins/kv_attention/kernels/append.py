@@ -3,7 +3,7 @@
 Shapes: L layers, B sequences, H KV heads, D head_dim, N pages of a layer, P columns of the page table, M exact buffers, W
 storage elements and g stored scales of a token, R heads of one program, n groups of s channels in a tile (R, n, s).
 
-The arithmetic equals plugins/kv_attention/reference.py bit for bit, in float32: divisions are correctly rounded, ties go
+The arithmetic equals the reference engine's bit for bit, in float32: divisions are correctly rounded, ties go
 to even codes, and the sign of NaN is read from the bits of the input, because a GPU's arithmetic does not keep it.
 """
 

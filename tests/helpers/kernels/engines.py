@@ -8,8 +8,9 @@ from torch import Tensor
 
 from benchmarks import benchlib
 from helpers.engines.random_llama import FP8, fmt
-from plugins.kv_attention import launch, reference
+from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
+from stages.engines.cuda import reference
 from stages.policies.policy import KVPolicy, KVShape, LayerOverride
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)

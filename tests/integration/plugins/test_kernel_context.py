@@ -15,9 +15,10 @@ from helpers.kernels.cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, o
 from helpers.stride import STRIDE
 from torch import Tensor
 
-from plugins.kv_attention import launch, reference
+from plugins.kv_attention import launch
 from plugins.kv_attention.dense import dense_attention, prefers_dense
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from stages.engines.cuda import reference
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 

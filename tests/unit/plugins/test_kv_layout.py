@@ -1,4 +1,4 @@
-"""The page format: allowed layouts, bytes, packing, and the plugin's reference compared with the reference engine.
+"""The page format: allowed layouts, bytes, packing, and the kernels' reference over pages.
 
 Legend: B sequences, H KV heads, G query heads per KV head, T tokens, D head_dim.
 """
@@ -11,20 +11,15 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from helpers.policies.formats import tensors
-from hypothesis import example, given, settings
 from torch import Tensor
 from torch.nn import functional
 
 from plugins.kv_attention import layout as page_format
-from plugins.kv_attention import reference
 from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, PAGE_TOKENS, CacheLayout, Dtype, SideLayout
+from stages.engines.cuda import reference
 from stages.engines.reference.formats import dequantize as reference_dequantize
 from stages.engines.reference.formats import quantize as reference_quantize
-from stages.policies import spec
 from stages.policies.arithmetic_torch import Static
-from stages.policies.formats import Format, ScaleSource
-from stages.policies.nvfp4 import spec as nvfp4
 from stages.policies.policy import PAGE_TOKENS as POLICY_PAGE_TOKENS
 from stages.policies.table import CODES
 
@@ -38,17 +33,6 @@ SIDES = [
 FP8_TOKEN = SideLayout("fp8_e4m3", "per_token")
 INT4_G64, BF16 = SideLayout("int4", "per_group", 64), SideLayout("bf16")
 NVFP4 = SideLayout("nvfp4", "per_group", 16)
-
-
-def policy_format(side: SideLayout) -> Format:
-    """Return the equal format of a policy."""
-    source: ScaleSource = "none" if side.exact else "calibrated" if side.has_static_scales else "dynamic"
-    return Format(
-        dtype=side.dtype,
-        granularity=side.granularity,
-        group_size=side.group_size,
-        scale=source,
-    )
 
 
 def every_layout() -> list[CacheLayout]:
@@ -76,11 +60,9 @@ def test_every_row_of_codes_begins_at_16_bytes() -> None:
 
 def test_constants_and_bytes_are_those_of_the_policies() -> None:
     assert PAGE_TOKENS == POLICY_PAGE_TOKENS
-    assert (page_format.MIN_SCALE, page_format.MAX_SCALE) == (spec.MIN_SCALE, spec.MAX_FLOAT16)
     assert CODES["nvfp4"].block == page_format.NVFP4_GROUP
-    assert (page_format.SMALLEST_BLOCK_SCALE, page_format.LARGEST_BLOCK_SCALE) == (nvfp4.SMALLEST_SCALE, nvfp4.LARGEST_SCALE)
     for side in SIDES:
-        form = policy_format(side)
+        form = reference.format_of(side)
         for dim in HEAD_DIMS:
             if form.refuse_head_dim(dim) is None:
                 assert side.token_bytes(dim) == form.token_bytes(dim)
@@ -112,39 +94,7 @@ def test_a_cache_that_no_kernel_reads_is_refused(changed: dict[str, Any], messag
         CacheLayout(**arguments | changed)
 
 
-examples = settings(max_examples=40, derandomize=True, deadline=None)
-
 NAN, INF = math.nan, math.inf
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def static_scale(side: SideLayout, x_HTD: Tensor) -> Tensor | None:
-    """Return scales (1) or (H) such that a few numbers saturate."""
-    if not side.has_static_scales:
-        return None
-    largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / (side.codes.limit * (448.0 if side.layer_scale else 1.0))
-    return largest if side.granularity == "per_head" else largest.amax()[None]
-
-
-@examples
-@example(x_HTD=torch.zeros(1, 1, 64))
-@example(x_HTD=torch.arange(-64.0, 64.0).reshape(1, 2, 64) * 0.5)
-@given(x_HTD=tensors())
-def test_every_format_stores_the_bits_that_the_reference_stores(x_HTD: Tensor) -> None:
-    for side in SIDES:
-        if x_HTD.shape[-1] % (side.group_size or 1):
-            continue
-        scale = static_scale(side, x_HTD)
-        codes_THW, scales = reference.quantize(x_HTD.transpose(0, 1), side, scale)
-        static = None if scale is None else Static(scale.view(-1, 1, 1), None)
-        expected = reference_quantize(x_HTD, policy_format(side), static)
-        assert same_bits(codes_THW.transpose(0, 1).contiguous(), expected.codes.contiguous()), side
-        assert (scales is None) == (expected.scale is None), side
-        if scales is not None and expected.scale is not None:
-            assert same_bits(scales.transpose(0, 1).contiguous(), expected.scale.contiguous()), side
 
 
 def test_nan_has_no_part_in_a_scale_and_infinity_saturates_it() -> None:
@@ -197,7 +147,7 @@ class History:
             x_HTD = self.tokens_BHTD[b][i]
             scale = self.cache.get(f"{name}_scale")
             static = None if scale is None else Static(scale.view(-1, 1, 1), None)
-            form = policy_format(side)
+            form = reference.format_of(side)
             rounded = reference_dequantize(reference_quantize(x_HTD, form, static), form, static)
             length = x_HTD.shape[1]
             position = torch.arange(length)

@@ -1,4 +1,4 @@
-"""Reference of the cache and its attention in plain torch, float32: slow, and easy to check. The kernels must agree.
+"""The kernels' cache and attention in plain torch, with the reference engine's arithmetic. The kernels must agree with it.
 
 Shapes: B sequences, H KV heads, Hq query heads in groups of G = Hq / H per KV head, D head_dim, W storage elements and g
 stored scales of a token, T tokens of one sequence, X new tokens of all, P columns of the page table. A cache is a dict of one
@@ -12,74 +12,40 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from plugins.kv_attention.layout import (
-    LARGEST_BLOCK_SCALE,
-    MAX_SCALE,
-    MIN_SCALE,
-    NVFP4_GROUP,
-    PAGE_TOKENS,
-    SMALLEST_BLOCK_SCALE,
-    CacheLayout,
-    SideLayout,
-)
+from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout
+from stages.engines.reference import formats
+from stages.policies.arithmetic_torch import Static, Stored
+from stages.policies.formats import Format, ScaleSource
 
 Cache = Mapping[str, Tensor]
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of nvfp4's codes by their lower three bits; the fourth bit is the sign."""
+
+def format_of(side: SideLayout) -> Format:
+    """Return the equal format of a policy."""
+    scale: ScaleSource = "none" if side.exact else "calibrated" if side.has_static_scales else "dynamic"
+    return Format(dtype=side.dtype, granularity=side.granularity, group_size=side.group_size, scale=scale)
 
 
 def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Quantize keys or values.
+    """Quantize keys or values x (..., H, D), as the reference engine does.
 
-    Codes are the nearest ones, ties to even, saturating. NaN does not enter a dynamic scale; fp8 stores it as NaN of the same
-    sign, integers store it as 0.
+    The kernels are also given NaN, which does not enter a dynamic scale; fp8 stores it as NaN of the same sign, integers store
+    it as 0.
 
     Returns:
         Codes (..., H, W), and the scales (..., H, g) of a dynamic side or None: float16, or float8_e4m3fn of nvfp4.
     """
-    nan, negative = x.isnan(), x.signbit()
-    x = x.float()
-    if side.exact:
-        return x.to(getattr(torch, side.codes.storage)), None
-    if side.layer_scale:
-        assert static_scale is not None
-        return _in_blocks(x, side, static_scale)
-    scale = None
-    if side.static:
-        assert static_scale is not None
-        steps = x / static_scale[:, None]
-    else:
-        groups, dim = side.groups(x.shape[-1]), x.shape[-1]
-        grouped = x.reshape(*x.shape[:-1], groups, dim // groups)
-        amax = grouped.abs().masked_fill(grouped.isnan(), 0.0).amax(-1)
-        # Codes use the stored scale, rounded to float16, because decoding multiplies by that scale.
-        scale = (amax / side.codes.limit).clamp(MIN_SCALE, MAX_SCALE).half()
-        steps = (grouped / scale.float().unsqueeze(-1)).flatten(-2)
-    steps = steps.clamp(-side.codes.limit, side.codes.limit).masked_fill(nan, 0.0)
+    nan = x.isnan()
+    numbers = x if side.exact else x.masked_fill(nan, 0.0)
+    stored = formats.quantize(numbers.unsqueeze(-2), format_of(side), _static(static_scale))
+    codes, scale = stored.codes.squeeze(-2), stored.scale
     if side.dtype == "fp8_e4m3":
-        codes = steps.to(torch.float8_e4m3fn).view(torch.uint8)
-        codes = codes.masked_fill(nan, 0x7F) | negative.to(torch.uint8) << 7
-        return codes.view(torch.float8_e4m3fn), scale
-    codes = steps.round()
-    if side.dtype == "int4":
-        low, high = codes.chunk(2, dim=-1)
-        codes = 16 * high + low + 8
-    return codes.to(torch.int8), scale
+        codes.view(torch.uint8)[nan] = 0x7F + 0x80 * x[nan].signbit().to(torch.uint8)
+    return codes, None if scale is None else scale.squeeze(-2)
 
 
-def _in_blocks(x: Tensor, side: SideLayout, layer_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x (..., D) to nvfp4: packed E2M1 codes (..., D / 2) int8 and scales (..., g) float8_e4m3fn."""
-    blocks = x.reshape(*x.shape[:-1], side.groups(x.shape[-1]), NVFP4_GROUP)
-    amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(-1)
-    scale = (amax / (side.codes.limit * layer_scale)).clamp(SMALLEST_BLOCK_SCALE, LARGEST_BLOCK_SCALE).to(torch.float8_e4m3fn)
-    steps = (blocks / (scale.float() * layer_scale).unsqueeze(-1)).flatten(-2).nan_to_num(nan=0.0)
-    magnitude = steps.abs().clamp(max=side.codes.limit)
-    unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
-    codes = (magnitude / unit).round() + 2 * (unit.log2() + 1) + 8 * (steps < 0)
-    low, high = codes.chunk(2, dim=-1)
-    return (16 * high + low).to(torch.uint8).view(torch.int8), scale
+def _static(scale: Tensor | None) -> Static | None:
+    return None if scale is None else Static(scale.view(-1, 1, 1), None)
 
 
 def append(
@@ -121,21 +87,8 @@ def dequantize(layout: CacheLayout, cache: Cache, pages: Tensor, length: int) ->
         return cache[name][pages].movedim(1, 0).flatten(1, 2)[:, :length]
 
     def side(name: str, form: SideLayout) -> Tensor:
-        codes = rows(f"{name}_pool")
-        if form.dtype == "int4":
-            codes = torch.cat([(codes & 15) - 8, codes >> 4], -1)
-        if form.layer_scale:
-            byte = codes.view(torch.uint8)
-            code = torch.cat([byte & 15, byte >> 4], -1)
-            magnitude = torch.tensor(E2M1, device=code.device)[(code % 8).long()]
-            steps = rows(f"{name}_scale_pool").float() * cache[f"{name}_scale"]
-            return torch.where(code >= 8, -magnitude, magnitude) * steps.repeat_interleave(NVFP4_GROUP, -1)
-        if form.static:
-            return codes.float() * cache[f"{name}_scale"][:, None, None]
-        if form.dynamic:
-            scales = rows(f"{name}_scale_pool").float()
-            return codes.float() * scales.repeat_interleave(layout.head_dim // scales.shape[-1], -1)
-        return codes.float()
+        stored = Stored(rows(f"{name}_pool"), rows(f"{name}_scale_pool") if form.dynamic else None, None)
+        return formats.dequantize(stored, format_of(form), _static(cache.get(f"{name}_scale")))
 
     return side("key", layout.key), side("value", layout.value)
 
