@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.checkpoints.families import LINEARS
-from stages.policies.formats import Format, Granularity, WeightsFormat
+from stages.policies.formats import Format, WeightsFormat
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales
 
@@ -33,13 +33,8 @@ Place = tuple[int, Side]
 """(layer, side): a layer's keys or values, which are the input of one quantizer."""
 KV_QUANTIZER: dict[Side, str] = {Side.KEY: "k_bmm_quantizer", Side.VALUE: "v_bmm_quantizer"}
 
-AXES: dict[Granularity, tuple[int, ...] | None] = {
-    "per_tensor": None,
-    "per_head": (1,),
-    "per_channel": (1, 3),
-    "per_token": (0, 1, 2),
-}
-"""ModelOpt's `axis` by granularity: the dimensions of BHSD along which scales differ."""
+PER_CHANNEL = (1, 3)
+"""ModelOpt's `axis` of a scale per head and channel: the dimensions of BHSD along which scales differ."""
 
 _FP8: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
 _WEIGHTS: dict[WeightsFormat, list[tuple[str, Attributes]]] = {
@@ -93,7 +88,7 @@ def measuring_recipe(places: Collection[Place]) -> QuantizationRecipe:
 
     `num_bits` is arbitrary, because a maximum does not depend on it.
     """
-    attributes = {quantizer_name(place): {"num_bits": 8, "axis": AXES["per_channel"]} for place in places}
+    attributes = {quantizer_name(place): {"num_bits": 8, "axis": PER_CHANNEL} for place in places}
     return QuantizationRecipe("max", tuple(attributes.items()), attributes)
 
 

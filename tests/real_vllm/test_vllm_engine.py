@@ -104,7 +104,6 @@ def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
     rows = fp8.forced_together([(text, FIRST) for text in texts])
     for copy in assert_reads_what_it_stored(fp8, tiny_checkpoint, texts[0], 0, rows[0]).errors[0].values():
         assert 0.015 < float(copy.engine.mean()) < 0.04
-    assert fp8._loaded().kernel == "vec"
 
 
 @KNOWN_LAYOUT

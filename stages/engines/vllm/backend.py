@@ -45,20 +45,17 @@ class VllmDescription(protocol.Description):
 class LayerScales(StrictModel):
     """The scales that one attention layer reads."""
 
-    layer: str
     key: list[float]
     value: list[float]
 
 
 class VllmFacts(StrictModel):
-    """Answer to `facts`: scales, blocks and kernel of a loaded engine."""
+    """Answer to `facts`: scales and blocks of a loaded engine."""
 
     scales: list[LayerScales]
     block_tokens: Annotated[int, Field(ge=1)]
     block_bytes: Annotated[int, Field(ge=1)]
     """Bytes of one block over all layers."""
-    kernel: str
-    """The attention kernel: the CPU's instruction set, or the name of the attention backend."""
 
 
 PROGRAM = Program(

@@ -11,11 +11,11 @@ from helpers.checkpoints.families import family_model
 from helpers.policies.shipped import SHIPPED
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.records import no_progress
-from stages.policies.formats import Format, Rotation, WeightsFormat
+from stages.policies.formats import Format, Granularity, Rotation, WeightsFormat
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import SCALES_FILE, KVScales, SideScales
 from stages.quantize.materialize import source_dtype
-from stages.quantize.recipe import AXES, quantizer_name, weight_recipe
+from stages.quantize.recipe import PER_CHANNEL, quantizer_name, weight_recipe
 from stages.quantize.run import load_model, measure_cache, quantize_weights, scale_cache
 from stages.quantize.scales import static_scales
 
@@ -29,6 +29,10 @@ TEXTS = [
     "Record 17: name Ada, city Turin, code 4471. " * 4,
     '{"tool": "lookup", "arguments": {"name": "Ada"}}',
 ]
+AXES: dict[Granularity, tuple[int, ...] | None] = {
+    "per_tensor": None, "per_head": (1,), "per_channel": PER_CHANNEL, "per_token": (0, 1, 2)
+}  # fmt: skip
+"""ModelOpt's `axis` by granularity."""
 MAX_LENGTH = 96
 
 

@@ -27,11 +27,8 @@ V4, Q4_0 = K8V4.value, form_of("q4_0")
 
 
 def vectors() -> Tensor:
-    """Return vectors (2, 12, 64): random at many magnitudes, of one sign, constant, zero, and with ties."""
-    x = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(12.0) - 6)[:, None]
-    x[:, 0], x[:, 1] = 0.0, 0.25
-    x[:, 2] += 100
-    x[:, 3] -= 3000
+    """Return the vectors of ggml's tests, (2, 12, 64), some with ties."""
+    x = ggml.vectors()
     x[:, 4] = torch.arange(64) % 31 * 0.5
     return x
 

@@ -55,11 +55,7 @@ class Cache:
         parts = self._of_each(_facts)
         layers = zip(*(part["scales"] for part in parts), strict=True)
         return {
-            **parts[0],
-            "scales": [
-                {"layer": one[0]["layer"], **{side: self._joined([part[side] for part in one]) for side in ("key", "value")}}
-                for one in layers
-            ],
+            "scales": [{side: self._joined([part[side] for part in one]) for side in ("key", "value")} for one in layers],
             "block_tokens": int(self.core.vllm_config.cache_config.block_size),
             "block_bytes": self.copies * sum(part["block_bytes"] for part in parts),
         }
@@ -94,26 +90,22 @@ class Cache:
         return True
 
 
-def _layers(worker: Any) -> dict[str, Any]:
-    """Return the attention layers of a worker, by name."""
+def _layers(worker: Any) -> list[Any]:
+    """Return the attention layers of a worker, in order."""
     context = getattr(worker, "worker", worker).model_runner.vllm_config.compilation_config.static_forward_context
-    return {name: layer for name, layer in context.items() if hasattr(layer, "_k_scale")}
+    return [layer for layer in context.values() if hasattr(layer, "_k_scale")]
 
 
 def _facts(worker: Any) -> dict[str, Any]:
     layers = _layers(worker)
-    first = next(iter(layers.values()))
     return {
-        "scales": [
-            {"layer": name, "key": _numbers(layer, "k"), "value": _numbers(layer, "v")} for name, layer in layers.items()
-        ],
-        "block_bytes": sum(layer.kv_cache[0].numel() * layer.kv_cache.element_size() for layer in layers.values()),
-        "kernel": str(getattr(first, "isa", type(first.impl).__name__)),
+        "scales": [{"key": _numbers(layer, "k"), "value": _numbers(layer, "v")} for layer in layers],
+        "block_bytes": sum(layer.kv_cache[0].numel() * layer.kv_cache.element_size() for layer in layers),
     }
 
 
 def _corrupt_keys(worker: Any, factor: float) -> None:
-    for layer in _layers(worker).values():
+    for layer in _layers(worker):
         scaled = layer.kv_cache_dtype.startswith(SCALED) and not layer.kv_cache_dtype.endswith(UNSCALED)
         write = layer.impl.do_kv_cache_update
         layer.impl.do_kv_cache_update = _scaled(write, factor) if scaled else _louder(write, factor)
@@ -123,7 +115,7 @@ def _stored(worker: Any, blocks: list[int], length: int) -> Any:
     """Return the bytes of keys and then values of every layer, (H, length, D) each; None if the layout is unknown."""
     import torch
 
-    layers = _layers(worker).values()
+    layers = _layers(worker)
     if any(getattr(layer, "isa", None) != "vec" for layer in layers):
         return None
     chosen, rows = torch.tensor(blocks), []
