@@ -227,10 +227,7 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
 @pytest.mark.parametrize(
     ("family", "keys", "unread"),
     [
-        *(
-            (family, {"use_qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")}, None)
-            for family in FAMILIES
-        ),
+        *((family, {"use_qk_norm": family in WITH_QK_NORM}, None) for family in FAMILIES),
         ("qwen3", {"use_qk_norm": False}, "use_qk_norm=False"),
         ("mistral", {"use_qk_norm": True}, "use_qk_norm=True"),
         ("mistral", {"attention_bias": True}, "attention_bias=True"),
