@@ -171,17 +171,16 @@ def painted(pieces: tuple[AttentionPiece, ...], rows: int, columns: int) -> np.n
 @pytest.mark.parametrize("number", range(len(POLICIES)), ids=lambda number: POLICIES[number].name)
 def test_every_row_sees_every_token_once_and_from_the_copy_that_the_policy_says(number: int, spans: list[Span]) -> None:
     policy, slide = POLICIES[number], SLIDES[number]
+    starts = {row: row if span.start is None else span.start for span in spans for row in range(span.begin, span.end)}
     covered: list[int] = []
     for block in attention.plan(policy, spans, row_bytes=1, slides={slide}):
         covered += range(block.begin, block.end)
-        span = next(span for span in spans if span.begin <= block.begin < span.end)
         assert set(block.pieces) == {(slide, False)} | ({(slide, True)} if policy.window else set())
         for (_, windowed), pieces in block.pieces.items():
             expected = [
-                [source(policy, slide, windowed, row if span.start is None else span.start, row, position)
-                 for position in range(block.end)]
+                [source(policy, slide, windowed, starts[row], row, position) for position in range(block.end)]
                 for row in range(block.begin, block.end)
-            ]  # fmt: skip
+            ]
             np.testing.assert_array_equal(painted(pieces, block.end - block.begin, block.end), expected)
     assert covered == list(range(spans[0].begin, spans[-1].end))
 
