@@ -4,10 +4,9 @@ The fakes accept only the recorded arguments.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +47,6 @@ class Library:
     broken: str
     """Reason why a broken installation cannot be imported."""
     kv: str = "fp8"
-    computing: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `make` for an interpreter that computes logits."""
 
 
 LIBRARIES = {
@@ -63,7 +60,7 @@ LIBRARIES = {
     ),
     "sglang": Library(
         SGLANG, make_sglang_interpreter, partial(make_bundle, "sglang"), "0.5.23", "context_length",
-        ("pip install sglang==0.5.23",), "libcudart", kv="fp8_uncalibrated", computing={"logits": True},
+        ("pip install sglang==0.5.23",), "libcudart", kv="fp8_uncalibrated",
     ),
 }  # fmt: skip
 
@@ -75,7 +72,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture(scope="module")
 def python(library: Library, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return library.make(tmp_path_factory.mktemp("interpreter") / "bin", release=library.release, **library.computing)
+    return library.make(tmp_path_factory.mktemp("interpreter") / "bin", release=library.release)
 
 
 @pytest.fixture(scope="module")

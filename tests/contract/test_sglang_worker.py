@@ -44,7 +44,7 @@ def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -
 
 
 def test_a_step_whose_logits_were_not_seen_is_noticed(bundle: Path, tmp_path: Path) -> None:
-    engine = open_engine(bundle, make_sglang_interpreter(tmp_path / "bin", mode="skips a step", logits=True))
+    engine = open_engine(bundle, make_sglang_interpreter(tmp_path / "bin", mode="skips a step"))
     with pytest.raises(RuntimeError, match=r"SGLang: run: RuntimeError: (step 2|.* forced)"):
         engine.forced(TOKENS, 4)
     engine.close()

@@ -45,20 +45,12 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def make_sglang_interpreter(
-    folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True, logits: bool = False
-) -> str:
-    """Create an interpreter with the fake SGLang, and with a GPU if `gpu` is set; return its path.
-
-    torch is a stub unless the test needs `logits`: the real one takes seconds to import.
-    """
+def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:
+    """Create an interpreter with the fake SGLang, and with a GPU if `gpu` is set; return its path."""
     folder.mkdir(parents=True)
-    if not logits:
-        stub = "from types import SimpleNamespace\n\ncuda, Tensor = SimpleNamespace(), None\n"
-        (folder / "torch.py").write_text(stub, encoding="utf-8")
     return _python(
         folder,
         f"export FAKE_SGLANG_RELEASE='{release}' FAKE_SGLANG_MODE='{mode}' FAKE_SGLANG_GPUS={int(gpu)}",
-        f'export PYTHONPATH="{folder}:{SGLANG_PACKAGE}:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1',
+        f'export PYTHONPATH="{SGLANG_PACKAGE}:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1',
         says=None,
     )
