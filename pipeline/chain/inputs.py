@@ -198,7 +198,8 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
         from stages.quantize.calibration import texts_from_file
 
         texts_from_file(config.calibration.file, config.calibration.samples)
-    if config.workloads.own is None and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
+    given = config.workloads.own is not None or config.workloads.gsm8k > 0
+    if not given and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
     from stages.evaluate.inputs.samples import load_samples
 

@@ -27,7 +27,7 @@ from stages.core.errors import CannotBeJudged
 from stages.core.strict import StrictModel
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
-from stages.workloads.config import LONG, LONG_QUESTIONS, more_documents
+from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, more_documents
 
 MOST_QUESTIONS = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
@@ -191,10 +191,11 @@ def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> t
         if count
     }
     changes = [f"workloads.samples.{name}={count}" for name, count in counts.items()]
+    changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
     if config.workloads.lengths:
         now = math.ceil(more * config.workloads.length_documents) * LONG_QUESTIONS
         changes += more_documents({**needed, LONG: now})
-    return changes, any(name not in (*counts, "all") and not name.startswith(LONG) for name in needed)
+    return changes, any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
 
 
 def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:

@@ -23,7 +23,8 @@ def no_progress(label: str, done: int, total: int) -> None:
     """Ignore the progress."""
 
 
-Check = Literal["none", "exact", "mention", "json", "tool_call"]
+LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
+Check = Literal[LineCheck, "number"]
 
 PREFILL_CHUNK = 1024
 """Tokens per prefill chunk. They attend to each other exactly, and to earlier chunks through the quantized cache."""
@@ -39,7 +40,8 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """Rule that judges the answer: none, exact text, required mentions, JSON, or a call of a tool in `tools`."""
+    """Rule that judges the answer: none, exact text, required mentions, JSON, a call of a tool in `tools`, or the last
+    number."""
     document: str = ""
     """Document that the sample belongs to; a verdict counts a document's samples as one number. Empty: only this sample."""
     depth: float | None = None

@@ -1,1 +1,1 @@
-"""Questions: generated, from documentation, the user's own; and how prompts are rendered."""
+"""Questions: generated, from documentation, the user's own, GSM8K; and how prompts are rendered."""

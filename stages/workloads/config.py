@@ -58,6 +58,10 @@ class LoadConfig(StrictModel):
         return self.context_tokens + WARMUP_STEPS + self.new_tokens
 
 
+GSM8K_PROBLEMS = 1319
+"""Number of problems in the test set."""
+
+
 LEAST_STRESS_TOKENS = 128
 
 
@@ -129,6 +133,8 @@ class WorkloadsConfig(StrictModel):
     documents: PathText | None = None
     """Directory of the user's text files (.txt, .md), or one such file, which the documents of `lengths` quote; null for
     Python's documentation."""
+    gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
+    """Number of additional GSM8K problems, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     """Seed of the generated samples."""
     batch_size: Annotated[int, Field(ge=1, le=1024)]
@@ -159,7 +165,7 @@ class WorkloadsConfig(StrictModel):
     def answers_are_lines(self) -> bool:
         """Whether every answer is one line, as in the workloads about pages; then a line end ends answers to few-shot text."""
         asked = {name for name, count in self.samples.items() if count}
-        return asked <= PAGES and self.jsonl is None
+        return asked <= PAGES and self.jsonl is None and not self.gsm8k
 
     @property
     def own_key(self) -> Literal["jsonl", "documents"]:
@@ -187,7 +193,7 @@ class WorkloadsConfig(StrictModel):
             raise ValueError(f"lengths must be different, got {self.lengths}; give each length once")
         if self.documents is not None and (self.jsonl is not None or not self.lengths):
             raise ValueError("documents: are cut to workloads.lengths, without workloads.jsonl; give lengths, and no jsonl")
-        if not any(self.samples.values()) and self.jsonl is None and not self.lengths:
+        if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k and not self.lengths:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins
         if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):

@@ -11,6 +11,7 @@ from typing import Any
 
 from stages.core.records import Sample
 from stages.core.strict import unique_keys
+from stages.workloads.gsm8k import final_number
 
 
 def _refuse_constant(name: str) -> None:
@@ -100,11 +101,14 @@ def judge(sample: Sample, text: str) -> bool:
     Returns:
         "exact": whether `text` equals the reference. "mention": whether `text` mentions all `sample.mentions` (the reference if
         the list is empty) and no `sample.distractors`. "json" and "tool_call": whether `text` is well-formed, and
-        its value equals the reference's value.
+        its value equals the reference's value. "number": whether the final numbers of `text` and the
+        reference are equal.
     """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":
         return text == sample.reference
+    if sample.check == "number":
+        return final_number(text) == final_number(sample.reference)
     if sample.check == "mention":
         return _mentions_the_answer_only(sample, text)
     return bool(well_formed(sample, text)) and _canonical(strict_json(text)) == _canonical(strict_json(sample.reference))

@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stages.core.errors import UserError
-from stages.core.records import Check, Sample
+from stages.core.records import LineCheck, Sample
 from stages.core.strict import CONTROLS, read_given
 from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
 from stages.evaluate.inputs.lengths import long_samples
 from stages.workloads.config import Workload, WorkloadsConfig
 from stages.workloads.generated import generate
+from stages.workloads.gsm8k import gsm8k_samples
 
 
 class _Strict(BaseModel):
@@ -41,7 +42,7 @@ class _Line(_Strict):
     prompt: str | None = Field(default=None, pattern=r"\S")
     messages: tuple[_Message, ...] | None = Field(default=None, min_length=1)
     reference: str = Field(min_length=1)
-    check: Check = "exact"
+    check: LineCheck = "exact"
     document: str = ""
     depth: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     mentions: tuple[str, ...] = ()
@@ -52,7 +53,7 @@ class _Line(_Strict):
 
 _FIXES = {
     "id": "give a text of 1 to 200 characters that can be shown",
-    "check": f"give one of {', '.join(get_args(Check))}",
+    "check": f"give one of {', '.join(get_args(LineCheck))}",
     "workload": "give a name of letters, digits, _ and -",
     "depth": "give a number from 0 to 1",
     "messages": 'give a list of {"role": "system" | "user" | "assistant", "content": "..."}',
@@ -64,7 +65,7 @@ _FIXES = {
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Return all samples of an evaluation: generated samples, long documents, then the user's JSONL file.
+    """Return all samples of an evaluation: generated samples, long documents, GSM8K, then the user's JSONL file.
 
     The function loads no model and no tokenizer, so that a bad file is reported before anything expensive starts. Therefore
     `lengths.fit_lengths` has to cut the long documents.
@@ -74,11 +75,14 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
 
     Raises:
         UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
+        MissingRequirement: GSM8K is configured but not installed.
     """
     # Use the order of the Workload type, not of the configuration, because the workloads' digest depends on the order.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
     samples += long_samples(config)
+    if config.gsm8k:
+        samples += gsm8k_samples(config.gsm8k, config.seed)
     if config.jsonl is not None and config.own is not None:
         samples += read_jsonl(config.own, {sample.id for sample in samples})
     return samples

@@ -74,7 +74,7 @@ class BundleTokenizer:
         """
         if not self._tokenizer.is_fast:
             raise UserError(
-                "workloads: the tokenizer cannot locate tokens in a text, which lengths need; give the checkpoint a "
+                "workloads: the tokenizer cannot locate tokens in a text, which lengths and gsm8k need; give the checkpoint a "
                 "tokenizer.json"
             )
         offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

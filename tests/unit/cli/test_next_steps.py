@@ -115,6 +115,7 @@ def test_the_promotion_after_an_experiment_finds_the_experiments_engines(tmp_pat
 @pytest.mark.parametrize(
     ("base", "needed", "gate", "says"),
     [
+        (["workloads=gsm8k"], {"gsm8k": 5000}, "accuracy", "workloads.gsm8k=1319"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "; add questions to mine.jsonl; ask"),
         (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),
         ([], {}, Gate.MEAN_KL, "workloads.samples.copy=619"),

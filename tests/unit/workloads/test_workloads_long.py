@@ -7,21 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers.engines.fake import CharTokenizer, fake_engine
 from helpers.registry.judged_engine import config_of
-from helpers.verdicts.evaluations import brief_workloads, builtin_workloads, evaluate, measure_baseline
+from helpers.verdicts.evaluations import builtin_workloads
 
 from pipeline.chain.inputs import _check_lengths
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import UserError
 from stages.core.records import Sample
-from stages.evaluate.decoding.rows import probability
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.lengths import SLACK, fit_lengths, long_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode, encode_rounds
-from stages.verdict.report import load_rows
 from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
 from stages.workloads.documentation import SPLITS, pages
 from stages.workloads.long import CODES, document_of, questions
@@ -198,47 +194,3 @@ def test_lengths_that_cannot_be_judged_are_refused_in_one_line(
     with pytest.raises(UserError, match=refusal) as refused:
         _check_lengths(config_of(*given), inspect_checkpoint(tiny_checkpoint))
     assert "\n" not in str(refused.value)
-
-
-class Placed(CharTokenizer):
-    """A tokenizer that reports token positions; every token is a character."""
-
-    def spans(self, text: str, parts: Any) -> tuple[tuple[int, int], ...]:  # noqa: ARG002
-        return tuple(parts)
-
-
-def record(i: int) -> Sample:
-    values = f"{i}1", f"{i}2"
-    text = f"it has {i}1 and {i}2"
-    return Sample(f"r{i}", "w", text, prompt=f"p{i}", check="mention", mentions=values, results=((7, 9), (14, 16)))
-
-
-RECORDS = [record(3), record(4)]
-
-
-def test_the_probability_of_an_answer_is_the_mean_over_its_results() -> None:
-    (item, _) = encode(RECORDS, Placed(), 9)
-    nll = np.full(len(item.reference), 50.0)
-    nll[7:9], nll[14:16] = [0.1, 0.2], [0.0, 0.5]
-    assert probability(nll, item) == pytest.approx((np.exp(-0.3) + np.exp(-0.5)) / 2)
-    assert probability(nll, replace(item, results=())) == pytest.approx(np.exp(-nll.sum()))
-    assert probability(np.full(len(nll), 800.0), item) == 0.0
-
-
-def test_results_are_scored_also_where_the_baseline_gives_another_right_answer(tmp_path: Path) -> None:
-    said = [replace(RECORDS[0], reference="so it has 31 and 32"), RECORDS[1]]
-    config, tokenizer = brief_workloads(extra_new_tokens=4), Placed()
-    measure_baseline(lambda: fake_engine(said), RECORDS, tmp_path / "base", config=config, tokenizer=tokenizer)
-    evaluate(lambda: fake_engine(said), RECORDS, tmp_path / "base", tmp_path / "out", config=config, tokenizer=tokenizer)
-    other, same = load_rows(tmp_path / "out")
-    assert (other.baseline_correct, other.right_answer) == (True, "reference")
-    assert other.baseline_probability is not None
-    assert other.baseline_probability < 1e-3
-    assert same.baseline_probability == same.candidate_probability == pytest.approx(1, abs=0.01)
-
-
-def test_a_tokenizer_without_character_offsets_is_refused() -> None:
-    tokenizer = BundleTokenizer.__new__(BundleTokenizer)
-    tokenizer._tokenizer = SimpleNamespace(is_fast=False)
-    with pytest.raises(UserError, match=r"workloads: the tokenizer .* tokenizer\.json"):
-        tokenizer.spans("a", [(0, 1)])

