@@ -28,6 +28,7 @@ MEASURES = (
     (Column("accuracy", "right\nanswers", ".3f"), "quality/accuracy_candidate", "quality/accuracy_baseline"),
     (Column("samples", "samples\nasked", ".0f"), "quality/samples", ""),
     (Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"),
+    (Column("others_share", "CPU of\nothers", ".0%"), "perf/others_share", "baseline/others_share"),
 )
 """Columns of the comparison, with the candidate's metric and the baseline's metric or its value by definition."""
 

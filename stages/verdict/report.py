@@ -169,6 +169,8 @@ class SystemMetrics(Record):
     new_tokens: int
     time_to_first_token_ms: float
     decode_tokens_per_s: Number
+    others_share: Number = None
+    """Fraction of the processors that other programs used meanwhile; null if the engine runs in another process."""
     inter_token_p50_ms: Number
     inter_token_p95_ms: Number
     inter_token_p99_ms: Number
@@ -248,7 +250,7 @@ class EvaluationReport(Record):
         found.update(_numbers("quality/covered_", self.limits))
         for name, value in _numbers("", self.system):
             found[("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name] = value
-        for name in ("decode_tokens_per_s", "kib_per_token"):
+        for name in ("decode_tokens_per_s", "others_share", "kib_per_token"):
             if (value := getattr(self.baseline_system, name)) is not None:
                 found[f"baseline/{name}"] = value
         return found

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from stages.core.errors import UserError
 from stages.core.memory import collect_memory, return_freed
@@ -42,7 +43,10 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
     steps = WARMUP_STEPS + load.new_tokens
     progress("system metrics", 0, 1)
+    before = _processor_seconds()
+    own_process = not isinstance(engine, SupportsTiming)
     times = engine.timed(prompts, steps) if isinstance(engine, SupportsTiming) else _timed(engine, prompts, steps, progress)
+    others, total = np.subtract(_processor_seconds(), before)
     step_ms, memory = times.step_ms[WARMUP_STEPS:], times.memory
     p50, p95, p99 = np.percentile(step_ms, [50, 95, 99]).tolist()
     budget = int(LIVE_GIB * GIB)
@@ -52,6 +56,7 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
         new_tokens=load.new_tokens,
         time_to_first_token_ms=float(np.median(times.first_token_ms)),
         decode_tokens_per_s=load.batch * len(step_ms) / (sum(step_ms) / 1e3),
+        others_share=min(1.0, max(0.0, float(others / total))) if own_process and total > 0 else None,
         inter_token_p50_ms=p50,
         inter_token_p95_ms=p95,
         inter_token_p99_ms=p99,
@@ -62,6 +67,13 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
         attention=engine.attention,
         max_live_tokens=live_tokens(engine.policy, engine.shape, budget, LIVE_SEQUENCE_TOKENS),
     )
+
+
+def _processor_seconds() -> tuple[float, float]:
+    """Return the seconds for which programs except this process used the processors since the machine started, including time
+    that a hypervisor took, and the seconds of all processors."""
+    times = psutil.cpu_times()[:8]  # user, nice, system, idle, iowait, irq, softirq, steal; the rest is counted in `user`
+    return sum(times) - sum(times[3:5]) - time.process_time(), sum(times)
 
 
 def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progress: Progress) -> LoadTimes:

@@ -13,10 +13,11 @@ from helpers.verdicts.evaluations import SAMPLES, evaluate, measure_baseline
 
 from stages.core.errors import UserError
 from stages.core.records import Sample
+from stages.evaluate.decoding.system import _processor_seconds, measure_system
 from stages.verdict.gates import decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.thresholds import Thresholds, Verdict
-from stages.workloads.config import CONTROL_FACTOR
+from stages.workloads.config import CONTROL_FACTOR, LoadConfig
 
 GATES = Thresholds()
 Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
@@ -153,7 +154,17 @@ def test_system_metrics_are_measured_under_the_fixed_load(same: Judged) -> None:
     assert system.time_to_first_token_ms > 0
     assert system.decode_tokens_per_s is not None
     assert system.decode_tokens_per_s > 0
+    assert 0 <= (system.others_share or 0.0) <= 1
     assert system.max_live_tokens == 2**30 // (1024 * 128) * 1024
+
+
+def test_rates_come_with_the_share_of_the_processors_that_other_programs_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hypervisor took 1 s and other programs 1 s of the 10 s of all processors, this process 1 s, and 7 s were idle."""
+    monkeypatch.setattr("psutil.cpu_times", lambda: (1.0, 0.0, 1.0, 6.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0))
+    monkeypatch.setattr("stages.evaluate.decoding.system.time.process_time", lambda: 1.0)
+    assert _processor_seconds() == pytest.approx((2.0, 10.0))
+    engine = fake_engine(SAMPLES)
+    assert measure_system(engine, LoadConfig(batch=2, context_tokens=4, new_tokens=4)).others_share is None, "no time passed"
 
 
 class Separators(CharTokenizer):
