@@ -15,10 +15,11 @@ from pipeline.store.store import check_store
 from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.shapes import read_model
 from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
-from stages.core.errors import MissingRequirement, UserError, short
+from stages.core.errors import MissingRequirement, Refusal, UserError, short
 from stages.core.records import Sample
 from stages.engines.backend import Job
 from stages.engines.config import BackendConfig, backend_configs
@@ -198,6 +199,9 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
         from stages.quantize.calibration import texts_from_file
 
         texts_from_file(config.calibration.file, config.calibration.samples)
+    speculation = config.workloads.speculation
+    if speculation is not None and speculation.draft is not None:
+        check_draft(speculation.draft, locate_checkpoint(config.model.path))
     given = config.workloads.own is not None or config.workloads.gsm8k > 0
     if not given and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
@@ -223,3 +227,48 @@ def inspect_model(path: Path) -> CheckpointInfo:
     if find_spec("gguf") is None:
         raise MissingRequirement(f"model.path={path}: reading a GGUF needs the package gguf: pip install 'gguf>=0.19,<0.20'")
     return info
+
+
+def check_draft(path: str, target: Path) -> None:
+    """Check that a draft checkpoint can be read and has the target's tokens."""
+    from stages.checkpoints.loading import expected_tensors
+    from stages.checkpoints.opening import check_opens
+
+    key = "workloads.speculation.draft="
+    try:
+        draft = locate_checkpoint(path)
+        if draft.is_file():
+            raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
+        drafter = inspect_checkpoint(draft)
+        if drafter.quantized is not None:
+            raise UserError(f"{key}{path}: its weights are quantized; give the unquantized checkpoint")
+        check_tokenizer(drafter)
+        check_weights(drafter, expected_tensors)
+        check_opens(drafter)
+    except Refusal as error:
+        raise error.with_message(str(error).replace("model.path=", key)) from None
+    wanted, unused = _vocabulary(target, f"model.path={target}")
+    offered, _ = _vocabulary(draft, f"{key}{path}")
+    tokens = (wanted | offered).keys() - unused
+    different = next((token for token in sorted(tokens) if wanted.get(token) != offered.get(token)), None)
+    if different is not None:
+        ids = [f"token {known[different]}" if different in known else "no token" for known in (offered, wanted)]
+        raise UserError(
+            f"{key}{path}: its tokenizer differs from model.path's: {different!r} is {ids[0]} in the draft and {ids[1]} in "
+            "the target; give a draft with the same tokenizer"
+        )
+
+
+def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
+    """Return the token ids of a checkpoint or a GGUF, and the unused tokens that only pad a GGUF's list."""
+    if path.is_file():
+        listed = inspect_gguf(path).vocabulary
+        unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}
+        return {token: number for number, token in enumerate(listed.tokens)}, unused
+    from stages.evaluate.inputs.tokens import vocabulary
+
+    try:
+        return vocabulary(path), set()
+    except Exception as error:  # tokenizers raises bare exceptions
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{named}: its tokenizer cannot be loaded ({detail})") from error

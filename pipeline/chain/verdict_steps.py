@@ -14,6 +14,7 @@ from pipeline.config.config import Config
 from pipeline.evidence.identity import Link, answers_input, make_identity, round_input, write_identity
 from pipeline.loading import open_backend
 from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import json_digest
 from stages.core.memory import collect_memory, return_large_blocks
@@ -175,12 +176,14 @@ class VerdictSteps:
 
     @cached_property
     def _given_digests(self) -> dict[str, str]:
-        """Digests by input's name: of the user's samples or texts, if they are configured."""
+        """Digests by input's name: of the user's samples or texts, and of the draft checkpoint, if they are configured."""
         workloads, digests = self.config.workloads, dict[str, str]()
         if workloads.own is not None:
             for file in own_files(workloads.own_key, workloads.own):
                 self.chain.watch(file)
             digests[workloads.own_key] = hashlib.sha256(own_content(workloads.own_key, workloads.own)).hexdigest()
+        if workloads.speculation is not None and workloads.speculation.draft is not None:
+            digests["draft"] = self.chain.digest_of_model(locate_checkpoint(workloads.speculation.draft))
         return digests
 
     @cached_property

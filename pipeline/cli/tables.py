@@ -29,8 +29,19 @@ MEASURES = (
     (Column("samples", "samples\nasked", ".0f"), "quality/samples", ""),
     (Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"),
     (Column("others_share", "CPU of\nothers", ".0%"), "perf/others_share", "baseline/others_share"),
+    *(  # tokens per pass under speculative decoding
+        (
+            Column(f"acceptance_{drafter}", f"a pass,\n{drafter}", ".2f"),
+            f"quality/acceptance_{drafter}_candidate",
+            f"quality/acceptance_{drafter}_baseline",
+        )
+        for drafter in ("lookup", "draft")
+    ),
 )
-"""Columns of the comparison, with the candidate's metric and the baseline's metric or its value by definition."""
+"""Columns of the comparison, with the candidate's metric and the baseline's metric or its value by definition.
+
+Columns of speculative decoding are shown only if a candidate has the metric.
+"""
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow", BASELINE: "dim"}
@@ -45,14 +56,19 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
 
 def comparison(candidates: Sequence[Candidate]) -> Grid:
     """Return a table with the memory, quality and speed of every engine, baselines first."""
+    shown = [
+        (column, own, base)
+        for column, own, base in MEASURES
+        if "acceptance" not in own or any(own in engine.metrics for engine in candidates)
+    ]
     baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     rows: list[list[Value]] = []
     for judged in reversed(baselines.values()):
         name = "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
-        rows.append([name, BASELINE, *(_measured(judged, base) for *_, base in MEASURES)])
+        rows.append([name, BASELINE, *(_measured(judged, base) for *_, base in shown)])
     for judged in candidates:
-        rows.append([judged.name, judged.verdict, *(_measured(judged, own) for _, own, _ in MEASURES)])
-    columns = (POLICY, *words("verdict"), *(column for column, *_ in MEASURES))
+        rows.append([judged.name, judged.verdict, *(_measured(judged, own) for _, own, _ in shown)])
+    columns = (POLICY, *words("verdict"), *(column for column, *_ in shown))
     return Grid("KV caches against the FP16-KV engine, on the decode path", columns, rows, COLOURS)
 
 

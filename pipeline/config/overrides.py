@@ -30,6 +30,8 @@ OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SEARCHPATH = "hydra.searchpath"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
+PROMPT_LOOKUP = "workloads.speculation"
+"""The only key that may be an empty dict: it enables prompt lookup."""
 
 
 def searching(folders: Sequence[str | Path]) -> list[str]:
@@ -87,7 +89,7 @@ def wrong(override: Override, options_of: Callable[[str], Sequence[str]]) -> str
     for wrong, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
-        (override.value() == {}, "an empty dict changes nothing; name the keys in it that you mean"),
+        (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
         (key == "workdir" and override.is_sweep_override(), "a sweep compares candidates of one work directory; give one"),
         (key == "log" and override.is_sweep_override(), "a command speaks in one way; give one"),

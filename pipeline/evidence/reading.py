@@ -30,7 +30,7 @@ from stages.engines.bundle import BUNDLE_FILE
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 
-USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents")
+USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents", "draft")
 """Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""
 
 

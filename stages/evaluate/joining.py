@@ -15,7 +15,7 @@ from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.record import finite
-from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, Accuracy, EvaluationReport, Fidelity, SampleRow, Slice
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, Acceptance, Accuracy, EvaluationReport, Fidelity, SampleRow, Slice
 from stages.workloads.config import WorkloadsConfig
 
 
@@ -89,6 +89,7 @@ def join(
         tests=own.tests,
         baseline_tests=base.tests,
         scale_changes=first.scale_changes,
+        drafters=config.speculation.drafters if config.speculation is not None else [],
     )
     return JoinedEvaluation(report, rows)
 
@@ -137,6 +138,18 @@ def fidelity(steps: StepStatistics) -> Fidelity:
     )
 
 
+def acceptance(rows: Sequence[SampleRow]) -> dict[str, Acceptance]:
+    """Sum the tokens and passes of all answers, by drafter."""
+    parts: dict[str, list[Acceptance]] = {}
+    for row in rows:
+        for drafter, counts in row.acceptance.items():
+            parts.setdefault(drafter, []).append(counts)
+    return {
+        drafter: Acceptance(**{name: sum(getattr(part, name) for part in counts) for name in Acceptance.model_fields})
+        for drafter, counts in parts.items()
+    }
+
+
 def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edges: Sequence[int]) -> list[Slice]:
     """Summarize all rows together, by workload, by context bin, and by workload and context bin.
 
@@ -166,6 +179,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
                 samples=len(slice_rows),
                 accuracy=Accuracy.of(judged) if judged else None,
                 fidelity=fidelity(steps),
+                acceptance=acceptance(slice_rows),
             )
         )
     return summaries

@@ -18,6 +18,7 @@ from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import Answer, labelled, probability, run_samples
+from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
 from stages.evaluate.distances.distance import stored_heads, write_heads
 from stages.evaluate.inputs.checks import judge
@@ -95,11 +96,14 @@ def measure(
         for sample in samples:
             if sample.result.answer is not None:
                 text = tokenizer.text(greedy.words(sample.result.answer))
-                sample.answer = Answer(text, judge(sample.encoded.sample, text))
+                sample.answer = Answer(text, judge(sample.encoded.sample, text), sample.result.answer)
         if baseline is None:
             score_own_answers(samples, greedy, partial(run, progress=labelled(label, "own answers: ")))
         recorded = (sample for sample in samples if heads is None or sample.name in repeated)
         write_heads(out / LOGPROBS, ((sample.name, sample.folder.heads(sample.result.sample)) for sample in recorded))
+        answers, scored = [sample.answer for sample in samples], [sample.encoded for sample in samples]
+        others = () if known is None else [known.answers.get(sample.name) for sample in samples]
+        answers = speculated(answers, scored, config.speculation, greedy, label, others)
         conformance = None
         if comparison is not None:
             comparison.decode_missing()  # requests that had finished before an interruption
@@ -114,8 +118,8 @@ def measure(
             conformance=conformance,
             compute_dtype=None if reference is None else reference.compute_dtype,
             scale_changes=changes,
-            right_answers={s.name: list(s.encoded.reference) for s in samples if s.encoded.replaced and heads is None},
-            answers={sample.name: sample.answer for sample in samples if sample.answer is not None},
+            right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
+            answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
             statistics={sample.name: sample.result.statistics for sample in samples},
         ).write(out)
 
@@ -150,12 +154,12 @@ def in_own_words(sample: ScoredSample, greedy: Greedy) -> EncodedSample | None:
 
     A sample with scored `results` keeps its reference, because the baseline's answer has no such token ranges.
     """
-    encoded, answer = sample.encoded, sample.result.answer
-    if answer is None or sample.answer is None or not sample.answer.correct or encoded.results:
+    encoded, answer = sample.encoded, sample.answer
+    if answer is None or not answer.correct or encoded.results:
         return None
     if probability(sample.result.statistics.baseline_nll, encoded) >= UNLIKELY:
         return None
-    said = greedy.said(answer, encoded)
+    said = greedy.said(answer.tokens, encoded)
     return encoded.answered(said) if tuple(said) != encoded.reference else None
 
 

@@ -10,8 +10,8 @@ The scores of a few stakes are averaged, so that the result does not depend on t
 and Ramdas, JRSS B 86 (2024) 1-27.
 
 A document outside a stake's range ends the stake: its score is 0 from then on. If the range is known (distances and shares are
-at least 0 and capped above), the level is exact. If the range is assumed (the loss or gain of one document in recovery
-and answers), the level is an estimate; `python -m benchmarks.gates` simulates the true level.
+at least 0 and capped above), the level is exact. If the range is assumed (the loss or gain of one document in recovery,
+answers and accepted drafts), the level is an estimate; `python -m benchmarks.gates` simulates the true level.
 """
 
 import math

@@ -27,6 +27,20 @@ Probability = Annotated[float, Field(ge=0, le=1.001)] | None
 """A product of float32 probabilities, which rounding may push slightly above 1."""
 
 
+class Acceptance(Record):
+    """Token and pass counts of answers under speculative decoding with one drafter."""
+
+    baseline_tokens: Count
+    baseline_passes: Count
+    candidate_tokens: Count
+    candidate_passes: Count
+
+    @property
+    def lengths(self) -> tuple[float, float]:
+        """Mean acceptance lengths, in tokens per pass, of the baseline and of the candidate."""
+        return self.baseline_tokens / self.baseline_passes, self.candidate_tokens / self.candidate_passes
+
+
 class SampleRow(Record):
     """The results of baseline and candidate on one sample. Means are over the sample's scored tokens."""
 
@@ -61,6 +75,8 @@ class SampleRow(Record):
     """Difficulty in graded workloads: "easy", "medium" or "hard"; empty in others."""
     round: Count = 1
     """Round that ran the sample, from 1. A sequential evaluation stops once its gates have decided."""
+    acceptance: dict[str, Acceptance] = Field(default={})
+    """Acceptance counts of the two answers, by drafter."""
     baseline_probability: Probability = None
     """Probability of the right answer under the baseline: the product over the scored tokens. Null if the sample has no right
     answer, or if a token's probability is not finite."""
@@ -142,12 +158,23 @@ class Slice(Record):
     samples: int
     accuracy: Accuracy | None
     fidelity: Fidelity
+    acceptance: dict[str, Acceptance] = Field(default={})
+    """Acceptance counts by drafter."""
 
     @property
     def place(self) -> str:
         """Name of the workload's context bin in a verdict line: `copy [0, 256)`."""
         low, high = self.context or (0, None)
         return f"{self.workload} [{low}, {'' if high is None else high})"
+
+    @property
+    def acceptance_lengths(self) -> dict[str, float]:
+        """Tokens per pass by drafter and engine; a key is `acceptance_lookup_baseline`."""
+        return {
+            f"acceptance_{drafter}_{engine}": length
+            for drafter, counts in self.acceptance.items()
+            for engine, length in zip(("baseline", "candidate"), counts.lengths, strict=True)
+        }
 
 
 class MustFailControl(Record):
@@ -219,6 +246,8 @@ class EvaluationReport(Record):
     baseline_tests: EngineTests
     scale_changes: list[ScaleChange] | None = None
     """Scales that differ between the candidate and its checkpoint; null for engines that do not load scales by themselves."""
+    drafters: list[str]
+    """Drafters that were used: `lookup`, `draft`. Empty if `workloads.speculation` is null."""
 
     def slice(self, workload: str | None = None) -> Slice | None:
         """Return the slice of a whole workload, or of all samples; None if it has no samples."""
@@ -247,6 +276,7 @@ class EvaluationReport(Record):
                 found.update(_numbers(f"{prefix}accuracy_", part.accuracy))
                 if part.accuracy is not None and part.accuracy.recovery is not None:
                     found[f"{prefix}recovery"] = part.accuracy.recovery
+                found.update({f"{prefix}{name}": length for name, length in part.acceptance_lengths.items()})
         found.update(_numbers("quality/covered_", self.limits))
         for name, value in _numbers("", self.system):
             found[("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name] = value

@@ -61,6 +61,9 @@ class Thresholds(StrictModel):
     """Minimum share per workload. 15 questions can show this share without passing broken caches."""
     min_baseline_probability: Share = 0.02
     """Minimum mean probability of right answers under the baseline. A workload below it has nothing to lose and cannot PASS."""
+    max_acceptance_loss: Margin = 0.1
+    """Maximum share of the baseline's acceptance length under speculative decoding that a candidate may lose, per workload and
+    drafter, if `workloads.speculation` measures it."""
     max_mean_kl: Positive = 0.05
     """Maximum mean KL(baseline || candidate) per workload, nats per token; a document counts at most three times this."""
     max_ruined_share: Margin = 0.025
@@ -99,6 +102,7 @@ class Gate(StrEnum):
     COMPLETE = "complete", "Complete"
     RECOVERY = "min_recovery", "Recovery"
     ACCURACY = "accuracy", "Right answers"
+    ACCEPTANCE = "max_acceptance_loss", "Acceptance loss"
     MIN_SAMPLES = "min_samples", "Documents"
     MEAN_KL = "max_mean_kl", "Mean KL"
     TOP10_OVERLAP = "min_top10_overlap", "Top-10 overlap"

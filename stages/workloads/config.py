@@ -30,6 +30,10 @@ WARMUP_STEPS = 2
 """Untimed decode steps at the start of a load."""
 LIVE_GIB, LIVE_SEQUENCE_TOKENS = 1.0, 1024
 """Cache memory in GiB and sequence length in tokens for which the number of live tokens is computed."""
+LOOKUP_TOKENS, LOOKUP_NGRAM = 10, 3
+"""Maximum tokens that prompt lookup proposes per pass, and maximum length of the suffix that it searches for."""
+DRAFT_TOKENS = 5
+"""Maximum tokens that a draft checkpoint proposes per pass."""
 CONTROL_FACTOR = 0.1
 """Factor of the must-fail control for every key scale."""
 CONTROL_SAMPLES = 8
@@ -108,6 +112,17 @@ class StressTestConfig(StrictModel):
         return 300 + 3 * self.decode_steps + 20 * self.requests
 
 
+class SpeculationConfig(StrictModel):
+    """Drafters of speculative decoding whose acceptance rate is measured on both engines' answers."""
+
+    draft: PathText | None = None
+    """Directory of a small draft checkpoint with the same tokenizer, in addition to prompt lookup; null for none."""
+
+    @property
+    def drafters(self) -> list[str]:
+        return ["lookup"] if self.draft is None else ["lookup", "draft"]
+
+
 def more_documents(needed: Mapping[str, int]) -> list[str]:
     """Return the override that asks these numbers of questions by workload, if some of the workloads are lengths."""
     counts = [count for name, count in needed.items() if name.startswith(LONG)]
@@ -159,6 +174,8 @@ class WorkloadsConfig(StrictModel):
     full_pool: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """Requests that are sent at once, in two rounds, into a pool that holds a third of their pages, and compared with the same
     requests in a large pool; 0 disables this, null uses the backend's default."""
+    speculation: SpeculationConfig | None = None
+    """Drafters of speculative decoding whose acceptance rate is measured; null for none."""
     load: LoadConfig
 
     @property

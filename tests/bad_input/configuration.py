@@ -11,7 +11,7 @@ NAMED = {
         model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=https://huggingface.co/x/y
         calibration.workloads=[poetry] workloads.samples.prose=lots workloads.samples={} workloads.lengths=2048
         workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0]
-        workloads.context_bins=[0] workloads.load=null gates.max_mean_kl=nan
+        workloads.context_bins=[0] workloads.load=null workloads.speculation={draft:3} gates.max_mean_kl=nan
         gates.attempt=99 gates.min_recovery=1.5 gates.max_rounds=1000 gates.allow_scale_changes=[anything] backend={}
         tracking.enabled=maybe tracking.uri=ftp://host tracking.uri=file:///tmp/mlruns tracking.experiment=
         tracking.model_name=a/b workdir= workdir=s3://bucket/work
@@ -40,6 +40,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("+workloads.samples.poems=3", "workloads.samples"),
     ("workloads.samples={prose:0,retrieval:0,tool_call:0,copy:0,multi_turn:0}", "workloads.samples must ask for at least one"),
     ("workloads.jsonl=/nowhere", "workloads.jsonl=/nowhere", "no such file"),
+    ("workloads.speculation={draft:/nowhere}", "workloads.speculation.draft=/nowhere", "no such directory"),
     ("workloads.lengths=[64]", "workloads.lengths.0", "128"),
     ("workloads.lengths=[2048,2048]", "workloads.lengths must be different", "give"),
     ("workloads.full_pool=7", "full_pool=7: the small pool could not hold two requests; give at least 8, or 0"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_input.case import Case
-from bad_input.makers import Prepare, both, checkpoint, fifo, place, sparse, text, with_config
+from bad_input.makers import Prepare, both, checkpoint, fifo, place, sparse, text, with_config, with_file
 
 
 def read_only(path: Path) -> None:
@@ -119,6 +119,9 @@ CASES = [
          lambda path: (checkpoint(path / "model") / "model.safetensors").chmod(0), unprivileged=True),
     Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not be written to"),
          place("work/artifacts/.lock", lambda path: path.touch(0)), begins=True, unprivileged=True),
+    Case("a draft without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
+         ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),
+         loads_model=True),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),
          loads_model=True),

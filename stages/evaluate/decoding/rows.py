@@ -1,6 +1,6 @@
 """Runs samples on an engine (forced decode and answers) and converts the results to report rows."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from stages.evaluate.distances.distance import (
 from stages.evaluate.inputs.checks import well_formed
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.record import finite
-from stages.verdict.report import SampleRow
+from stages.verdict.report import Acceptance, SampleRow
 from stages.verdict.thresholds import FAR_KL
 
 BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
@@ -36,6 +36,10 @@ class Answer:
 
     text: str
     correct: bool
+    tokens: tuple[int, ...] = ()
+    """Tokens including the stop token; an answer that reached its limit has no stop token."""
+    passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafter -> (tokens of the answer including the stop token, target passes that produce them)."""
 
 
 def labelled(progress: Progress, prefix: str) -> Progress:
@@ -143,6 +147,20 @@ def probability(nll: Array, item: EncodedSample) -> float:
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 
 
+def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
+    """Return the acceptance by drafter, for drafters that both engines used."""
+    return {
+        name: Acceptance(
+            baseline_tokens=baseline.passes[name][0],
+            baseline_passes=baseline.passes[name][1],
+            candidate_tokens=tokens,
+            candidate_passes=passes,
+        )
+        for name, (tokens, passes) in candidate.passes.items()
+        if name in baseline.passes
+    }
+
+
 def make_row(item: EncodedSample, steps: StepStatistics, before: Answer | None, after: Answer | None) -> SampleRow:
     """Build the row of a sample.
 
@@ -179,6 +197,7 @@ def make_row(item: EncodedSample, steps: StepStatistics, before: Answer | None, 
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
         difficulty=sample.difficulty,
         round=item.round,
+        acceptance=_acceptance(before, after) if before and after else {},
         baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
         candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
         right_answer="baseline" if item.replaced else "reference",

@@ -208,6 +208,11 @@ def _with_shared_prefixes(encoded: Sequence[EncodedSample]) -> list[EncodedSampl
     return [replace(item, shared=count) for item, count in zip(encoded, shared, strict=True)]
 
 
+def vocabulary(directory: Path) -> dict[str, int]:
+    """Return the vocabulary of a checkpoint's tokenizer, token -> id, including special tokens."""
+    return dict(load_tokenizer(directory).get_vocab())
+
+
 def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
     """Return the SHA-256 digest of all samples and their tokens, in order."""
     digest = hashlib.sha256()

@@ -28,11 +28,13 @@ Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 FIGURES: tuple[Callable[[GateInput, Thresholds], Iterable[Figure]], ...] = (
     answers.recovery,
     answers.accuracy,
+    answers.acceptance,
     distances.distances,
     distances.rare,
 )
 """Functions that yield the figures, which are tested after every round."""
 CHECKS: tuple[Callable[[GateInput, Thresholds], Iterable[Check]], ...] = (
+    answers.unmeasured,
     evaluation.documents,
     evaluation.noise_floor,
     distances.must_fail_control,

@@ -1,4 +1,5 @@
-"""The gates on answers: recovery, the kept share of the probability of right answers, and greedy answers.
+"""The gates on answers: recovery, the kept share of the probability of right answers, greedy answers, and
+the acceptance length of speculative decoding.
 
 Forced decode gives the probability of a question's right answer under both engines. Recovery is the sum of the candidate's
 probabilities divided by the sum of the baseline's. A PASS needs recovery, because a probability says more about a question than
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
 from stages.verdict.gate import ALL, Figure, GateInput, by_workload, kept, means
-from stages.verdict.report import Accuracy, SampleRow
+from stages.verdict.report import Acceptance, Accuracy, SampleRow
 from stages.verdict.thresholds import MARGIN, MOST_SAMPLES, Check, Gate, LineStatus, Thresholds
 
 WORST = 2.0
@@ -128,3 +129,32 @@ def accuracy(evidence: GateInput, _: Thresholds) -> Iterator[Figure]:
         inside = [row for row in rows if low <= row.context_tokens and (high is None or row.context_tokens < high)]
         if inside and len(inside) < len(rows):
             yield _answers(part.place, inside)
+
+
+def acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
+    """Yield the loss of acceptance length of every drafter and workload.
+
+    The loss of an answer is the log of the ratio between the baseline's tokens per pass and the candidate's. With the log,
+    random gains and losses cancel out. An answer that was not drafted fails.
+    """
+    limit, threshold = -math.log1p(-thresholds.max_acceptance_loss), thresholds.max_acceptance_loss
+    for drafter in evidence.report.drafters:
+        for workload, rows in by_workload(evidence.judged).items():
+            values = means(rows, [_log_loss(row.acceptance.get(drafter)) for row in rows])
+            where, label = f"{workload}, drafts by {drafter}", "loss of acceptance length"
+            mean = Mean(values, limit, -OUTLIER * limit)
+            yield Figure(Gate.ACCEPTANCE, where, mean, threshold, label, lambda loss: -math.expm1(-loss))
+
+
+def unmeasured(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
+    """Yield a WARNING for every drafter if no sample has an answer."""
+    for drafter in () if evidence.judged else evidence.report.drafters:
+        where, text = f"all, drafts by {drafter}", "the acceptance length was not measured: no sample has an answer"
+        yield Check.of(Gate.ACCEPTANCE, where, "WARNING", text, threshold=thresholds.max_acceptance_loss)
+
+
+def _log_loss(counts: Acceptance | None) -> float:
+    if counts is None:
+        return math.nan
+    baseline, candidate = counts.lengths
+    return math.log(baseline / candidate)

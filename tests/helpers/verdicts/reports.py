@@ -8,6 +8,7 @@ from typing import Any
 from stages.verdict.engine_tests import EngineTests, FreeAnswers, FullPool
 from stages.verdict.gates import decide
 from stages.verdict.report import (
+    Acceptance,
     Accuracy,
     EvaluationReport,
     Fidelity,
@@ -71,6 +72,12 @@ def every_class(**lost: int) -> list[SampleRow]:
     return [r for name, count in CLASSES.items() for r in answered(name, count, lost.get(name, 0))]
 
 
+def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
+    """Return rows whose 100-token answers were drafted by lookup; the baseline needed 25 passes."""
+    counts = Acceptance(baseline_tokens=100, baseline_passes=25, candidate_tokens=100, candidate_passes=candidate_passes)
+    return [r.model_copy(update={"acceptance": {"lookup": counts}}) for r in rows]
+
+
 NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])
 NO_TESTS = EngineTests(free_answers=NO_ANSWERS)
 """Tests of an engine without a reference engine and without repeated answers."""
@@ -102,6 +109,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "baseline_system": SystemMetrics.model_validate(system),
         "tests": NO_TESTS,
         "baseline_tests": NO_TESTS,
+        "drafters": [],
     }
     return EvaluationReport.model_validate({**values, **changes})
 

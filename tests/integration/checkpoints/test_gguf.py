@@ -21,6 +21,7 @@ from helpers.checkpoints.gguf_files import (
     SENTENCEPIECE_SCORES,
     SENTENCEPIECE_TOKENS,
     SENTENCEPIECE_TYPES,
+    TYPES,
     random_model,
     sentencepiece_metadata,
     write_gguf,
@@ -29,7 +30,7 @@ from helpers.commands.jobs import run_job
 from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 
-from pipeline.chain.inputs import check_inputs
+from pipeline.chain.inputs import check_draft, check_inputs
 from pipeline.config.compose import plan
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.finite import EXPONENTS
@@ -38,6 +39,7 @@ from stages.checkpoints.gguf.convert import convert_gguf
 from stages.checkpoints.gguf.finite import BYTES, NUMBERS, check_finite
 from stages.checkpoints.gguf.header import GGUFTensor, Header
 from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.checkpoints.opening import check_opens
 from stages.checkpoints.places import locate_checkpoint
@@ -291,6 +293,19 @@ def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path, 
         assert ("reused" in line) == second
     (artifact,) = (tmp_path / "work" / "artifacts" / "checkpoint").glob("[!.]*")
     assert inspect_checkpoint(artifact).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("metadata", [{}, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
+def test_a_checkpoint_drafts_for_a_gguf_with_the_same_tokens(metadata: dict[str, Any], tmp_path: Path) -> None:
+    family = "Mistral" if metadata else "Llama"
+    types = [*metadata.get("tokenizer__ggml__token_type", TYPES)[:-1], UNUSED]
+    draft = converted(tmp_path, family, **metadata | {"tokenizer__ggml__token_type": types})
+    check_draft(str(draft), tmp_path / "model.gguf")
+    other = write_gguf(tmp_path / "other.gguf", "Llama", random_model("Llama"), "F32", **({} if metadata else SENTENCEPIECE))
+    with pytest.raises(UserError, match=r"its tokenizer differs from model\.path's"):
+        check_draft(str(draft), other)
+    with pytest.raises(UserError, match="is a file; give the directory of a Hugging Face checkpoint"):
+        check_draft(str(other), draft)
 
 
 def test_a_hostile_chat_template_reaches_nothing(tmp_path: Path) -> None:

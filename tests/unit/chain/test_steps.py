@@ -1,6 +1,8 @@
 """The steps of a chain: artifacts are verified once, inputs must not change meanwhile, and keys have all their parts."""
 
+import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,8 +13,10 @@ from helpers.registry.stores import make_artifact
 
 from pipeline.chain import runner
 from pipeline.chain.engine_steps import EngineSteps
+from pipeline.chain.inputs import check_inputs
 from pipeline.chain.run import Run
 from pipeline.config.compose import plan
+from pipeline.evidence.reading import USER_INPUTS
 from pipeline.registry import summary
 from pipeline.store import store as store_module
 from pipeline.store.store import Store
@@ -69,6 +73,19 @@ def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(
         parts[config.backend.model_dump()["threads"], bool(given)] = recipe.key
     assert set(parts) == {(6, False), (6, True), (2, True)}
     assert parts[6, False] == parts[6, True] != parts[2, True]
+
+
+def test_the_files_of_a_draft_are_part_of_an_evaluations_key(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(import_module("stages.tiny").__path__[0] + "/checkpoint", draft)
+    config = configured(tmp_path, f"workloads.speculation={{draft:{draft}}}")
+    check_inputs(config)
+    before = Run(config).steps.recipe("round", "measure", {})
+    (draft / "generation_config.json").write_text("{}")
+    after = Run(config).steps.recipe("round", "measure", {})
+    assert before.key != after.key
+    assert before.inputs["draft"] != after.inputs["draft"]
+    assert "draft" in USER_INPUTS
 
 
 @pytest.mark.parametrize(("allowed", "noted"), [(704, True), (640, False)])

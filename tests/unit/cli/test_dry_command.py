@@ -101,7 +101,7 @@ def test_a_dry_run_foresees_the_artifacts_that_a_sweep_makes_and_reuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = tmp_path / "work"
-    for overrides in (["kv=fp8,int8"], ["kv=int8,int4"], ["kv=int4", "gates.max_mean_kl=0.06"]):
+    for overrides in (["kv=fp8,int8"], ["kv=int8,int4"], ["kv=int4", "gates.max_acceptance_loss=0.2"]):
         jobs = planned(work, "stage=evaluate", *overrides, sweeping=True)
         before = work.exists()
         foretold = said_of(jobs, capsys)

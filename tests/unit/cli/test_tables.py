@@ -58,13 +58,22 @@ def test_an_engine_whose_fault_is_not_its_cache_is_not_called_not_good_enough(wh
     assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {said}: FAIL"
 
 
-def test_a_figure_of_some_candidates_is_a_column_with_gaps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("metrics", "key", "shown"),
+    [
+        ({"quality/acceptance_lookup_candidate": 2.718}, "acceptance_lookup", "2.72"),
+        ({"perf/decode_tokens_per_s": 3024.6}, "decode_tokens_per_s", "3025"),
+    ],
+)
+def test_a_figure_of_some_candidates_is_a_column_with_gaps(
+    metrics: dict[str, float], key: str, shown: str, tmp_path: Path
+) -> None:
     without = judged_candidate(tmp_path, "int8", metrics=UNGRADED)
-    judged = judged_candidate(tmp_path, "fp8", metrics={"perf/decode_tokens_per_s": 3024.6})
-    grid = comparison([without, judged])
-    place = [column.key for column in grid.columns].index("decode_tokens_per_s")
+    grid = comparison([without, judged_candidate(tmp_path, "fp8", metrics=metrics)])
+    place = [column.key for column in grid.columns].index(key)
     cells = {row[0]: grid.columns[place].text(row[place]) for row in grid.rows}
-    assert (cells["fp8"], cells["int8"]) == ("3025", "-")
+    assert (cells["fp8"], cells["int8"]) == (shown, "-")
+    assert (key in [column.key for column in comparison([without]).columns]) == (key == "decode_tokens_per_s")
 
 
 COLUMNS = [

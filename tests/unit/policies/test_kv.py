@@ -1,6 +1,7 @@
 """KV policies: exact byte arithmetic of windows, evictions and overrides, and refusals that name key, value and fix."""
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -201,7 +202,13 @@ def test_a_key_of_another_backend_is_refused_with_the_backends_that_have_it() ->
         plan(["backend.device=cuda"], multirun=False)
 
 
-def test_a_key_below_null_makes_its_group() -> None:
-    (job,) = plan(["kv=fp8", "kv.eviction.window_tokens=128", "kv.eviction.sink_tokens=64"], multirun=False).jobs
-    assert job.kv.eviction is not None
-    assert job.kv.eviction.sink_tokens == 64
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["kv.eviction.window_tokens=128", "kv.eviction.sink_tokens=64"], "kv.eviction.sink_tokens", 64),
+        (["workloads.speculation.draft=DIR"], "workloads.speculation.draft", "DIR"),
+    ],
+)
+def test_a_key_below_null_makes_its_group(overrides: list[str], key: str, value: object) -> None:
+    (job,) = plan(["kv=fp8", *overrides], multirun=False).jobs
+    assert attrgetter(key)(job) == value

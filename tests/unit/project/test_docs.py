@@ -170,6 +170,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         r"model\.path=(?!MODEL\.gguf)\S+": f"model.path={model}",
         r"model\.path=MODEL\.gguf": f"model.path={SMOLLM2}",
         r"backend\.python=\S+": f"backend.python={folder}/none",
+        r"/models/draft": str(model),
         r"(?<=jsonl=)questions\.jsonl": str(ROOT / "examples" / "support_tickets.jsonl"),
         r"(?<=[=\[])key\.pem": str(private),
         r"(?<=[=\[])public\.pem": str(public),

@@ -18,7 +18,7 @@ from helpers.verdicts.engine_records import (
     engine_conformance,
     engine_tests,
 )
-from helpers.verdicts.reports import CLASSES, GATES, answered, every_class, fidelity, gates, prose, row, verdict
+from helpers.verdicts.reports import CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
 
 from pipeline.config.compose import plan
 from stages.verdict.bets import OUTLIER
@@ -76,6 +76,7 @@ WITHIN_A_BIN = [
 OPEN_MEANS = {"max_mean_kl", "min_top10_overlap"}
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (MustFailControl(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
+UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
 STORED_WRONG = conformance(engine_conformance(*SOUND_ENGINE.requests, compared(stored=3e-3)))
 
 
@@ -223,6 +224,16 @@ CASES = {
     ),
     "free generation with another scale": Case(
         every_class(), "FAIL", {"free_answers"}, said="sample a: ...", report={"tests": engine_tests(free=["sample a: ..."])}
+    ),
+    "drafts that a cache ruins although its answers are right": Case(
+        drafted(every_class(), 34),
+        "FAIL",
+        {"max_acceptance_loss"},
+        said="loss of acceptance length 0.2647, 99.87 % bound 0.2",
+        report={"drafters": ["lookup"]},
+    ),
+    "an answer that was not drafted": Case(
+        UNDRAFTED, "FAIL", {"max_acceptance_loss"}, said="retrieval, drafts by lookup", report={"drafters": ["lookup"]}
     ),
 }
 

@@ -1,0 +1,159 @@
+"""Acceptance of speculative decoding, counted from answers like in real speculation, and judged."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.engines.fake import CharTokenizer, fake_engine
+from helpers.verdicts.evaluations import SAMPLES, brief_workloads, evaluate, measure_baseline
+from helpers.verdicts.reports import GATES, prose, verdict
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from stages.evaluate.decoding import speculation
+from stages.evaluate.decoding.speculation import draft_passes, lookup_passes
+from stages.verdict.gates import decide
+from stages.verdict.report import load_report, load_rows
+from stages.verdict.thresholds import Check, Verdict
+
+STOP = 0
+
+
+def speculate(prompt: Sequence[int], said: Sequence[int], propose: Callable[[list[int]], list[int]]) -> int:
+    """Count the passes of a target that answers `said`. Each pass verifies the proposal for the current text."""
+    place = passes = 0
+    while place < len(said):
+        proposed = propose([*prompt, *said[:place]])
+        accepted = 0
+        while accepted < len(proposed) and place + accepted < len(said) and proposed[accepted] == said[place + accepted]:
+            accepted += 1
+        place += accepted + 1
+        passes += 1
+    return passes
+
+
+def texts(count: int) -> list[tuple[list[int], list[int]]]:
+    """Return repetitive prompts and answers with few different tokens. Half of the answers end with the stop token."""
+    rng = random.Random(0)
+    drawn = []
+    for _ in range(count):
+        kinds = rng.randint(1, 6)
+        prompt, said = ([rng.randint(1, kinds) for _ in range(rng.randint(1, 40))] for _ in range(2))
+        drawn.append((prompt, [*said, STOP] if rng.random() < 0.5 else said))
+    return drawn
+
+
+@pytest.mark.parametrize(("tokens", "ngram"), [(1, 1), (10, 3), (4, 2), (3, 8)])
+def test_prompt_lookup_is_that_of_transformers(tokens: int, ngram: int) -> None:
+    generator = PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor([STOP]), num_output_tokens=tokens, max_matching_ngram_size=ngram, max_length=1 << 20
+    )
+
+    def propose(text: list[int]) -> list[int]:
+        candidates, _ = generator.get_candidates(torch.tensor([text]))
+        proposed: list[int] = candidates[0, len(text) :].tolist()
+        return proposed
+
+    for prompt, said in texts(60):
+        assert lookup_passes(prompt, said, tokens, ngram) == speculate(prompt, said, propose), (prompt, said)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 50])
+def test_one_forced_pass_of_a_draft_gives_the_count_of_its_own_continuations(tokens: int) -> None:
+    def likely(text: Sequence[int]) -> int:
+        """A draft that is right about half of the time, and whose next token depends on all of its previous tokens."""
+        return random.Random(str(text)).randint(1, 2)
+
+    def propose(text: list[int]) -> list[int]:
+        own: list[int] = []
+        for _ in range(tokens):
+            own.append(likely([*text, *own]))
+        return own
+
+    for prompt, said in texts(60):
+        greedy = [likely([*prompt, *said[:i]]) for i in range(len(said))]
+        assert draft_passes(greedy, said, tokens) == speculate(prompt, said, propose), (prompt, said)
+
+
+def test_drafts_end_at_tokens_without_an_embedding_in_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        vocab_size = 8
+
+        def forced(self, tokens: Sequence[int], first: int) -> torch.Tensor:
+            assert max(tokens) < self.vocab_size
+            return torch.nn.functional.one_hot(torch.tensor(tokens[first:]), self.vocab_size)
+
+    draft = speculation.Draft.__new__(speculation.Draft)
+    monkeypatch.setattr(draft, "engine", Engine(), raising=False)
+    assert draft.greedy([1, 2], [3, 9, 4, 5]) == [2, 3]
+    assert draft.greedy([1, 9], [3, 4]) == []
+
+
+# Measured with answers.
+
+
+def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Path) -> None:
+    settings = brief_workloads(speculation={})
+    before, after = tmp_path / "before", tmp_path / "after"
+    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
+    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, before, after, config=settings)
+    written, rows = load_report(after), load_rows(after)
+    by_id = {row.id: row for row in rows}
+    tokenizer = CharTokenizer()
+    for sample in SAMPLES:
+        if sample.check == "none":
+            assert by_id[sample.id].acceptance == {}
+            continue
+        said = [*tokenizer.text_ids(sample.reference), tokenizer.end]
+        passes = lookup_passes(tokenizer.prompt_ids(sample), said, 10, 3)
+        counts = by_id[sample.id].acceptance["lookup"]
+        assert (counts.baseline_tokens, counts.baseline_passes) == (len(said), passes)
+        if sample.id != "copy-3":
+            assert counts.lengths[0] == counts.lengths[1]
+    assert by_id["copy-3"].acceptance["lookup"].candidate_tokens > by_id["copy-3"].acceptance["lookup"].baseline_tokens
+    counted = [row.acceptance["lookup"] for row in rows if row.judged]
+    lengths = sum(c.baseline_tokens for c in counted) / sum(c.baseline_passes for c in counted)
+    assert written.metrics["quality/acceptance_lookup_baseline"] == pytest.approx(lengths)
+    assert "quality/find/acceptance_lookup_candidate" in written.metrics
+    assert written.drafters == ["lookup"]
+    lines = [check for check in decide(written, rows, GATES).checks if check.gate == "max_acceptance_loss"]
+    assert [(line.where, line.status) for line in lines] == [
+        ("copy, drafts by lookup", "PASS"), ("find, drafts by lookup", "PASS"),
+    ]  # fmt: skip
+
+
+def test_answers_that_the_baseline_gave_too_are_not_drafted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = brief_workloads(speculation={"draft": "somewhere"})
+    asked: list[tuple[int, ...]] = []
+
+    class Counting:
+        def __init__(self, path: str) -> None:
+            assert path == "somewhere"
+
+        def greedy(self, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
+            asked.append(tuple(prompt))
+            return list(said)
+
+    monkeypatch.setattr(speculation, "Draft", Counting)
+    before, after = tmp_path / "before", tmp_path / "after"
+    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
+    judged = [sample for sample in SAMPLES if sample.check != "none"]
+    assert len(asked) == len(judged)
+    asked.clear()
+    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, before, after, config=settings)
+    assert asked == [tuple(CharTokenizer().text_ids("c03"))]
+    assert load_report(after).drafters == ["lookup", "draft"]
+
+
+# Judged.
+
+
+def acceptance_lines(result: Verdict) -> list[Check]:
+    return [check for check in result.checks if check.gate == "max_acceptance_loss"]
+
+
+def test_drafters_without_answers_are_reported_as_unmeasured() -> None:
+    result = verdict(prose(64), drafters=["lookup", "draft"])
+    assert [line.status for line in acceptance_lines(result)] == ["WARNING", "WARNING"]
+    assert "was not measured: no sample has an answer" in result.warnings[0]
