@@ -1,9 +1,9 @@
 """The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
 A candidate is a top-level run, because nested runs collapse in MLflow's charts. The run's name ends with the verdict, because
-MLflow's list of runs shows no tags by default. An open run holds a lock, whose name is a tag of the run. The system releases
-the lock when the process dies, so a run that is RUNNING without its lock belongs to a dead process. The next command that opens
-the store closes it.
+MLflow's list of runs shows no tags by default. Every FP16 engine of a sweep is also a run. An open run holds a lock, whose name
+is a tag of the run. The system releases the lock when the process dies, so a run that is RUNNING without its lock belongs to a
+dead process. The next command that opens the store closes it.
 
 An engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
 evidence, so judging the same engine again, in any sweep, does not create a second version.
@@ -201,9 +201,7 @@ class MlflowStore(RegistryReader):
             status = "FAILED"
             try:
                 tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": pages.UNDECIDED}
-                tags |= {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
-                tags = {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()}
-                run_id = str(self.client.create_run(self.experiment_id, tags=tags, run_name=kv).info.run_id)
+                run_id = self._create_run(kv, {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()})
                 self.client.log_batch(run_id, params=[Param(name, value) for name, value in flat_params(config).items()])
                 yield run_id
                 status = "FINISHED"
@@ -214,11 +212,30 @@ class MlflowStore(RegistryReader):
                 self._close(lock, status)
 
     def _close(self, lock: Path, status: str) -> None:
-        """Close the open run with this lock."""
+        """Close the open runs with this lock: the candidate's, and the baseline's if it is open."""
         query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
         for run in self.client.search_runs([self.experiment_id], query):
             self.client.set_terminated(run.info.run_id, status)
         lock.unlink(missing_ok=True)
+
+    def _create_run(self, title: str, tags: Mapping[str, str]) -> str:
+        owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
+        return str(self.client.create_run(self.experiment_id, tags={**tags, **owner}, run_name=title).info.run_id)
+
+    def _show_baseline(self, candidate: Candidate, own: Mapping[str, str]) -> None:
+        """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did.
+
+        `own` are the tags of the candidate's run. They give the sweep, and the lock that both runs share.
+        """
+        metrics = pages.of_baseline(candidate)
+        tags = {"sweep": own["sweep"], "baseline_digest": candidate.baseline.digest, "verdict": "baseline"}
+        query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
+        with locked(self.lock, "logging the baseline"):
+            if metrics and not self.client.search_runs([self.experiment_id], query, max_results=1):
+                run_id = self._create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": pages.UNDECIDED})
+                now = int(time.time() * 1000)
+                self.client.log_batch(run_id, metrics=[Metric(name, value, now, 0) for name, value in metrics.items()])
+                self.client.set_terminated(run_id, "FINISHED")
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, with secrets removed. The run may have ended."""
@@ -257,6 +274,7 @@ class MlflowStore(RegistryReader):
         for name, table in tables.items():
             self.client.log_text(run_id, table_text(table), name)
         self.attach(run_id, [candidate.report.path])
+        self._show_baseline(candidate, self.client.get_run(run_id).data.tags)
         return candidate.model_copy(update={"run_id": run_id, "version": version})
 
     # Engines

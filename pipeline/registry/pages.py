@@ -69,14 +69,30 @@ def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, lis
     return {"samples.json": samples, "checks.json": [check.model_dump() for check in candidate.checks]}
 
 
+def of_baseline(candidate: Candidate) -> dict[str, float]:
+    """Return the metrics of the FP16 engine's run, which MLflow charts next to its candidates under the same names."""
+    found = {}
+    for name, value in candidate.metrics.items():
+        group, _, rest = name.partition("/")
+        if group == "baseline":
+            found[f"{'memory' if rest.startswith('kib') else 'perf'}/{rest}"] = value
+        elif name == "noise/kl_mean":
+            found |= {KL: value, **_logarithm(value)}
+        elif name.endswith("_baseline"):
+            found[f"{name.removesuffix('baseline')}candidate"] = value
+    return {"quality/recovery": 1.0, **{name: found[name] for name in (*FIRST, *THEN) if name in found}} if found else {}
+
+
+def _logarithm(kl: float | None) -> dict[str, float]:
+    return {} if kl is None else {LOG_KL: math.log10(max(kl, LEAST_KL))}
+
+
 def chosen(candidate: Candidate) -> dict[str, float]:
-    """Return the metrics of a candidate's run, in logging order.
+    """Return the metrics of a candidate's run, in logging order. The baseline's metrics are in the baseline's run.
 
     `accuracy_loss` is added for every pair of accuracies: the lost fraction, negative for a gain.
     """
-    found = dict(candidate.metrics)
-    if KL in found:
-        found[LOG_KL] = math.log10(max(found[KL], LEAST_KL))
+    found = {**candidate.metrics, **_logarithm(candidate.metrics.get(KL))}
     for name, before in candidate.metrics.items():
         prefix, ending, rest = name.partition("accuracy_baseline")
         after = found.get(f"{prefix}accuracy_candidate")

@@ -6,7 +6,7 @@ import pytest
 from helpers.registry.candidates import judged_candidate
 from helpers.verdicts.reports import answered, row, sliced, verdict
 
-from pipeline.registry.pages import FIRST, LIMIT, chosen, run_tables
+from pipeline.registry.pages import FIRST, LIMIT, chosen, of_baseline, run_tables
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
@@ -27,6 +27,17 @@ def test_a_run_has_few_metrics_however_many_kinds_of_work_there_are(tmp_path: Pa
     metrics = chosen(judged(tmp_path, rows))
     assert len(metrics) == LIMIT == 40
     assert "quality/kind00/kl_mean" in metrics
+
+
+def test_the_fp16_engine_is_a_bar_of_every_chart_that_a_comparison_opens_on(tmp_path: Path) -> None:
+    own = {"quality/recovery": 0.9, "memory/kib_per_token": 1.0, "quality/kl_mean": 0.1}
+    others = {"baseline/kib_per_token": 2.0, "noise/kl_mean": 0.0, "quality/accuracy_baseline": 0.5}
+    candidate = judged_candidate(tmp_path, "fp8", metrics={**own, **others})
+    shown = of_baseline(candidate)
+    assert {name: shown[name] for name in FIRST} == dict(zip(FIRST, (1.0, -9.0, 2.0), strict=True))
+    assert shown["quality/accuracy_candidate"] == 0.5
+    assert list(chosen(candidate)) == [*FIRST, "quality/kl_mean"], "the candidate's run has no metric of the baseline"
+    assert of_baseline(candidate.model_copy(update={"metrics": own})) == {}
 
 
 def test_the_metrics_that_decide_come_first_and_the_distance_has_a_logarithm(tmp_path: Path) -> None:

@@ -57,12 +57,16 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_candidate_is_a_run_named_by_its_verdict(store: MlflowStore, tmp_path: Path) -> None:
+def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_engine(
+    store: MlflowStore, tmp_path: Path
+) -> None:
+    figures: dict[str, Any] = {"quality/kl_mean": 0.01, "baseline/kib_per_token": 4.0}
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        done = store.conclude(run, judged(tmp_path, "fp8", "PASS", **{"quality/kl_mean": 0.01}))
-    track_one(store, judged(tmp_path, "int4", "FAIL"), "s1")
+        done = store.conclude(run, judged(tmp_path, "fp8", "PASS", **figures))
+    track_one(store, judged(tmp_path, "int4", "FAIL", **figures).model_copy(update={"baseline": done.baseline}), "s1")
     runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
-    assert runs.keys() == {"fp8: PASS", "int4: FAIL"}
+    assert runs.keys() == {"fp8: PASS", "int4: FAIL", "fp16: baseline"}
+    assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0, "memory/kib_per_token": 4.0}
     assert {one.info.status for one in runs.values()} == {"FINISHED"}
     own = runs["fp8: PASS"]
     assert own.info.run_id == done.run_id
