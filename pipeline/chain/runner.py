@@ -160,6 +160,8 @@ def _run_alone(job: Run) -> None:
         if config.stage == "all" and config.tracking.enabled:
             last = summary.load(config.work, job.sweep)
             if last.candidates[0].verdict == "PASS":
+                with console.silent():  # a killed promotion leaves the page of its candidate
+                    show(config, last.candidates, sweep=job.sweep, command=last.command)
                 serving.promote_from(job, last)
 
 

@@ -95,7 +95,8 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         )
         compare_in_mlflow(config, candidates, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)
-        console.say(f"Serve it with: {escape(next_steps.serving(best.engine.path))}", paste=True)
+        backend = config.backend if config.backend.name == best.backend else None
+        console.say(f"Serve it with: {escape(next_steps.serving(best.engine.path, backend))}", paste=True)
         next_steps.show(next_steps.after_promotion(config, best.engine.path))
 
 

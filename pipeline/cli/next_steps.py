@@ -25,6 +25,7 @@ from pipeline.config.override_syntax import differing, key_of, written
 from pipeline.config.policies import load_policies
 from stages.core.errors import CannotBeJudged
 from stages.core.strict import StrictModel
+from stages.engines.config import BackendConfig, InterpreterConfig
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate
 from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, more_documents
@@ -54,9 +55,15 @@ def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str
 
 
 def standing(config: Config, stage: str, *changes: str) -> str:
-    """Return the command of a stage that works on earlier results. A promotion decides by the same gates."""
-    gates = ("gates",) if stage == "promote" else ()
-    return command_line(carried(config, *gates), f"stage={stage}", *changes)
+    """Return the command of a stage that works on earlier results.
+
+    A promotion decides by the same gates. The Python of a backend is not in the evidence, and serving the engine needs it.
+    """
+    if stage != "promote":
+        return command_line(carried(config), f"stage={stage}", *changes)
+    python = config.backend.python if isinstance(config.backend, InterpreterConfig) else None
+    known = [] if python is None else [f"backend={config.backend.name}", f"backend.python={written(python)}"]
+    return command_line(carried(config, "gates"), "stage=promote", *known, *changes)
 
 
 def carried(config: Config, *groups: str) -> list[str]:
@@ -214,18 +221,24 @@ def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swe
 
 
 SERVING = {
-    "engine_args.yaml": "vllm serve {0}/checkpoint --config {0}/engine_args.yaml",
-    "llm_args.yaml": "trtllm-serve {0}/checkpoint --config {0}/llm_args.yaml",
-    "engine/config.json": "trtllm-serve {0}/engine --tokenizer {0} --backend tensorrt",
-    "launch.txt": "(cd {0} && sh launch.txt)",
+    "engine_args.yaml": "{1}vllm serve {0}/checkpoint --config {0}/engine_args.yaml",
+    "llm_args.yaml": "{1}trtllm-serve {0}/checkpoint --config {0}/llm_args.yaml",
+    "engine/config.json": "{1}trtllm-serve {0}/engine --tokenizer {0} --backend tensorrt",
+    "launch.txt": "(cd {0} && {1}sh launch.txt)",
 }
-"""File of a bundle -> the shell command that serves the bundle, in the environment of its library."""
+"""File of a bundle -> the shell command that serves the bundle."""
 
 
-def serving(engine: Path) -> str:
-    """Return the command that serves an engine, or the Python call that loads it."""
+def serving(engine: Path, backend: BackendConfig | None = None) -> str:
+    """Return the command that serves an engine, or the Python call that loads it.
+
+    `backend` is the configuration that judged it, if known: its Python's folder goes first on PATH.
+    """
     command = next((command for file, command in SERVING.items() if (engine / file).is_file()), None)
-    return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)))
+    python = backend.python if isinstance(backend, InterpreterConfig) else None
+    folder = Path(python).expanduser().absolute().parent if python is not None and "/" in python else None
+    path = f'env PATH={shlex.quote(str(folder))}:"$PATH" ' if folder is not None else ""
+    return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)), path)
 
 
 def after_promotion(config: Config, engine: Path) -> NextStep:

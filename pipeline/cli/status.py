@@ -46,7 +46,7 @@ def _show_model(model: RegisteredModel, found: Found) -> None:
     for alias, version in sorted(pointed_at.items(), key=lambda item: (ORDER.get(item[0], 2), item[0])):
         digest = version.identity_digest
         covered = judged[digest].covered if digest in judged else None
-        holds = ", ".join(filter(None, (covered, None if digest in found.evidence else "its evidence is not here")))
+        holds = ", ".join(filter(None, (covered, _missing(digest, found))))
         made = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
         rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), made, holds])
     columns = *words("alias", "version", "engine", "verdict", "registered"), Column("holds", "holds", kind="text")
@@ -63,11 +63,23 @@ def _show_model(model: RegisteredModel, found: Found) -> None:
         console.say("  no previous champion: stage=rollback has nothing to return to")
 
 
+def _missing(digest: str, found: Found) -> str | None:
+    """Return a clause about evidence, or an artifact of it, that is not in the work directory; None if all is there."""
+    evidence = found.evidence.get(digest)
+    if evidence is None:
+        return "its evidence is not here"
+    there = {piece.place for piece in found.pieces}
+    return next((f"{link.place} is not here" for link in evidence.identity.reads if link.place not in there), None)
+
+
 def _show_sweep(sweep: Summary, found: Found) -> None:
     rows, unfinished = [], sweep.unfinished
     for one in sweep.candidates:
-        gone = None if one.identity.digest in found.evidence else "its evidence is gone"
-        because = "; ".join(filter(None, (gone, *one.reasons[:1], one.covered if one.verdict == "PASS" else None)))
+        because = "; ".join(
+            filter(
+                None, (_missing(one.identity.digest, found), *one.reasons[:1], one.covered if one.verdict == "PASS" else None)
+            )
+        )
         rows.append([one.name, one.verdict, one.version or "-", one.model, one.backend, because])
     missing = f", which has not finished: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
     title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"

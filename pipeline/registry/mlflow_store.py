@@ -40,6 +40,8 @@ from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
 TAG_CHARS = 5000
+OLD = ("mlflow.kvgate.", "move-")
+"""Prefixes of tags that older releases wrote to the registered model."""
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file in `Location.runs`."""
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -144,7 +146,8 @@ class RegistryReader:
 
     def download(self, version: Version, folder: Path) -> Path:
         """Download the evidence of a version, with the engine if the registry has a copy; return the path."""
-        return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self.location.uri))
+        with reached(self.location):
+            return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self.location.uri))
 
 
 class MlflowStore(RegistryReader):
@@ -167,6 +170,11 @@ class MlflowStore(RegistryReader):
             with suppress(MlflowException):  # it exists already
                 said = "Engines with a quantized KV cache; the alias champion serves."
                 self.client.create_registered_model(location.model_name, description=said)
+            if any(name.startswith(OLD) for name in self.client.get_registered_model(location.model_name).tags):
+                raise UserError(
+                    f"{named(location)}: an older kvgate moved the aliases of {location.model_name}, by a log that this kvgate "
+                    "does not read; register in another model: tracking.model_name=NAME"
+                )
         self._locks = location.runs / self.experiment_id
         with locked(self.lock, "closing runs"):  # of dead processes; other work directories' runs are unknown
             for lock in self._locks.glob("*"):
@@ -182,7 +190,7 @@ class MlflowStore(RegistryReader):
         experiment = self.client.get_experiment_by_name(name)
         if experiment.lifecycle_stage != "active":
             raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
-        _refuse_copy(self.location, str(experiment.artifact_location))
+        _check_files(self.location, str(experiment.artifact_location))
         return str(experiment.experiment_id)
 
     # Runs
@@ -373,12 +381,17 @@ def _follow_move(location: Location) -> None:
                 store.execute(moved, [new, len(old) + 1, len(old) + 1, f"{old}/"])
 
 
-def _refuse_copy(location: Location, address: str) -> None:
-    """Refuse a copy of a SQLite store, whose absolute addresses lead to the original's files."""
-    if location.file is None or location.artifact_root is None or not address.startswith("file:"):
+def _check_files(location: Location, address: str) -> None:
+    """Refuse a store whose files were moved without it, and a copy of a SQLite store. The store has absolute addresses."""
+    if location.artifact_root is None or address == location.artifact_root or not address.startswith("file:"):
         return
     old, new = path_of(address), path_of(location.artifact_root)
-    if location.file.parent == new.parent and old.resolve() != new.resolve():
+    if new.is_dir() and not old.exists():
+        raise UserError(
+            f"{named(location)} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
+            f"the new one: mkdir -p {old.parent} && ln -s {new} {old}"
+        )
+    if location.file is not None and location.file.parent == new.parent and old.resolve() != new.resolve():
         raise UserError(
             f"{named(location)} is a copy, which would write into the original's files in {old}: give the original's workdir, "
             f"or begin a store here: rm -r {location.file} {new}"

@@ -72,13 +72,18 @@ def way_back(model: RegisteredModel, workload: str, why: str) -> Move:
 
 
 def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
-    """Make all moves, those back first. Raises GateRefusal if another command moved an alias meanwhile."""
+    """Make all moves back, then all others. Raises GateRefusal if another command moved an alias meanwhile."""
+    for group in filter(None, ([move for move in moves if move.back is back] for back in (True, False))):
+        _make_together(registry, group)
+
+
+def _make_together(registry: Registry, moves: Sequence[Move]) -> None:
     with locked(registry.lock, "moving routes"):
         model = registry.read()
         for move in moves:
             if route_of(model, move.workload) != move.before:
                 raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left unchanged; run it again")
-        for workload, before, after, _, back in sorted(moves, key=lambda move: not move.back):
+        for workload, before, after, _, back in moves:
             left = model.left(workload)
             versions = left | {str(before.now)} if back else left - {after.now}
             if versions != left:

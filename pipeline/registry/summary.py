@@ -136,10 +136,15 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None =
 
     Return the previous content of `summary.json`, for `forget`; None if there was no file.
     """
-    path = workdir / FILE
-    before = path.read_bytes() if path.is_file() else None
-    known = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
-    note(workdir, sweep, **known)
+    before: bytes | None = None
+
+    def change(old: Summary) -> Summary:  # under the lock of the file
+        nonlocal before
+        before = (workdir / FILE).read_bytes() if (workdir / FILE).is_file() else None
+        known = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
+        return old.model_copy(update=known)
+
+    _update(workdir, sweep, change)
     return before
 
 

@@ -42,7 +42,7 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
             index = {"weight_map": read_json(directory, INDEX)["weight_map"], "metadata": {}}
             (staged / INDEX).write_text(json.dumps(index), encoding="utf-8")
         loaded = load(staged, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
-    check_rotary(directory, config, loaded)
+    check_rotary(directory, config, loaded[0] if options.get("output_loading_info") else loaded)
     return loaded
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from stages.checkpoints.exports import algorithm
 from stages.policies.formats import WeightsFormat
@@ -96,10 +96,16 @@ def _check_cache(directory: Path, policy: KVPolicy, layers: int, prefix: str, ca
 def _scales(directory: Path) -> dict[str, npt.NDArray[np.generic]]:
     """Return tensor name -> values of the cache's scales in a directory."""
     found: dict[str, npt.NDArray[np.generic]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="np") as source:
-            names = [name for name in source.keys() if name.endswith(CACHE_SCALES)]  # noqa: SIM118 (not a dict)
-            found |= {name: source.get_tensor(name) for name in names}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ExportMismatch(f"{directory}: no tensors in *.safetensors")
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as source:
+                names = [name for name in source.keys() if name.endswith(CACHE_SCALES)]  # noqa: SIM118 (not a dict)
+                found |= {name: source.get_tensor(name) for name in names}
+        except SafetensorError as error:
+            raise ExportMismatch(f"{file}: not a safetensors file ({error})") from None
     return found
 
 
@@ -109,5 +115,10 @@ def _static(scales: KVScales, side: Side) -> list[float]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise ExportMismatch(f"{file}: cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise ExportMismatch(f"{file}: must hold a JSON object")
     return content

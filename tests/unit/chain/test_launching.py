@@ -171,6 +171,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
 def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: Ray) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     launching.start_ray({"ray": {"init": {"address": None, "num_cpus": 2}}})
+    assert "++hydra.launcher.ray.remote.max_retries=0" in launching.RAY_OVERRIDES, "a job that died is not run again"
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "Ray's would abort the command"
     assert ray.options["address"] == "local", "it joins no other Ray that runs here"
     assert (ray.options["num_cpus"], ray.options["include_dashboard"]) == (2, False)

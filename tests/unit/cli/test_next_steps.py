@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +114,13 @@ def test_the_promotion_after_an_experiment_finds_the_experiments_engines(tmp_pat
     assert (after.stage, after.work, after.model) == ("promote", config.work, config.model)
 
 
+def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) -> None:
+    base = [*TYPED, "kv=fp8", "backend=vllm", "backend.python=/opt/vllm/bin/python"]
+    config = config_of(*[one for one in base if not one.startswith("backend.threads")])
+    step = next_steps.after_judging(config, [candidate(tmp_path, "fp8", "PASS")], base)
+    assert "stage=promote backend=vllm backend.python=/opt/vllm/bin/python" in str(step.command)
+
+
 @pytest.mark.parametrize(
     ("base", "needed", "gate", "says"),
     [
@@ -208,6 +217,25 @@ def test_a_promoted_engine_is_served_by_the_command_that_its_bundle_documents(fi
     (engine / file).write_text("")
     expected = shlex.split(command.format(engine))
     assert shlex.split(next_steps.serving(engine)) == expected
+
+
+@pytest.mark.parametrize(("given", "first"), [("env/bin/python", "env/bin/{0}"), ("python", "other/{0}")])
+@pytest.mark.parametrize(
+    ("file", "program"), [("engine_args.yaml", "vllm"), ("llm_args.yaml", "trtllm-serve"), ("launch.txt", "python")]
+)
+def test_an_engine_is_served_by_the_environment_that_judged_it(
+    file: str, program: str, given: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / "an engine"
+    (engine / file).write_text(program)
+    for place in ("env/bin", "other"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / program).write_text('#!/bin/sh\necho "$0"\n')
+        (tmp_path / place / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'other'}:{os.environ['PATH']}")
+    backend = config_of("backend=vllm", f"backend.python={given}").backend
+    ran = subprocess.run(next_steps.serving(engine, backend), shell=True, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(tmp_path / first.format(program))
 
 
 BASE = [*TYPED, "kv=fp8"]

@@ -213,3 +213,10 @@ def test_scales_in_an_export_that_declares_none_are_refused(tmp_path: Path) -> N
     none: dict[str, Any] = {"kv_cache_quant_algo": None, "kv_cache_scheme": None}
     with pytest.raises(ExportMismatch, match=r"_scale is unexpected for kv fp16"):
         check_hf(tmp_path, lambda e: e.config.update(none), FP16_POLICY, NO_SCALES)
+
+
+def test_an_export_with_rubbish_is_refused(tmp_path: Path) -> None:
+    check_hf(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"rubbish!")
+    with pytest.raises(ExportMismatch, match=r"not a safetensors file"):
+        validate_unified_hf(tmp_path, FP8_POLICY, "fp8", 2, SCALES)

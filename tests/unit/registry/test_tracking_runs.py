@@ -223,3 +223,22 @@ def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(tmp_path: Pat
     assert moved.download(moved.read().versions["1"], tmp_path).is_dir()
     track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
     assert not old.exists()
+
+
+@pytest.mark.parametrize("tag", ["mlflow.kvgate.move-000001", "move-000001"])
+def test_a_registered_model_with_the_log_of_an_older_release_is_refused(store: MlflowStore, tag: str) -> None:
+    store.client.set_registered_model_tag("kvgate-tiny", tag, "{}")
+    try:
+        with pytest.raises(UserError, match=r"an older kvgate moved the aliases of kvgate-tiny, .*tracking\.model_name=NAME$"):
+            MlflowStore(store.location)
+    finally:
+        store.client.delete_registered_model_tag("kvgate-tiny", tag)
+    MlflowStore(store.location)
+
+
+def test_files_that_were_moved_without_their_store_are_refused(tmp_path: Path) -> None:
+    shared = Tracking(uri=f"sqlite:///{tmp_path}/shared.db")
+    MlflowStore(locate(shared, tmp_path / "old", "tiny"))
+    (tmp_path / "new" / "mlartifacts").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"has its files in .*/old/mlartifacts, which was moved to .*/new/mlartifacts"):
+        MlflowStore(locate(shared, tmp_path / "new", "tiny"))
