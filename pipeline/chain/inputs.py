@@ -159,14 +159,14 @@ def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
     """Refuse a load or lengths that exceed the model, the engine, the memory or the texts, or too few documents for a PASS."""
     workloads, load, (limit, limited) = config.workloads, config.workloads.load, _context(config, checkpoint)
     together = -(-workloads.batch_size // LONG_QUESTIONS) + 1  # documents whose questions are decoded or wait at the same time
-    asked = [("workloads.load.context_tokens", load.context_tokens, load.tokens, load.batch)]
-    asked += [("workloads.lengths", length, length, together) for length in workloads.lengths]
-    for key, value, tokens, count in asked:
+    asked = [("workloads.load.context_tokens", load.context_tokens, load.tokens, load.batch, ", or lower workloads.load.batch")]
+    asked += [("workloads.lengths", length, length, together, "") for length in workloads.lengths]
+    for key, value, tokens, count, otherwise in asked:
         if tokens > limit:
             raise UserError(f"{key}={value}: {limited} tokens, this has {tokens:,}: {tokens - limit:,} too many; lower it")
         if config.backend.in_process:
             cache = count * max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
-            check_memory(f"{key}={value}: with {count} sequences of {tokens:,} tokens", cache, tokens)
+            check_memory(f"{key}={value}: with {count} sequences of {tokens:,} tokens", cache, tokens, otherwise)
     if workloads.lengths and workloads.length_documents < config.gates.min_samples:
         raise UserError(
             f"workloads.length_documents={workloads.length_documents}: no length can pass with fewer than gates.min_samples "

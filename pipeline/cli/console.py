@@ -118,9 +118,20 @@ class _Handler(logging.Handler):
         err.print(relative(str(fields.get("traceback", f"{prefix}{name}{text}"))), soft_wrap=True, markup=False)
 
 
+def _is_unprinted(record: logging.LogRecord) -> bool:
+    """Return whether no library prints the record itself, with a handler below the root logger."""
+    logger = logging.getLogger(record.name)
+    while logger.parent is not None:
+        if any(type(handler) is logging.StreamHandler for handler in logger.handlers):
+            return False
+        logger = logger.parent
+    return True
+
+
 LOGGER = logging.getLogger("kvgate")
 """Logger of all events. Modules that do not import this one, such as waits for locks and stores, log below its name."""
 HANDLER = _Handler()
+HANDLER.addFilter(_is_unprinted)
 LOGGER.addHandler(HANDLER)
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False

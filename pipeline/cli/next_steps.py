@@ -172,16 +172,19 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     still_open = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
     titles = dict.fromkeys(check.gate.heading for check in still_open)
     said = f"{', '.join(candidate.name for candidate in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
+    stuck = [check.reason for check in still_open if not needed and check.bound is None]  # such as the engine's own noise
     following = config.gates.next_attempt
-    if following is None or max(needed.values(), default=0) > MOST_QUESTIONS:
+    # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
+    alpha = config.gates.pass_alpha if following is None else following.pass_alpha
+    more = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
+    changes, own, most = _more_questions(config, needed, more)
+    if following is not None and not (changes or own):
+        stuck += [*(check.reason for check in still_open), "no check was recorded"]
+    if stuck:
+        return NextStep(why=f"{said}; more questions would not decide: {stuck[0]}; see docs/verdict.md#inconclusive-what-now")
+    if following is None or most > MOST_QUESTIONS:
         step = _finer(config, undecided, base, swept)
         return step.model_copy(update={"why": f"{said}, and another attempt would not decide it: {step.why}"})
-    # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
-    more = math.log(following.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
-    changes, own = _more_questions(config, needed, more)
-    if not needed and (not changes or any(check.bound is None for check in still_open)):  # such as the engine's own noise
-        reason = still_open[0].reason if still_open else "no check was recorded"
-        return NextStep(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
@@ -190,8 +193,8 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
 
 
-def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> tuple[list[str], bool]:
-    """Return overrides for `more` times the questions, or `needed` if larger, and whether the user's own are too few."""
+def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> tuple[list[str], bool, int]:
+    """Return overrides for `more` times the questions or `needed`, if larger; whether own ones are too few; the most."""
     counts = {
         name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
         for name, count in config.workloads.samples.items()
@@ -202,7 +205,8 @@ def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> t
     if config.workloads.lengths:
         now = math.ceil(more * config.workloads.length_documents) * LONG_QUESTIONS
         changes += more_documents({**needed, LONG: now})
-    return changes, any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
+    own = any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
+    return changes, own, max((*counts.values(), *needed.values()), default=0)
 
 
 def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:

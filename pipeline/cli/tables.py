@@ -12,6 +12,7 @@ from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
 from stages.checkpoints.shapes import ModelShape
+from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
@@ -94,8 +95,9 @@ def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
     *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
     saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
+    blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
-    lines = [f"  why: {escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
+    lines = [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
     if passed:
         lines = [f"  holds {escape(candidate.covered)}"] if candidate.covered is not None else []
     if look:
@@ -139,8 +141,10 @@ def _reason(candidate: Candidate, champion: Candidate | None) -> str:
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
         return f"passed, but the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
+    if serves_last(candidate.backend) and not serves_last(champion.backend):
+        return "passed, but the reference engine does not serve where another engine holds the same number of tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
-    return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}), or it is the reference engine"
+    return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}) at equally many tokens in the same memory"
 
 
 KIB, MIB = 1024, 1024**2

@@ -21,8 +21,8 @@ from stages.core.errors import UserError, short
 from stages.core.redaction import redact_text
 from stages.core.strict import Unreadable, read_file
 
-MOST_BYTES = 1_000_000
-"""Maximum bytes of a file of options."""
+MOST_BYTES, MOST_DEPTH = 1_000_000, 100
+"""Maximum bytes and nesting of a file of options."""
 MOST_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
@@ -127,17 +127,21 @@ def _hydra_problem(override: Override, line: str) -> str | None:
 
 
 def _check_option(path: Path, folder: Path) -> None:
-    """Refuse a file of --config-dir that Hydra would ignore, that is no YAML, or whose aliases would expand to gigabytes."""
+    """Refuse a file of --config-dir that Hydra would ignore, that is no YAML, or that is costly: aliases make it gigabytes."""
     if path.suffix != ".yaml":
         raise UserError(f"--config-dir: {path}: is not read; name it {path.stem}.yaml")
     if (CONF / path.relative_to(folder)).is_file():
         raise UserError(f"--config-dir: {path}: kvgate's own option of this name comes first; give it another name")
+    depth = 0
     try:
-        aliased = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(read_file(path, MOST_BYTES)))
-    except (Unreadable, yaml.YAMLError) as error:
+        for event in yaml.parse(read_file(path, MOST_BYTES).decode()):
+            if isinstance(event, yaml.AliasEvent):
+                raise Unreadable("uses a YAML alias (*name); write the value out")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise Unreadable(f"nested more than {MOST_DEPTH} deep")
+    except (ValueError, OverflowError, yaml.YAMLError) as error:  # not UTF-8, or "\UFFFFFFFF"
         raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())}); correct it") from None
-    if aliased:
-        raise UserError(f"--config-dir: {path}: uses a YAML alias (*name); write the value out")
 
 
 def refuse_code(hydra: DictConfig) -> None:

@@ -61,12 +61,12 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
         raise MissingRequirement(f"workdir={given}: {problem}; free some, or give another workdir")
 
 
-def check_memory(key: str, cache_bytes: int, tokens: int) -> None:
-    """Refuse sequences whose cache exceeds this machine's memory. The message begins with `key` and says what would fit."""
+def check_memory(key: str, cache_bytes: int, tokens: int, otherwise: str) -> None:
+    """Refuse sequences whose cache exceeds this machine's memory. `key` and `otherwise` begin and end the message."""
     memory = psutil.virtual_memory().total
     if cache_bytes > memory:
         problem = lacks(f"{key} the cache takes", cache_bytes, "this machine has", memory, "of memory")
-        raise UserError(f"{problem}; lower it: about {tokens * memory // cache_bytes:,} tokens fit")
+        raise UserError(f"{problem}; lower it: about {tokens * memory // cache_bytes:,} tokens fit{otherwise}")
 
 
 def lacks(what: str, needed: int, where: str, there: int, of: str) -> str:

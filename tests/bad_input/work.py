@@ -84,7 +84,8 @@ LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("workloads.lengths=[40000]",), ("workloads.lengths=40000: the model was made for 32,768 tokens", "too many")),
     (("workloads.lengths=[2048]", "workloads.length_documents=8"), ("workloads.length_documents=8", "give at least")),
     (("workloads.load.context_tokens=1000000",), ("workloads.load.context_tokens=1000000", "32,768", "too many")),
-    (("workloads.load.batch=4096", "workloads.load.context_tokens=30000"), ("context_tokens=30000: with 4096", "are missing")),
+    (("workloads.load.batch=4096", "workloads.load.context_tokens=30000"),
+     ("context_tokens=30000: with 4096", "are missing", "or lower workloads.load.batch")),
 )  # fmt: skip
 
 LONG = json.dumps({"prompt": "a b " * 60_000, "reference": "c"})

@@ -24,6 +24,8 @@ console.begin(console.RunningJob("evaluate", "fp8", 2, 5), "tiny")
 warnings.warn("deprecated")
 logging.getLogger("other").warning("logged by a library with hf_abcdefghijklmnopqrstuvwxyz")
 logging.getLogger("kvgate.waits").warning("waiting for a lock")
+logging.getLogger("hub").addHandler(logging.StreamHandler())
+logging.getLogger("hub.files").warning("printed once, by its own handler")
 console.say("[bold]a sentence[/] for people in colour")
 console.show("comparison", Grid("t", [*words("policy"), Column("kl", "KL", ".1e")], [["fp8", float("nan")], ["int8", 0.25]]))
 with console.progress("round fp8") as progress:
@@ -43,6 +45,8 @@ def test_results_are_objects_on_stdout_and_everything_else_on_stderr() -> None:
         [sys.executable, "-c", NOISE], check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
     *lines, printed = done.stderr.splitlines()
+    assert [line for line in lines if "printed once" in line] == ["printed once, by its own handler"]
+    lines.remove("printed once, by its own handler")
     assert printed == "printed by a library: ***"
     job = {"stage": "evaluate", "policy": "fp8", "job": 2, "jobs": 5}.items()
     by_kind = {line["result"]: line for line in map(json.loads, done.stdout.splitlines())}

@@ -142,6 +142,14 @@ def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) 
         (["gates.attempt=20"], {"copy": 700}, Gate.RECOVERY, "fp8: open is recovery, and another attempt would not decide it"),
         # A class that passed with all its samples passes at the next attempt's smaller level with this many.
         ([], {"copy": 700}, Gate.RECOVERY, f"samples.tool_call={math.ceil(160 * math.log(0.0025) / math.log(0.045))}"),
+        (["gates.attempt=20"], {}, Gate.NOISE_FLOOR, "more questions would not decide: mean KL"),
+        (
+            ["workloads=jsonl", "workloads.jsonl=mine.jsonl"],
+            {"all": 32},
+            "min_samples",
+            "more questions would not decide: mean KL",
+        ),
+        (["workloads.samples.copy=60000"], {}, Gate.MEAN_KL, "judge int8, which keeps more"),  # twice are refused
         ([], {"copy": 1_000_000}, Gate.ACCURACY, "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )

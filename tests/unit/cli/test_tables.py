@@ -10,7 +10,8 @@ from helpers.verdicts.reports import answered, sliced, verdict
 from rich.console import Console
 
 from pipeline.cli.grids import Column, Grid, Value
-from pipeline.cli.tables import comparison, print_verdict
+from pipeline.cli.tables import comparison, passed_over, print_verdict
+from pipeline.registry.promotion import PromotionMove
 from stages.verdict.candidate import Candidate, not_passed
 from stages.verdict.thresholds import Check, Gate
 
@@ -42,6 +43,24 @@ def test_an_undecided_verdict_says_how_many_questions_would_decide(tmp_path: Pat
     said = capsys.readouterr().out
     assert said.startswith("INCONCLUSIVE fp8: 8 questions are too few to decide; ask about 60 of copy\n")
     assert len(said.splitlines()) <= 4
+
+
+def test_the_reason_of_a_verdict_says_that_the_answers_do_not_depend_on_the_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unseen = Check(gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="unnoticed")
+    print_verdict(judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)}))
+    assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("backend", "kl", "said"),
+    [("torch", 1e-3, "the reference engine does not serve"), ("onnxruntime", 3e-3, "no lower (3.0e-03 against 2.0e-03)")],
+)
+def test_the_reason_against_a_candidate_that_passed_is_what_decided(backend: str, kl: float, said: str, tmp_path: Path) -> None:
+    champion, other = (judged_candidate(tmp_path, n, metrics={"quality/kl_mean": v}) for n, v in (("int8", 2e-3), ("fp8", kl)))
+    passed = [champion, other.model_copy(update={"backend": backend})]
+    assert said in passed_over(passed, PromotionMove("int8", ""))["fp8"]
 
 
 @pytest.mark.parametrize(
