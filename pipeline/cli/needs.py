@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -123,6 +124,11 @@ class Found:
     problems: Sequence[Refusal]
     """UserError or MissingRequirement for everything that could not be read."""
 
+    @cached_property
+    def places(self) -> set[str]:
+        """Places of the finished artifacts."""
+        return {piece.place for piece in self.pieces if piece.is_artifact}
+
 
 def find(config: Config) -> Found:
     """Read a work directory and the tracking store. Nothing is written or made."""
@@ -177,13 +183,12 @@ def needs_of(found: Found, keep_sweeps: int) -> dict[str, str]:
     `keep_sweeps` is the `number` of `last_sweeps`.
     """
     reasons = dict[str, str]()
-    there = {piece.place for piece in found.pieces if piece.is_artifact}
 
     def keep(digest: str, who: str, *, whole: bool = False) -> None:
         held = found.evidence.get(digest)
         links = () if held is None else held.identity.chain if whole else held.identity.reads
         for place in () if held is None else (*held.places, *(link.place for link in links)):
-            if place in there:
+            if place in found.places:
                 reasons.setdefault(place, who)
 
     builds: dict[str, list[str]] = {}  # engine's digest -> places, only if some evidence may be missing

@@ -68,18 +68,14 @@ def _missing(digest: str, found: Found) -> str | None:
     evidence = found.evidence.get(digest)
     if evidence is None:
         return "its evidence is not here"
-    there = {piece.place for piece in found.pieces}
-    return next((f"{link.place} is not here" for link in evidence.identity.reads if link.place not in there), None)
+    return next((f"{link.place} is not here" for link in evidence.identity.reads if link.place not in found.places), None)
 
 
 def _show_sweep(sweep: Summary, found: Found) -> None:
     rows, unfinished = [], sweep.unfinished
     for one in sweep.candidates:
-        because = "; ".join(
-            filter(
-                None, (_missing(one.identity.digest, found), *one.reasons[:1], one.covered if one.verdict == "PASS" else None)
-            )
-        )
+        covered = one.covered if one.verdict == "PASS" else None
+        because = "; ".join(filter(None, (_missing(one.identity.digest, found), *one.reasons[:1], covered)))
         rows.append([one.name, one.verdict, one.version or "-", one.model, one.backend, because])
     missing = f", which has not finished: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
     title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"

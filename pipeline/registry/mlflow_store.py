@@ -230,20 +230,22 @@ class MlflowStore(RegistryReader):
         owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
         return str(self.client.create_run(self.experiment_id, tags={**tags, **owner}, run_name=title).info.run_id)
 
-    def _show_baseline(self, candidate: Candidate, own: Mapping[str, str]) -> None:
+    def _show_baseline(self, run_id: str, candidate: Candidate) -> None:
         """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did.
 
-        `own` are the tags of the candidate's run. They give the sweep, and the lock that both runs share.
+        `run_id` is the candidate's run, which has the sweep, and the lock that both runs share.
         """
         metrics = pages.of_baseline(candidate)
+        if not metrics:
+            return
+        own = self.client.get_run(run_id).data.tags
         tags = {"sweep": own["sweep"], "baseline_digest": candidate.baseline.digest, "verdict": "baseline"}
         query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
         with locked(self.lock, "logging the baseline"):
-            if metrics and not self.client.search_runs([self.experiment_id], query, max_results=1):
-                run_id = self._create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": pages.UNDECIDED})
-                now = int(time.time() * 1000)
-                self.client.log_batch(run_id, metrics=[Metric(name, value, now, 0) for name, value in metrics.items()])
-                self.client.set_terminated(run_id, "FINISHED")
+            if not self.client.search_runs([self.experiment_id], query, max_results=1):
+                baseline = self._create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": pages.UNDECIDED})
+                self._log(baseline, {}, metrics)
+                self.client.set_terminated(baseline, "FINISHED")
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, with secrets removed. The run may have ended."""
@@ -252,7 +254,7 @@ class MlflowStore(RegistryReader):
                 copy_redacted(path, Path(scratch) / path.name)
             self.client.log_artifacts(run_id, scratch)
 
-    def _log(self, run_id: str, tags: Mapping[str, str], metrics: Mapping[str, float], model_id: str) -> None:
+    def _log(self, run_id: str, tags: Mapping[str, str], metrics: Mapping[str, float], model_id: str | None = None) -> None:
         """Log tags and metrics in one batch, which MLflow splits if necessary."""
         now = int(time.time() * 1000)
         self.client.log_batch(
@@ -282,7 +284,7 @@ class MlflowStore(RegistryReader):
         for name, table in tables.items():
             self.client.log_text(run_id, table_text(table), name)
         self.attach(run_id, [candidate.report.path])
-        self._show_baseline(candidate, self.client.get_run(run_id).data.tags)
+        self._show_baseline(run_id, candidate)
         return candidate.model_copy(update={"run_id": run_id, "version": version})
 
     # Engines
