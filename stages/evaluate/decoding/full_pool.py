@@ -2,10 +2,12 @@
 
 The requests include samples, and mixtures that begin like one sample and end like another. All are sent together. In the small
 pool, requests wait, reuse cached prefixes, are preempted in favor of older requests, and are computed again. Answers may differ
-from the answers with room by the engine's own noise, which is measured by sending the requests with room in small groups.
+from the answers with room by the engine's own noise, which is measured by sending the requests with room in small groups, if
+any answer differs.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -57,36 +59,41 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
     asked = [request for _, request in named]
     (calm,) = engine.serve_rounds([asked], ROWS)
     served(count)
-    groups = [asked[i :: -(-count // GROUP)] for i in range(-(-count // GROUP))]
-    # An engine that reads the cache during prefill recomputes a preempted request as one longer prompt.
-    cut = [[(t, max(f, len(t) - ROWS)) for t, f in group] if engine.reads_itself else group for group in groups]
-    noise = [0.0] * count
-    for i, group in enumerate(engine.serve_rounds(cut, ROWS)):
-        for place, one in zip(range(i, count, len(groups)), group, strict=True):
-            noise[place] = float(np.mean(_distances(calm[place], one)))
-    served(2 * count)
-    limit = max(LEAST_KL, FACTOR * max(noise)) if np.isfinite(noise).all() else LEAST_KL
     orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(ROUNDS)]
-    rounds = engine.serve_rounds([[asked[i] for i in order] for order in orders], ROWS, pages)
+    crowded = engine.serve_rounds([[asked[i] for i in order] for order in orders], ROWS, pages)
+    served((1 + ROUNDS) * count)
+    changed: list[tuple[float, str]] = []
+    for number, (order, answers) in enumerate(zip(orders, crowded, strict=True), start=1):
+        for i, answer in zip(order, answers, strict=True):
+            kls = _distances(calm[i], answer)
+            if not (kl := float(np.mean(kls))) <= LEAST_KL:
+                name = f"{named[i][0]} (round {number})"
+                changed.append((kl, _deviation(name, named[i][1], calm[i], answer, kls)))
+    limit = max(LEAST_KL, FACTOR * _noise(engine, asked, calm)) if changed else LEAST_KL
     served(total)
-    served_again = [one for crowded in rounds for one in crowded]
-    deviations: list[tuple[float, str]] = []
-    for number, (order, crowded) in enumerate(zip(orders, rounds, strict=True), start=1):
-        for i, one in zip(order, crowded, strict=True):
-            kls = _distances(calm[i], one)
-            if (kl := float(np.mean(kls))) > limit:
-                deviations.append((kl, _deviation(f"{named[i][0]} (round {number})", named[i][1], calm[i], one, kls)))
-    deviations.sort(key=lambda deviation: -deviation[0])
+    deviations = sorted((change for change in changed if change[0] > limit), key=lambda deviation: -deviation[0])
     return FullPool(
         asked=count,
-        requests=len(served_again),
+        requests=ROUNDS * count,
         pages=pages,
         wanted_pages=sum(sizes),
-        preempted=sum(one.preempted for one in served_again),
-        reused=sum(one.reused for one in served_again),
+        preempted=sum(answer.preempted for answers in crowded for answer in answers),
+        reused=sum(answer.reused for answers in crowded for answer in answers),
         limit_kl=limit,
         deviations=tuple(text for _, text in deviations),
     )
+
+
+def _noise(engine: Engine, asked: Sequence[Request], calm: Sequence[ServedRequest]) -> float:
+    """Return the largest mean KL between a request in a small group and in `calm`, with room for both; 0 if not finite."""
+    assert isinstance(engine, SupportsFullPool)
+    if engine.reads_itself:  # it recomputes a preempted request as one longer prompt
+        asked = [(tokens, max(first, len(tokens) - ROWS)) for tokens, first in asked]
+    groups = -(-len(asked) // GROUP)
+    rounds = engine.serve_rounds([asked[i::groups] for i in range(groups)], ROWS)
+    pairs = zip(chain.from_iterable(calm[i::groups] for i in range(groups)), chain.from_iterable(rounds), strict=True)
+    noise = [float(np.mean(_distances(*pair))) for pair in pairs]
+    return max(noise) if np.isfinite(noise).all() else 0.0
 
 
 def requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> Iterator[Named]:
