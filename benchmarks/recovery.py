@@ -67,7 +67,7 @@ def measure(workdir: Path) -> dict[str, Any]:
     probability: dict[str, list[list[float]]] = {}
     right: dict[str, list[list[int]]] = {}
     for config in plan([*command, "workloads.rounds=[1.0]", "workloads.conformance_samples=0"], multirun=True).jobs:
-        steps = Run(config).steps
+        steps = Run(config).verdict_steps
         answers = steps.round(FP16_POLICY, 1)
         baseline, candidate = (read_round(one.path) for one in (answers, steps.round(config.kv, 1, answers)))
         rows = [

@@ -100,8 +100,8 @@ def foretell(planned: Plan) -> int:
             if look(job, partial(_walk, run, verdicts)) == 0 and config.facts.judges:
                 if job == 1:
                     look(job, partial(_say_questions, run))
-                short += [run.steps.too_few] if run.steps.too_few is not None else []
-            for title, artifact in run.chain.finished:
+                short += [run.verdict_steps.too_few] if run.verdict_steps.too_few is not None else []
+            for title, artifact in run.engine_steps.finished:
                 rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in seen else "made"])
                 seen.add(artifact.key)
     if rows:
@@ -126,17 +126,17 @@ def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
     """Take all steps of a job's stage, and record the verdict if it is already known."""
     match run.config.stage:
         case "quantize":
-            run.chain.exports(run.config.kv)
+            run.engine_steps.exports(run.config.kv)
         case "build":
-            run.chain.bundle(run.config.kv)
+            run.engine_steps.bundle(run.config.kv)
         case "tune":
-            run.chain.tuned()
+            run.engine_steps.tuned()
         case _:
-            last = run.steps.report()
+            last = run.verdict_steps.report()
             if last.exists:
                 verdicts[run.label] = decide(load_report(last.path), load_rows(last.path), run.config.gates)
-            if all(artifact.exists for _, artifact in run.chain.finished):  # the identity binds every artifact
-                run.steps.identity(last, verdicts[run.label])
+            if all(artifact.exists for _, artifact in run.engine_steps.finished):  # the identity binds every artifact
+                run.verdict_steps.identity(last, verdicts[run.label])
 
 
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
@@ -160,11 +160,11 @@ def _check_tracking(config: Config) -> None:
 def _say_questions(run: Run) -> None:
     """Print the number of samples per workload, and the time and memory of a verdict with the default engine."""
     workloads, path = run.config.workloads, locate_checkpoint(run.config.model.path)
-    counts = Counter(sample.workload for sample in run.steps.samples if not sample.workload.startswith(LONG))
+    counts = Counter(sample.workload for sample in run.verdict_steps.samples if not sample.workload.startswith(LONG))
     documents = f"{workloads.length_documents} documents with {LONG_QUESTIONS} questions each"
     kinds = [f"{count:,} of {name}" for name, count in counts.items()]
     kinds += [f"{documents} of {length:,} tokens" for length in workloads.lengths]
-    rounds = assign_rounds(run.steps.samples, workloads.rounds)
+    rounds = assign_rounds(run.verdict_steps.samples, workloads.rounds)
     said = f"asks {', '.join(kinds)}, in {len(rounds)} rounds at most"
     console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
     model = read_model(path)

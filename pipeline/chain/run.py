@@ -47,12 +47,12 @@ class Run:
     """The work directory's store if None."""
 
     @cached_property
-    def chain(self) -> EngineSteps:
+    def engine_steps(self) -> EngineSteps:
         return EngineSteps(self.config, self.store or Store(self.config.artifacts))
 
     @cached_property
-    def steps(self) -> VerdictSteps:
-        return VerdictSteps(self.chain)
+    def verdict_steps(self) -> VerdictSteps:
+        return VerdictSteps(self.engine_steps)
 
     def engines(self) -> Engines:
         """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off."""

@@ -51,21 +51,21 @@ from stages.verdict.report import load_report, load_rows
 
 
 def quantize(run: Run) -> None:
-    exports = run.chain.exports(run.config.kv)
+    exports = run.engine_steps.exports(run.config.kv)
     checkpoint = exports.path / "checkpoint"
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
 
 
 def build(run: Run) -> None:
-    bundle = run.chain.bundle(run.config.kv)
+    bundle = run.engine_steps.bundle(run.config.kv)
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
 
 
 def evaluate(run: Run) -> None:
     """Judge the engine against the FP16-KV engine, and register it."""
-    config, steps = run.config, run.steps
+    config, steps = run.config, run.verdict_steps
     with console.progress("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
@@ -77,7 +77,7 @@ def evaluate(run: Run) -> None:
             verdict = decide(report, rows, config.gates)
         sealed = steps.identity(evaluation, verdict)
         cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
-        candidate = judged_candidate(read_identity(cited.path), cited, report, run.chain.store.root)
+        candidate = judged_candidate(read_identity(cited.path), cited, report, run.engine_steps.store.root)
         candidate = candidate.model_copy(update={"name": run.label})
         if store is not None:
             with console.progress("registering the engine"):

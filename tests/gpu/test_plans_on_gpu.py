@@ -59,7 +59,7 @@ def chain(library: Library, tmp_path_factory: pytest.TempPathFactory) -> EngineS
     overrides = ["backend=tensorrt", "stage=build", "tracking=none", f"workdir={tmp_path_factory.mktemp('work')}", *POLICY]
     config = plan(overrides, multirun=False).jobs[0]
     check_inputs(config)
-    return Run(config).chain
+    return Run(config).engine_steps
 
 
 @pytest.fixture(scope="module")

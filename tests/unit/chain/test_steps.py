@@ -69,7 +69,7 @@ def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(
     parts = {}
     for given in ([], ["backend.threads=6"], ["backend.threads=2"]):
         config = configured(tmp_path, *given)
-        recipe = Run(config).steps.recipe("baseline", "measure", {})
+        recipe = Run(config).verdict_steps.recipe("baseline", "measure", {})
         parts[config.backend.model_dump()["threads"], bool(given)] = recipe.key
     assert set(parts) == {(6, False), (6, True), (2, True)}
     assert parts[6, False] == parts[6, True] != parts[2, True]
@@ -80,9 +80,9 @@ def test_the_files_of_a_draft_are_part_of_an_evaluations_key(tmp_path: Path) -> 
     shutil.copytree(import_module("stages.tiny").__path__[0] + "/checkpoint", draft)
     config = configured(tmp_path, f"workloads.speculation={{draft:{draft}}}")
     check_inputs(config)
-    before = Run(config).steps.recipe("round", "measure", {})
+    before = Run(config).verdict_steps.recipe("round", "measure", {})
     (draft / "generation_config.json").write_text("{}")
-    after = Run(config).steps.recipe("round", "measure", {})
+    after = Run(config).verdict_steps.recipe("round", "measure", {})
     assert before.key != after.key
     assert before.inputs["draft"] != after.inputs["draft"]
     assert "draft" in USER_INPUTS
@@ -95,7 +95,7 @@ def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
     config = configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}")
     room = config.workloads.extra_new_tokens
     item = EncodedSample(Sample(id="a", workload="b", prompt="", reference=""), (0,) * 570, (0,) * (591 - 570 - room))
-    Run(config).steps.note_length([item])
+    Run(config).verdict_steps.note_length([item])
     said = " ".join(capsys.readouterr().out.split())
     advice = "the samples have at most 591 tokens; give backend.max_tokens=640, or workloads.lengths=[704] (15 documents"
     assert (advice in said) is noted
@@ -103,7 +103,7 @@ def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
 
 def test_without_compared_requests_no_reference_engine_is_built() -> None:
     (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
-    steps = Run(job).steps
+    steps = Run(job).verdict_steps
     vars(steps).update(encoded_samples=Mock())
     vars(steps.chain).update(bundle=Mock())
     assert "reference" not in steps.inputs(job.kv, None)

@@ -83,7 +83,7 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
 
 def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
     machine.setattr("stages.engines.tensorrt.backend.triton_version", lambda: None)
-    parts: Any = Run(configured(tmp_path, "backend=tensorrt")).steps.recipe("evaluate", "joining", {}).parts
+    parts: Any = Run(configured(tmp_path, "backend=tensorrt")).verdict_steps.recipe("evaluate", "joining", {}).parts
     assert parts["config"]["versions"] == {"tensorrt": "10.14.1.48"}
     assert {"torch", "numpy"} <= set(parts["libraries"])
     assert "triton" not in parts["libraries"]

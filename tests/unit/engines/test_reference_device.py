@@ -63,7 +63,7 @@ def test_the_reference_engines_gpu_is_part_of_an_evaluations_key(
     parts: list[Any] = []
     for device in ("auto", "cuda" if here else "cpu"):
         (job,) = plan([f"workdir={tmp_path}", f"reference.device={device}"], multirun=False).jobs
-        steps, artifact = Run(job).steps, SimpleNamespace(digest="0")
+        steps, artifact = Run(job).verdict_steps, SimpleNamespace(digest="0")
         given: Any = {"reference": artifact}
         parts += [steps.recipe("round", "measure", inputs).parts for inputs in (given, dict[str, Any]())]
     beside, alone = parts[2:]
