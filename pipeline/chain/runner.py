@@ -83,7 +83,7 @@ def evaluate(run: Run) -> None:
             with console.progress("registering the engine"):
                 candidate = store.conclude(run_id, candidate, rows)
     summary.record(config.work, run.sweep, candidate)
-    tables.print_verdict(candidate, look=next_steps.QUICK in run.typed and candidate.verdict == "INCONCLUSIVE")
+    tables.print_verdict(candidate, first_look=config.workloads.is_first_look)
 
 
 STAGES: dict[str, Callable[[Run], None]] = {
@@ -302,7 +302,8 @@ def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None
 
 def _refusal(planned: Plan, last: summary.Summary) -> Exception | None:
     """Return the reason why a command whose jobs all ended well does not exit with 0."""
-    decent = {"PASS", "INCONCLUSIVE"} if next_steps.QUICK in (planned.typed or ()) else {"PASS"}
+    first_look = all(job.workloads.is_first_look for job in planned.jobs)
+    decent = {"PASS", "INCONCLUSIVE"} if first_look else {"PASS"}
     if planned.sweeping and last.unfinished is not None:
         return MissingRequirement(f"{last.unfinished}; run it again to continue")
     if not decent.isdisjoint(candidate.verdict for candidate in last.candidates):

@@ -32,8 +32,8 @@ from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, more_d
 
 MOST_QUESTIONS = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
-QUICK = "experiment=quick"
-"""Argument for a quick look."""
+FIRST_LOOK = ("experiment=quick", "workloads.conformance_samples=0")
+"""Arguments that make an evaluation a first look."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """Model shape for comparing the bytes of policies."""
 
@@ -133,9 +133,9 @@ def after_judging(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and "
             "this evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"
         )
-    if QUICK in base and verdicts != {"FAIL"}:
+    if config.workloads.is_first_look and verdicts != {"FAIL"}:
         why = "judge it in full (10 times the questions at most), and promote it if it passes"
-        return NextStep(why=why, command=command_line([part for part in base if part != QUICK], sweep=sweep))
+        return NextStep(why=why, command=command_line([part for part in base if part not in FIRST_LOOK], sweep=sweep))
     if "PASS" in verdicts and config.tracking.enabled:
         return NextStep(why="make the best that passed the champion", command=standing(config, "promote"))
     if "PASS" in verdicts:

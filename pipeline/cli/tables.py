@@ -86,11 +86,12 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     return Grid(console.relative(f"{policy} of {model}: {directory}"), columns, rows, FINDING_COLOURS)
 
 
-def print_verdict(candidate: Candidate, *, look: bool = False) -> None:
+def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
     """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
 
-    A first look (`look`) has no verdict. The report has all other reasons, conformance and warnings.
+    A first look shows INCONCLUSIVE under another name. The report has all other reasons, conformance and warnings.
     """
+    look = first_look and candidate.verdict == "INCONCLUSIVE"
     passed = candidate.verdict == "PASS"
     *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))

@@ -109,7 +109,7 @@ def measure(
             comparison.decode_missing()  # requests that had finished before an interruption
             label("conformance", 0, 1)
             conformance = comparison.result()
-        elif not config.conformance_samples:
+        elif config.is_first_look:
             conformance = EngineConformance(policy=engine.policy.name, requests=[])  # no gate passes an empty list
         Round(
             policy=engine.policy.name,

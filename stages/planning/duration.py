@@ -134,7 +134,7 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     once = (_noise(first, config) + _load(config)).times(2)
     once += _asked(sorted(first, key=lambda one: one.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
     reference = Work()
-    if config.conformance_samples:
+    if not config.is_first_look:
         stress = config.stress_test.limited(longest)
         half = stress.tokens(stress.max_tokens, longest, max(stress.max_batch, config.batch_size)) / 2
         pairs = half * stress.max_tokens / 4

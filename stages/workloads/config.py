@@ -164,8 +164,8 @@ class WorkloadsConfig(StrictModel):
     """Judged samples per workload that both engines repeat in smaller batches, for the noise floor; the longest sample is
     added."""
     conformance_samples: Count = 0
-    """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 also
-    disables the stress test, so that no candidate passes."""
+    """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 makes
+    the evaluation a first look, which has no stress test either and never passes."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
@@ -183,6 +183,11 @@ class WorkloadsConfig(StrictModel):
         """Whether every answer is one line, as in the workloads about pages; then a line end ends answers to few-shot text."""
         asked = {name for name, count in self.samples.items() if count}
         return asked <= PAGES and self.jsonl is None and not self.gsm8k
+
+    @property
+    def is_first_look(self) -> bool:
+        """Whether no request is compared with the reference engine: such an evaluation is fast, and never passes."""
+        return self.conformance_samples == 0
 
     @property
     def own_key(self) -> Literal["jsonl", "documents"]:

@@ -7,10 +7,11 @@ the cache. Engines of other libraries: tests/contract/test_interpreters.py, test
 from pathlib import Path
 
 import pytest
-from helpers.commands.jobs import SHORT, configured, judge, run_job
+from helpers.commands.jobs import SHORT, configured, run_job
 from helpers.engines.interpreters import make_interpreter
 from helpers.verdicts.reports import lines
 
+from pipeline.registry import summary
 from stages.core.errors import GateRefusal
 from stages.verdict.report import load_report
 
@@ -33,8 +34,10 @@ def test_an_engine_in_an_interpreter_of_its_own_is_judged_once_its_scale_changes
     with pytest.raises(GateRefusal, match=refused):
         run_job(configured(tmp_path / "work", *given))
     job = configured(tmp_path / "work", *given, "gates.allow_scale_changes=[defaulted]")
-    directory, _ = judge(job, "fp8 is not decided: INCONCLUSIVE")
-    report = load_report(directory)
+    run_job(job)
+    (candidate,) = summary.load(job.work).candidates
+    assert candidate.verdict == "INCONCLUSIVE"
+    report = load_report(candidate.report.path.parent)
     assert report.overall.fidelity.kl_mean is not None
     assert 1e-6 < report.overall.fidelity.kl_mean < 0.1, "an FP8 cache of the toy is close to its FP16 one"
     assert report.overall.fidelity.non_finite_steps == 0

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from helpers.verdicts.engine_records import conformance, engine_conformance
 from helpers.verdicts.reports import answered, every_class, report
 from pipeline.chain import dry, engine_steps, inputs, verdict_steps
 from stages.core.artifact import Recipe
@@ -112,11 +113,15 @@ def _once(*_: object, **__: object) -> Any:
     return SimpleNamespace(write=lambda out: (out / "once.json").write_text(str(time.time_ns())))
 
 
-def _join(_: object, rounds: Sequence[tuple[object, str]], *__: object, engine: str, baseline: str, **___: object) -> Any:
+def _join(
+    _: object, rounds: Sequence[tuple[object, str]], __: object, config: Any, *, engine: str, baseline: str, **___: object
+) -> Any:
     name = rounds[0][1]
+    uncompared = conformance(engine_conformance(), engine_conformance()) if config.is_first_look else None
     first_of_two = name in UNDECIDED and len(rounds) == 1
     rows = answered("copy", 8) if first_of_two else every_class(copy=LOST.get(name, 0))
-    joined = report(rows, engine_digest=engine, baseline_digest=baseline, planned_rounds=1 + first_of_two)
+    digests = {"engine_digest": engine, "baseline_digest": baseline}
+    joined = report(rows, **digests, planned_rounds=1 + first_of_two, conformance=uncompared)
 
     def write(out: Path) -> None:
         (out / REPORT_FILE).write_text(joined.model_dump_json())

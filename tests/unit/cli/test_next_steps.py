@@ -54,7 +54,7 @@ def composed(step: NextStep | None) -> Config:
     arguments = words[3:]
     folders = [one.removeprefix("--config-dir=") for one in arguments if one.startswith("--config-dir=")]
     planned = plan([one for one in arguments if not one.startswith("-")], "-m" in arguments, folders)
-    sweeps = {one for one in arguments if one.startswith("experiment=")} - {next_steps.QUICK}
+    sweeps = {one for one in arguments if one.startswith("experiment=")} - {"experiment=quick"}
     assert planned.sweeping == ("-m" in arguments or bool(sweeps))
     for job in planned.jobs:
         check_inputs(job)
@@ -102,9 +102,9 @@ def test_after_judging_the_next_command_repeats_the_users_arguments(
 def test_after_a_quick_look_comes_a_whole_verdict_or_a_quick_look_at_a_finer_policy(
     verdict: Status, kv: str, quick: bool, tmp_path: Path
 ) -> None:
-    base = [*TYPED, "experiment=quick", "kv=fp8"]
+    base = [*TYPED, "experiment=quick", "workloads.conformance_samples=0", "kv=fp8"]
     after = composed(next_steps.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base))
-    assert (after.kv.name, after.tracking.enabled) == (kv, not quick)
+    assert (after.kv.name, after.tracking.enabled, after.workloads.is_first_look) == (kv, not quick, quick)
 
 
 def test_the_promotion_after_an_experiment_finds_the_experiments_engines(tmp_path: Path) -> None:
