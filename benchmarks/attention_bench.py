@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import attention_cases
+from benchmarks import attention_reference as reference
 from benchmarks.attention_cases import Case, Row
 from benchmarks.recording import log, results_record, write_json
 from plugins.kv_attention.layout import PAGE_TOKENS
-from stages.engines.cuda import reference
 
 
 def gpu(device: torch.device) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
     python -m benchmarks.context_attention --json benchmarks/results/context_attention_h200.json
 
-Every storage is measured in two ways: "pages" (the kernels over the quantized pages) and "dense" (FlashAttention over the
-dequantized history). "chosen" marks the choice of dense.prefers_dense.
 Exit code 4 without a GPU or Triton, 1 if an output is wrong.
 """
 
@@ -15,9 +13,9 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import attention_reference as reference
 from benchmarks.attention_bench import GpuTimer, Step, measured_rows
 from benchmarks.attention_cases import STORAGES, Case, Row
-from stages.engines.cuda import reference
 
 HISTORIES = ((8192, 512), (8192, 2048), (512, 512), (8192, 128), (8192, 4))
 """(cached tokens, new tokens) per sequence."""
@@ -27,8 +25,7 @@ TOLERANCE = 5e-3
 
 
 def measure(device: torch.device) -> Iterator[Row]:
-    """Yield rows for every storage: "pages", "dense" and SDPA."""
-    from plugins.kv_attention.dense import dense_attention, prefers_dense
+    """Yield rows for every storage and for SDPA."""
     from plugins.kv_attention.launch import context_attention
 
     timer = GpuTimer(device)
@@ -51,19 +48,11 @@ def measure(device: torch.device) -> Iterator[Row]:
             keys, values = given
             exact = attend(rows[-1:].float(), keys[-1:].float(), values[-1:].float(), attn_mask=visible).transpose(1, 2)[0]
             inputs = (step.layout, query, key, value, step.cache, step.page_table, step.lengths)
-            chosen = prefers_dense(step.layout, query, step.page_table)
-            for dense, attention in ((False, context_attention), (True, dense_attention)):
-                microseconds, out = timer(partial(attention, *inputs, scaling=step.scaling), None)
-                # Compare the last sequence, to also detect errors in the start of the other sequences.
-                error = float((out[-new:].float() - exact).norm() / exact.norm())
-                yield what | {
-                    "kernel": storage,
-                    "way": "dense" if dense else "pages",
-                    "chosen": dense == chosen,
-                    "microseconds": microseconds,
-                    "tflops": flops / microseconds / 1e6,
-                    "error": error,
-                }
+            microseconds, out = timer(partial(context_attention, *inputs, scaling=step.scaling), None)
+            # Compare the last sequence, to also detect errors in the start of the other sequences.
+            error = float((out[-new:].float() - exact).norm() / exact.norm())
+            tflops = flops / microseconds / 1e6
+            yield what | {"kernel": storage, "microseconds": microseconds, "tflops": tflops, "error": error}
         dense_rows = partial(attend, rows, keys.bfloat16(), values.bfloat16(), attn_mask=causal_lower_right(new, history + new))
         microseconds, out = timer(dense_rows, None)
         error = float((out[-1].transpose(0, 1).float() - exact).norm() / exact.norm())
@@ -75,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = measured_rows("context_attention", __doc__, measure, argv)
     if rows is None:
         return 4
-    return 1 if any(not row["error"] <= TOLERANCE for row in rows if "way" in row) else 0
+    return 1 if any(not row["error"] <= TOLERANCE for row in rows if row["kernel"] in STORAGES) else 0
 
 
 if __name__ == "__main__":

@@ -16,14 +16,12 @@ from triton.compiler import ASTSource
 from plugins.kv_attention.kernels.append import append
 from plugins.kv_attention.kernels.context import context_partial, context_reduce
 from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
-from plugins.kv_attention.kernels.gather import gather
 from plugins.kv_attention.kernels.variants import (
     Setting,
     Variant,
     append_variant,
     context_variant,
     decode_variant,
-    gather_variant,
     join_variant,
     partial_dtype,
     plan_variant,
@@ -32,7 +30,7 @@ from plugins.kv_attention.kernels.variants import (
 from plugins.kv_attention.layout import SideLayout
 from plugins.kv_attention.tensorrt_nodes import Operation
 
-Kernel = Operation | Literal["append", "gather"]
+Kernel = Operation | Literal["append"]
 """The kernels of a TensorRT plan, and two that only torch launches."""
 
 KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
@@ -42,7 +40,6 @@ KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "context_partial": (context_partial, context_variant),
     "context_reduce": (context_reduce, join_variant),
     "append": (append, append_variant),
-    "gather": (gather, gather_variant),
 }
 """Kernel of each operation, and the function that specialises it."""
 
@@ -80,9 +77,8 @@ def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
     """Compile the kernel of an operation, once per process, for any number of sequences, pages, buffers and layers.
 
     Grids: plan_work (plan_grid(programs)), decode_partial (H, Y), decode_reduce (Hq, B), context_partial (blocks, H, S),
-    context_reduce (X * Hq), append (ceil(H / R), B, L), gather (P + blocks of 64 new
-    tokens, H, B), with Y the rows of the work list, blocks as context_blocks counts them, S = context_splits(splits),
-    R = append_variant(...).constants["R"].
+    context_reduce (X * Hq), append (ceil(H / R), B, L), with Y the rows of the work list, blocks as
+    context_blocks counts them, S = context_splits(splits), R = append_variant(...).constants["R"].
     context_partial is compiled for sequences that all have `tokens` new tokens.
     """
     kernel, specialise = KERNELS[operation]
@@ -103,8 +99,7 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
     stored = {name: POINTERS[dtype] for name, (dtype, _) in (layout.pools(1) | layout.exact_buffers(1)).items()}
     types: dict[str, str | None] = {
         **dict.fromkeys(("query", "key_new", "value_new", "out"), new),
-        **dict.fromkeys(("keys", "values"), "*fp16"),
-        **dict.fromkeys(("page_table", "lengths", "work", "sequences", "query_starts", "key_starts"), "*i32"),
+        **dict.fromkeys(("page_table", "lengths", "work", "sequences", "query_starts"), "*i32"),
         **dict.fromkeys(("table_width", "tokens", "splits", "programs", "batch", "pages"), "i32"),
         "exact_slots": "*i32" if exact else None,
         "buffers": "i32" if exact else None,

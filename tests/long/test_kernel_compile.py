@@ -81,7 +81,6 @@ CHUNKS = (
 )
 """Kernels for several new tokens, and the typical number of query rows of a sequence."""
 
-GATHERED = {"int4": HEADLINE, "fp8": replace(FP8, query_dtype="float16", sm=89), "int8": replace(INT8, sm=80)}
 """Kernels that dequantize pages for long chunks."""
 
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
@@ -133,7 +132,7 @@ from collections import Counter
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
-from tests.long.test_kernel_compile import CASES, CHUNKS, GATHERED, HEADLINE, accesses, assembled, streamed_bytes
+from tests.long.test_kernel_compile import CASES, CHUNKS, HEADLINE, accesses, assembled, streamed_bytes
 
 def described(kernel, **more):
     cubin, spill_bytes = assembled(kernel.ptx)
@@ -158,7 +157,6 @@ others = {
     "plan_exact": described(aot.compile_operation("plan_work", exact)),
     "reduce": described(aot.compile_operation("decode_reduce", HEADLINE.setting())),
     "reduce_wide": described(aot.compile_operation("decode_reduce", Setting(wide, "float32", 80, 8))),
-    **{f"gather_{name}": described(aot.compile_operation("gather", case.setting())) for name, case in GATHERED.items()},
     "join": described(aot.compile_operation("context_reduce", HEADLINE.setting())),
 }
 print(json.dumps({"decode": decode, "chunks": chunks, "others": others}))
@@ -239,10 +237,6 @@ def test_a_chunk_takes_inputs_extras_and_outputs_alone_and_fits(compiled: dict[s
         ),
         (("plan", "plan_exact"), ["lengths", "batch", "programs", "work", "sequences"]),
         (("reduce", "reduce_wide"), ["partial_acc", "partial_ml", "sequences", "out"]),
-        (
-            ("gather_int4", "gather_fp8", "gather_int8"),
-            [*DECODE_INPUTS[1:-1], "query_starts", "page_table", "lengths", "table_width", "keys", "values", "key_starts"],
-        ),
         (("join",), ["partial_acc", "partial_ml", "splits", "out"]),
     ],
 )

@@ -344,16 +344,3 @@ def join_variant(setting: Setting) -> Variant:
     block = 1 << (context_splits(setting.splits) - 1).bit_length()
     constants = {"D": setting.layout.head_dim, "BLOCK": block, "ROUND": setting.rounds_bfloat16}
     return Variant(constants, num_warps=1, num_stages=1)
-
-
-GATHER_WARPS = 4
-"""Warps of gather, which has 64 tokens of 64 to 256 channels at once."""
-
-GATHERED = ("H", "D", "KEY", "KEY_SCALE", "VALUE", "VALUE_SCALE", "GROUPS", "PTX", "FP8")
-"""Constexprs of decode_partial that gather has, too."""
-
-
-def gather_variant(setting: Setting) -> Variant:
-    """Return the variant of gather."""
-    decode = decode_variant(setting).constants
-    return Variant({name: decode[name] for name in GATHERED}, num_warps=GATHER_WARPS, num_stages=1)

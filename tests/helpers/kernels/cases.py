@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CODES, PAGE_TOKENS, CacheLayout, SideLayout, Spec
-from stages.engines.cuda import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from benchmarks import attention_reference as reference
 from benchmarks import benchlib
 from helpers.engines.random_llama import FP8, fmt
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
-from stages.engines.cuda import reference
 from stages.policies.policy import KVPolicy, KVShape, LayerOverride
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)

@@ -13,12 +13,12 @@ from helpers.engines.random_llama import BY_NAME, LAYERS, make_bundle
 from helpers.tensorrt.fake import LIBRARY, make_plans
 from helpers.tensorrt.graphs import AGED, INT4_KEYS, Surgery, forced, operate, surgeries
 
+from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
 from stages.engines.bundle import open_bundle
-from stages.engines.cuda import reference
 from stages.engines.tensorrt import build as build_module
 from stages.engines.tensorrt.build import Parsed
 from stages.engines.tensorrt.bundle import GraphTensor, PlanRecord

@@ -13,10 +13,10 @@ import torch
 from helpers.kernels.cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differing, on_device, poison, side
 from torch import Tensor
 
+from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
 from plugins.kv_attention.kernels import variants
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
-from stages.engines.cuda import reference
 
 pytestmark = pytest.mark.filterwarnings(
     # The interpreter computes with numpy, which warns about the infinities and NaNs that these tests use on purpose.

@@ -15,10 +15,9 @@ from helpers.kernels.cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, o
 from helpers.stride import STRIDE
 from torch import Tensor
 
+from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
-from plugins.kv_attention.dense import dense_attention, prefers_dense
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
-from stages.engines.cuda import reference
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 
@@ -53,13 +52,6 @@ class Chunk:
         return reference.attend(
             self.case.layout, *step, self.case.cache, query_starts=starts, scaling=scaling, **self.case.tables
         )
-
-    def check_dense(self) -> None:
-        """Compare the output over dequantized pages with the reference's."""
-        layout, scaling = self.case.layout, self.case.layout.head_dim**-0.5
-        out = dense_attention(layout, **self.arguments, scaling=scaling)
-        assert (out.shape, out.dtype) == (self.query.shape, self.case.dtype)
-        self.compare(out, scaling)
 
     def compare(self, out: Tensor, scaling: float) -> None:
         """Compare an output with the reference's."""
@@ -136,45 +128,6 @@ def test_a_batch_in_which_most_sequences_have_no_new_token() -> None:
     counts = [0] * 132
     counts[2], counts[130], counts[131] = 2, 1, 1
     chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [1] * 132, counts, group=1).check(1)
-
-
-LONG = [([70, 128, 0, 1], [3, 0, 66, 2]), *RAGGED, ([0], [70])]
-"""In the first, a sequence has no new token, one no history, and the longest chunk spans two blocks of 64."""
-
-
-@pytest.mark.every
-@pytest.mark.parametrize(("number", "value"), list(enumerate(VALUES))[:: 1 if STRIDE == 1 else 2])
-def test_any_format_is_dequantized_for_long_chunks(number: int, value: str) -> None:
-    key = KEYS[5 * number % len(KEYS)]
-    lengths, counts = LONG[number // 2 % len(LONG)]
-    dim = 128 if value == "int4 128" else HEAD_DIMS[number % 3]
-    chunk_of(key, value, 2, dim, lengths, counts, group=GROUPS[number % 5], dtype=DTYPES[number % 2], seed=number).check_dense()
-
-
-def test_numbers_beyond_float16_are_dequantized_to_its_largest() -> None:
-    chunk = chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [5], [1], dtype=torch.bfloat16)
-    chunk.case.cache["value_scale"].fill_(1e6)
-    chunk.value_new.zero_()
-    out = dense_attention(chunk.case.layout, **chunk.arguments, scaling=0.1)
-    assert out.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("counts", "group", "more", "dense"),
-    [
-        ([130, 126], 16, {}, True),
-        ([126, 129], 16, {}, False),  # fewer than 128 tokens per sequence
-        ([130, 126], 4, {}, False),  # few query rows
-        ([130, 126], 16, {"dtype": torch.float32}, False),
-        ([130, 126], 16, {"recent": 4}, False),
-    ],
-)
-def test_long_chunks_of_16_bits_are_preferred_for_dequantizing(
-    counts: list[int], group: int, more: dict[str, Any], dense: bool
-) -> None:
-    chunk = chunk_of("fp8_e4m3 tensor", "int4 64", 1, 64, [70, 0], counts, group=group, **{"dtype": torch.bfloat16} | more)
-    assert prefers_dense(chunk.case.layout, chunk.query, chunk.case.tables["page_table"]) is dense
-    assert not prefers_dense(chunk.case.layout, chunk.query, torch.zeros(2, 1 << 22, device="meta"))
 
 
 def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks import attention_reference as reference
 from plugins.kv_attention import layout as page_format
 from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, PAGE_TOKENS, CacheLayout, Dtype, SideLayout
-from stages.engines.cuda import reference
 from stages.engines.reference.formats import dequantize as reference_dequantize
 from stages.engines.reference.formats import quantize as reference_quantize
 from stages.policies.arithmetic_torch import Static
