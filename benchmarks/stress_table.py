@@ -13,7 +13,7 @@ from typing import Any, Literal
 from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, make_bundle, static_scales_on, story_tokens
 from benchmarks.recording import ROOT, checkout, log, results_record, write_json
 from stages.core.records import no_progress
-from stages.engines.backend import FLOAT32_GRAPH
+from stages.engines.backend import ROUNDING
 from stages.engines.onnx.engine import load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.engine import ReferenceEngine
@@ -53,9 +53,9 @@ def main() -> None:
                 failures: list[str] = []
                 for seed in range(options.seeds):
                     engine: Any = TorchEngine.from_model(model, policy, scales)
-                    compute_dtype = FLOAT32_GRAPH if kind == "graph" else "float32"
+                    rounding = (4 if kind == "graph" else 1) * ROUNDING["float32"]
                     replayed = TorchEngine.from_model(model, policy, scales)
-                    reference = ReferenceEngine(replayed, None if replayed.rounds_queries else compute_dtype)
+                    reference = ReferenceEngine(replayed, None if replayed.rounds_queries else rounding)
                     if kind != "reference":
                         bundle = Path(work) / name
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))

@@ -296,4 +296,4 @@ class EnginePair:
         other = quantized is not None and quantized.inputs == "other"  # the reference engine does not round such inputs
         # Queries in 8-bit blocks may get neighbouring codes, as the cache may, but no engine shows them.
         other = other or (torch_engine.rounds_queries and not own.measures_rounding)
-        return ReferenceEngine(torch_engine, None if other else own.compute_dtype, own.measures_rounding)
+        return ReferenceEngine(torch_engine, None if other else own.rounding, own.measures_rounding)

@@ -96,12 +96,8 @@ class Audit:
     """One line for each scale that the engine would skip or fail on."""
 
 
-FLOAT32_GRAPH = "float32, attention in ONNX operators"
-"""Compute type of float32 engines that read packed codes in ONNX operators: sums over both codes of a byte are up to sixteen
-times larger than their terms, and so are the rounding errors."""
-
-FLOAT16_WEIGHTS = "float32, attention weights in float16"
-"""Compute type of float32 engines whose kernels round attention weights to float16 before they multiply the values."""
+ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-9, "bfloat16": 2.0**-6}
+"""Rounding error of a layer's output by type, relative to the output's root mean square: four units in the last place."""
 
 
 class Backend(ABC, Generic[C]):
@@ -155,16 +151,16 @@ class Backend(ABC, Generic[C]):
         return ()
 
     @property
-    def compute_dtype(self) -> str | None:
-        """Type of the engines' activations: except for rounding to it, they compute the same as the reference engine.
+    def rounding(self) -> float | None:
+        """Rounding error of a layer's output, as in ROUNDING: except for it, engines compute the same as the reference engine.
 
         None if their arithmetic differs from the reference engine by design, so that rounding does not bound the difference.
         """
-        return "float32"
+        return ROUNDING["float32"]
 
     @property
     def measures_rounding(self) -> bool:
-        """Whether the cost of rounding is measured on the baseline, instead of assumed from `compute_dtype`."""
+        """Whether the cost of rounding is measured on the baseline, instead of assumed to be `rounding`."""
         return False
 
     @abstractmethod

@@ -62,9 +62,7 @@ def join(
     first_base, first = rounds[0]
     conformance = None
     if first.conformance is not None and first_base.conformance is not None:
-        conformance = Conformance(
-            compute_dtype=first.compute_dtype, baseline=first_base.conformance, candidate=first.conformance
-        )
+        conformance = Conformance(rounding=first.rounding, baseline=first_base.conformance, candidate=first.conformance)
     planned: dict[str, bool] = {}
     for item in encoded:
         planned[item.sample.workload] = planned.get(item.sample.workload, False) or item.judged

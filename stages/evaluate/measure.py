@@ -116,7 +116,7 @@ def measure(
             takes_effect=engine.policy.takes_effect,
             coverage=Exercised.merged([sample.result.trace for sample in samples]),
             conformance=conformance,
-            compute_dtype=None if reference is None else reference.compute_dtype,
+            rounding=None if reference is None else reference.assumed,
             scale_changes=changes,
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
             answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},

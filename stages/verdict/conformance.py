@@ -163,9 +163,9 @@ class EngineConformance(Record):
 class Conformance(Record):
     """The comparisons of candidate and baseline with their reference engines."""
 
-    compute_dtype: str | None
-    """Type of the engines' activations, which defines a rounding. Null for engines whose arithmetic differs from the reference
-    engine's by design; they are described but not judged."""
+    rounding: float | None
+    """Rounding error of a layer's output, relative to its root mean square. Null for engines whose arithmetic differs from the
+    reference engine's by design; they are described but not judged."""
     baseline: EngineConformance
     candidate: EngineConformance
 

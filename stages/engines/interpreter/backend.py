@@ -43,7 +43,7 @@ class InterpreterBackend(Backend[C], Generic[C]):
         return type(self).__module__
 
     @property
-    def compute_dtype(self) -> str | None:
+    def rounding(self) -> float | None:
         """None: GPU kernels of other libraries choose how they quantize queries and accumulate."""
         return None
 

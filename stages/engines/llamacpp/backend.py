@@ -10,7 +10,7 @@ from stages.checkpoints.exports import beyond_one_format, describe_format
 from stages.core.errors import UserError
 from stages.core.files import link_or_copy
 from stages.core.strict import StrictModel
-from stages.engines.backend import Artifacts, Job, Source
+from stages.engines.backend import ROUNDING, Artifacts, Job, Source
 from stages.engines.interpreter import protocol
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.bundle import ServedBundle, cannot_hold
@@ -138,7 +138,7 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
     record = LlamaCppBundle
     running_keys = ("threads",)
     gguf: Path
-    compute_dtype = "bfloat16"
+    rounding = ROUNDING["bfloat16"]
     """The type with a comparable rounding error. llama.cpp rounds the activations that it multiplies with quantized weights
     to blocks of 8 bits. With 16-bit weights the error is smaller and is measured on the baseline."""
     measures_rounding = True

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stages.core.artifact import Recipe
 from stages.core.child import in_child
-from stages.engines.backend import FLOAT32_GRAPH, TORCH, Artifacts, Backend, Job, Source
+from stages.engines.backend import ROUNDING, TORCH, Artifacts, Backend, Job, Source
 from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
@@ -26,9 +26,11 @@ class OnnxBackend(Backend[OnnxRuntimeConfig]):
             require_compiler()
 
     @property
-    def compute_dtype(self) -> str:
-        dtype = self.config.compute_dtype
-        return FLOAT32_GRAPH if dtype == "float32" and self._attention() == "graph" else dtype
+    def rounding(self) -> float:
+        rounding = ROUNDING[self.config.compute_dtype]
+        # Sums over both codes of a byte are up to sixteen times larger than their terms, and so are their rounding errors: a
+        # sound int4_tensor has shown 90 roundings of float32.
+        return 4 * rounding if self.config.compute_dtype == "float32" and self._attention() == "graph" else rounding
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         """Return the exported decoder with placeholders for attention, so that all policies over the same weights share it."""

@@ -9,7 +9,7 @@ from stages.checkpoints.description import refuse_other_attention
 from stages.checkpoints.exports import holder
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.hardware import gpus
-from stages.engines.backend import Artifacts, Backend, Job, Source
+from stages.engines.backend import ROUNDING, Artifacts, Backend, Job, Source
 from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.refusals import refuse_reference_only
@@ -36,8 +36,8 @@ class PlanBackend(Backend[C], Generic[C]):
     library: Name
 
     @property
-    def compute_dtype(self) -> str:
-        return self.config.compute_dtype
+    def rounding(self) -> float:
+        return ROUNDING[self.config.compute_dtype]
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return the policy's ONNX bundle, which contains the graphs."""

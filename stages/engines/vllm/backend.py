@@ -15,7 +15,7 @@ from stages.checkpoints.exports import beyond_one_format, describe_format
 from stages.checkpoints.quantized import Quantized
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.strict import StrictModel
-from stages.engines.backend import Audit, Job
+from stages.engines.backend import ROUNDING, Audit, Job
 from stages.engines.bundle import read_scales
 from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter import protocol
@@ -242,9 +242,9 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
     running_keys = ("threads",)
 
     @property
-    def compute_dtype(self) -> str | None:
-        """`backend.dtype` on a CPU. None on a GPU, where vLLM's kernels choose how they quantize queries and accumulate."""
-        return self.config.dtype if on_cpu(self.interpreter) else None
+    def rounding(self) -> float | None:
+        """None on a GPU, where vLLM's kernels choose how they quantize queries and accumulate."""
+        return ROUNDING[self.config.dtype] if on_cpu(self.interpreter) else None
 
     @property
     def measures_rounding(self) -> bool:

@@ -9,20 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.core.records import StoredCopy
-from stages.engines.backend import FLOAT16_WEIGHTS, FLOAT32_GRAPH
+from stages.engines.backend import ROUNDING
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.replay import Replay
 from stages.policies.policy import Side
 from stages.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
-
-ROUNDING = {
-    "float32": 2.0**-22, FLOAT32_GRAPH: 2.0**-20, FLOAT16_WEIGHTS: 2.0**-17, "float16": 2.0**-9, "bfloat16": 2.0**-6,
-}  # fmt: skip
-"""Rounding error of a layer's output by type, relative to the output's root mean square: four units in the last place.
-Attention in ONNX operators gets four times as much, because a sound int4_tensor has shown 90 roundings of float32. The value
-for float16 weights is twice the error measured on an H200, whose FP16 cache has the median KL of 2^-18: 4e-8."""
-
 
 LEAST_MEASURED = 1 / 16
 """Lower limit of a measured rounding as a fraction of the assumed rounding, because a few samples may agree by chance."""
@@ -30,11 +22,11 @@ LEAST_MEASURED = 1 / 16
 
 @dataclass(frozen=True)
 class ReferenceEngine:
-    """A `TorchEngine` and the activation type of the engine under comparison."""
+    """A `TorchEngine` and the rounding error of the engine under comparison."""
 
     engine: TorchEngine
-    compute_dtype: str | None
-    """Activation type; None if the engine's arithmetic differs by design."""
+    assumed: float | None = ROUNDING["float32"]
+    """See `Backend.rounding`; None if the engine's arithmetic differs by design."""
     measures: bool = False
     """Whether to measure a rounding as the baseline's distance from its reference engine. This is needed for libraries that sum
     16-bit numbers in their own order: four units in the last place per layer would be large enough to hide cache faults."""
@@ -49,9 +41,10 @@ class ReferenceEngine:
     def rounding(self) -> float:
         if self.measured is not None:
             return self.measured
-        if self.compute_dtype is None and self.engine.rounds_queries:
-            return ROUNDING["float16"]  # a query that gets a neighbouring code moves its token less than that
-        return ROUNDING[self.compute_dtype or "float32"]
+        if self.assumed is not None:
+            return self.assumed
+        # A query that gets a neighbouring code moves its token less than float16.
+        return ROUNDING["float16" if self.engine.rounds_queries else "float32"]
 
     def allowing(self, baseline: EngineConformance | None) -> "ReferenceEngine":
         """Return the reference engine with limits that allow a candidate the distances of its baseline.

@@ -1,9 +1,9 @@
 """Stored measurements of an engine (baseline or candidate): the samples of a round, and the measurements made only once.
 
 A round's directory contains `round.json` (`Round`), `statistics.safetensors` (`StepStatistics` by sample id, one row per field)
-and `logprobs.safetensors` (see `scores`). The last file has all samples of a baseline, or the repeated samples of a candidate.
-`require_able` refuses workloads whose right answers are improbable for the baseline already, because no candidate could lose
-any.
+and `logprobs.safetensors` (see `distances.distance`). The last file has all samples of a baseline, or the repeated samples of a
+candidate. `require_able` refuses workloads whose right answers are improbable for the baseline already, because no candidate
+could lose any.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ class Round(BaseModel):
     coverage: Exercised
     conformance: EngineConformance | None = None
     """Conformance in the first round, if the engine has a reference engine."""
-    compute_dtype: str | None = None
-    """Type of the engine's activations, if the engine was compared with its reference engine."""
+    rounding: float | None = None
+    """See `Backend.rounding`, if the engine was compared with its reference engine."""
     scale_changes: list[ScaleChange] | None = None
     right_answers: dict[str, list[int]] = {}
     """Tokens of the baseline's own right answers that replace references, by sample id. Empty for candidates."""

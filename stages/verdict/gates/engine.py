@@ -16,7 +16,7 @@ def conformance(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     record = evidence.report.conformance
     if record is None:
         return
-    judged = record.compute_dtype is not None
+    judged = record.rounding is not None
     for where, engine in (("baseline", record.baseline), ("candidate", record.candidate)):
         ranked = engine.ranked
         status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"

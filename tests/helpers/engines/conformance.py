@@ -69,7 +69,7 @@ class Conformity:
 
     def reference(self, policy: KVPolicy, engine: OnnxEngine) -> ReferenceEngine:
         torch_engine = TorchEngine.from_model(self.model, policy, static_scales(policy, engine.shape))
-        return ReferenceEngine(torch_engine, "float32")
+        return ReferenceEngine(torch_engine)
 
     def compared(self, policy: KVPolicy, engine: OnnxEngine) -> EngineConformance:
         return compare(engine, self.reference(policy, engine), self.encoded, BATCH)

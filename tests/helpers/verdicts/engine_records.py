@@ -38,10 +38,10 @@ def engine_conformance(*requests: ComparedRequest, **changes: Any) -> EngineConf
 
 
 def conformance(
-    candidate: EngineConformance, baseline: EngineConformance | None = None, dtype: str | None = "float32"
+    candidate: EngineConformance, baseline: EngineConformance | None = None, rounding: float | None = 2.0**-22
 ) -> Conformance:
     baseline = engine_conformance(compared()) if baseline is None else baseline
-    return Conformance(compute_dtype=dtype, baseline=baseline, candidate=candidate)
+    return Conformance(rounding=rounding, baseline=baseline, candidate=candidate)
 
 
 SOUND_ENGINE = engine_conformance(*[compared() for _ in range(6)])

@@ -32,7 +32,7 @@ def baseline(bench: Conformity) -> EngineConformance:
 
 
 def judged(baseline: EngineConformance, candidate: EngineConformance) -> list[Check]:
-    record = Conformance(compute_dtype="float32", baseline=baseline, candidate=candidate)
+    record = Conformance(rounding=2.0**-22, baseline=baseline, candidate=candidate)
     return lines("conformance", report([], conformance=record))
 
 
@@ -182,5 +182,5 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(
     assert "does not compute fp16" in checks[0].reason
     assert where is not None
     assert (where.operation, where.position, where.page_offset) == ("stored", 63, 63)
-    assert report.conformance.compute_dtype == "float32"
+    assert report.conformance.rounding == 2.0**-22
     assert {request.sample.split("-")[0] for request in report.conformance.candidate.requests} == {"prose", "retrieval"}

@@ -59,7 +59,7 @@ def test_a_known_mistake_that_an_engine_makes_is_named(name: str, what: str, ben
     engine = dict(faulty_references(reference))[what]
     engine.policy = reference.policy
     long = max(bench.encoded, key=lambda item: len(item.prompt))
-    result = compare(engine, ReferenceEngine(reference, "float32"), [long], 1)
+    result = compare(engine, ReferenceEngine(reference), [long], 1)
     assert result.explanation is not None
     assert result.explanation.what == what
     assert result.explanation.kl < 1e-9
@@ -68,7 +68,7 @@ def test_a_known_mistake_that_an_engine_makes_is_named(name: str, what: str, ben
 def test_a_fault_unlike_every_known_mistake_is_not_explained(bench: Conformity) -> None:
     reference, engine = torch_engine(bench, "int8"), torch_engine(bench, "int8")
     engine.storages[1][Side.KEY].gain = torch.tensor([2.0, 1.0])[:, None, None]  # one head of one layer
-    result = compare(engine, ReferenceEngine(reference, "float32"), bench.encoded[:1], 1)
+    result = compare(engine, ReferenceEngine(reference), bench.encoded[:1], 1)
     assert result.deviation is not None
     assert result.explanation is None
 

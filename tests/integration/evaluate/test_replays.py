@@ -22,7 +22,7 @@ PROMPT, COMMON = 90, 95
 def comparer_of(model: Any, name: str = "int8") -> Comparer:
     """Return a comparer of a reference engine with another reference engine of the same policy."""
     engine, reference = (make_reference(model, BY_NAME[name], SHAPE, prefill_chunk=64) for _ in range(2))
-    return Comparer(engine, ReferenceEngine(reference, "float32"))
+    return Comparer(engine, ReferenceEngine(reference))
 
 
 def fed(comparer: Comparer, tokens: list[int], rows: int) -> ForcedSequence:

@@ -55,7 +55,7 @@ def test_a_sound_engine_passes_all_these_scenarios(
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name])
     if name == "int8":
         keeps_prefixes(engine)
-    reference = ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape), "float32")
+    reference = ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape))
     assert failures(engine, reference, monkeypatch, set(SCENARIOS.values())) == []
 
 
@@ -69,6 +69,6 @@ def test_the_scenario_names_the_fault(fault: Any, int8: Path, model: Any, monkey
     if name == "prefix":
         keeps_prefixes(engine)
     fault.plant(engine)
-    reference = ReferenceEngine(TorchEngine.from_model(model, BY_NAME["int8"]), "float32")
+    reference = ReferenceEngine(TorchEngine.from_model(model, BY_NAME["int8"]))
     found = failures(engine, reference, monkeypatch, {name})
     assert any(failure.startswith((name, "generate")) for failure in found), found

@@ -21,11 +21,12 @@ from helpers.registry.judged_engine import config_of
 from helpers.stride import STRIDE
 
 from stages.core.records import no_progress
+from stages.engines.backend import ROUNDING
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.comparer import Comparer
-from stages.evaluate.conformance.engine import ROUNDING, ReferenceEngine
+from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
 from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.conformance.stress_test import run_stress_test
@@ -64,7 +65,7 @@ def briefly(limit: Limit) -> Limit:
 @pytest.fixture(scope="module")
 def reference(model: Any) -> ReferenceEngine:
     """The reference engine for int8."""
-    return ReferenceEngine(TorchEngine.from_model(model, BY_NAME["int8"]), "float32")
+    return ReferenceEngine(TorchEngine.from_model(model, BY_NAME["int8"]))
 
 
 @pytest.mark.parametrize(("name", "attention"), [("int8", "graph"), ("evicted_ages", "native")])
@@ -72,7 +73,7 @@ def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decod
     engine, progress = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], attention=attention), list[tuple[int, int]]()
     found = run_stress_test(
         engine,
-        ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape), "float32"),
+        ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape)),
         SMALL,
         4,
         150,
@@ -102,7 +103,7 @@ def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caugh
         engine = load_engine(bundle, threads=1)
         if name:
             FAULTS[name].plant(engine)
-        reference = ReferenceEngine(make_reference(model, BY_NAME["streaming"], engine.shape), "float32")
+        reference = ReferenceEngine(make_reference(model, BY_NAME["streaming"], engine.shape))
         failures = run_stress_test(engine, reference, long, 4, 150, no_progress).failures
         assert any(said in failure for failure in failures) is bool(name), failures
 
@@ -120,7 +121,7 @@ def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any, bri
         make_reference(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2)
     )
     engine.decode = decode = Mock(wraps=engine.decode)  # type: ignore[method-assign]
-    found = run_stress_test(engine, ReferenceEngine(reference, "float32"), SMALL, 4, 150, no_progress)
+    found = run_stress_test(engine, ReferenceEngine(reference), SMALL, 4, 150, no_progress)
     assert found.failures == []
     assert found.allocation.problem is None
     assert {1, 4, 6} <= {len(step.args[0]) for step in decode.call_args_list}

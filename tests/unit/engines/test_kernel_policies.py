@@ -15,11 +15,11 @@ from pipeline.config.compose import plan
 from pipeline.loading import open_backend
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.backend import FLOAT16_WEIGHTS, Backend, Job
+from stages.engines.backend import ROUNDING, Backend, Job
+from stages.engines.cuda.backend import FLOAT16_WEIGHTS
 from stages.engines.cuda.config import TorchConfig
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
 from stages.engines.reference.device import gpu_identity, resolve_device
-from stages.evaluate.conformance.engine import ROUNDING
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, Eviction, KVShape, LayerOverride
 
@@ -144,12 +144,11 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
 
 @pytest.mark.usefixtures("a_gpu")
 def test_the_compute_type_of_a_gpu_is_part_of_an_evaluations_key() -> None:
-    for dtype, computes in (("float32", FLOAT16_WEIGHTS), ("bfloat16", "bfloat16")):
+    for dtype, rounding in (("float32", FLOAT16_WEIGHTS), ("bfloat16", ROUNDING["bfloat16"])):
         config = TorchConfig.model_validate({"name": "torch", "device": "cuda", "threads": 1, "compute_dtype": dtype})
         backend = open_backend(config)
         assert isinstance(backend, Backend)
-        assert (backend.compute_dtype, backend.run_parts()["compute_dtype"]) == (computes, dtype)
-        assert ROUNDING["float32"] < ROUNDING[computes]
+        assert (backend.rounding, backend.run_parts()["compute_dtype"]) == (rounding, dtype)
     assert "compute_dtype" not in open_backend(TorchConfig(name="torch", device="cpu", threads=1)).run_parts()
 
 

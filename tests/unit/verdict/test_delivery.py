@@ -3,7 +3,8 @@
 import pytest
 from helpers.verdicts.reports import gates, lines, report
 
-from stages.evaluate.conformance.engine import LEAST_MEASURED, ROUNDING, ReferenceEngine
+from stages.engines.backend import ROUNDING
+from stages.evaluate.conformance.engine import LEAST_MEASURED, ReferenceEngine
 from stages.policies.policy import Side
 from stages.policies.scales import LayerDelivery
 from stages.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
@@ -72,12 +73,12 @@ def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
     """The baseline's KL is 1/16 of the assumed KL, so its rounding is 1/4."""
     compared = [request(distance(1e-5), distance(1.6e-4)), request(distance(1e-6), distance(1.6e-4))]
     baseline = EngineConformance(policy="fp16", requests=compared)
-    reference = ReferenceEngine(None, "bfloat16", measures=True)  # type: ignore[arg-type]
+    reference = ReferenceEngine(None, ROUNDING["bfloat16"], measures=True)  # type: ignore[arg-type]
     assert reference.rounding == ROUNDING["bfloat16"]
     assert reference.allowing(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
     nothing = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
     assert reference.allowing(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
-    assumed = ReferenceEngine(None, "bfloat16")  # type: ignore[arg-type]
+    assumed = ReferenceEngine(None, ROUNDING["bfloat16"])  # type: ignore[arg-type]
     assert assumed.allowing(baseline).rounding == assumed.rounding
 
 
