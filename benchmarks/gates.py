@@ -1,7 +1,7 @@
 """Error rates of the gates at their limits, and their power: how often they decide about sound and broken caches.
 
     python -m benchmarks.recovery                     # two hours: 3,000 questions to SmolLM2, a file that this reads
-    python -m benchmarks.gates                        # five minutes: the figures of docs/verdict.md, results/error_rates.json
+    python -m benchmarks.gates                        # a minute: the figures of docs/statistics.md, results/error_rates.json
 
 **Recovery.** Candidates at the limit are made from measured candidates in four ways. `proportional`: all probabilities shrink
 by the same factor. `scaled`: the losses of a worse cache, made smaller. `questions`: a broken cache's rows for some questions.
@@ -186,8 +186,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FILE)
     arguments = parser.parse_args(command_line)
-    stored = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
-    text = json.dumps(stored | {f"rules {RULES}": measure()}, indent=1)
+    text = json.dumps({"rules": RULES, "runs": RUNS, "mixtures": MIXTURES} | measure(), indent=1)
     arguments.out.write_text(text + "\n", encoding="utf-8")
     print(text)
 

@@ -1,6 +1,6 @@
 """Recovery of the right answers' probability, and of greedy answers, by quantized caches on 3,000 questions to SmolLM2.
 
-    python -m benchmarks.recovery        # two hours on two cores; writes the file of `load`, prints docs/verdict.md's table
+    python -m benchmarks.recovery        # two hours on two cores; writes the file of `load`, prints docs/statistics.md's table
 
 For every engine and question, the file has the probability of the reference answer, and whether the greedy answer is right. It
 was made at commit 0d2fe82, which always scored the reference's words. int4_g32 was measured in a separate run, with baseline

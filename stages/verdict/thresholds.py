@@ -67,8 +67,8 @@ class Thresholds(StrictModel):
     max_mean_kl: Positive = 0.05
     """Maximum mean KL(baseline || candidate) per workload, nats per token; a document counts at most three times this."""
     max_ruined_share: Margin = 0.025
-    """Maximum share of ruined requests, whose mean KL is above three times `max_mean_kl`. 60 requests without a ruined one are
-    enough for a PASS; they show a share below 5 % if requests are independent."""
+    """Share of ruined requests, whose mean KL is above three times `max_mean_kl`, above which a cache fails. 60 requests
+    without a ruined one are enough for a PASS; they show a share below 5 % if requests are independent."""
     allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False)] = ()
     """Accepted changes that another library makes to the scales of a checkpoint. Other changes are refused before judging."""
 
