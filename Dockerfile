@@ -1,4 +1,4 @@
-# kvgate in a container: docs/start.md#containers.
+# kvgate in a container: docs/operate.md#containers.
 #   docker build --target cpu -t kvgate:cpu .          the pipeline and MLflow's server on any CPU
 #   docker build --target trtllm -t kvgate:trtllm .    the pipeline beside TensorRT-LLM 1.2.1, for backend=trtllm
 # A digest in place of a tag: --build-arg PYTHON_IMAGE=python@sha256:... (or TRTLLM_IMAGE=...).
