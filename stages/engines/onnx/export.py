@@ -24,7 +24,7 @@ from stages.core.records import Progress
 from stages.engines.bundle import copy_tokenizer
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.weights import store_weights
-from stages.engines.reference.model import asked_of, head, no_mask
+from stages.engines.reference.model import head, no_mask, options_of
 from stages.policies.onnx_body import DOMAIN
 
 ComputeDType = Literal["float32", "float16", "bfloat16"]
@@ -72,7 +72,7 @@ def _attention_node(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Implement transformers' attention interface as one symbolic node of shape (B, S, Hq, D)."""
-    features = asked_of(module, key.shape[1], options)
+    features = options_of(module, key.shape[1], options)
     batch, heads, length, head_dim = query.shape
     layer: Any = module.layer_idx
     attributes: Any = {"layer": int(layer), "scaling": float(scaling), "window": int(features.window or 0)}

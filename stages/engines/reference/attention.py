@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from stages.engines.base import not_finite
 from stages.engines.reference.formats import CPU
-from stages.engines.reference.model import LayerAttention, asked_of, no_mask
+from stages.engines.reference.model import LayerAttention, no_mask, options_of
 from stages.policies.policy import PAGE_TOKENS, KVPolicy
 
 ATTENTION = "kvgate_reference"
@@ -56,13 +56,20 @@ class Copies:
         return self.tokens[:, low - before : high - before]
 
 
-Sources = tuple[Copies | None, Copies | None, Copies | None, Copies | None, Copies]
-"""Sinks, base, window, recent tokens and the row's chunk; None if no row reads the source."""
+class Sources(NamedTuple):
+    """Copies of tokens that rows attend to; None if no row reads the source."""
+
+    sinks: Copies | None
+    base: Copies | None
+    window: Copies | None
+    recent: Copies | None
+    chunk: Copies
+    """The tokens of the row's own chunk."""
 
 
-EVICTED = 5
+EVICTED = "evicted"
 """Marks columns without a source: the masked rows do not attend to them, because of eviction or a sliding window."""
-PARTS = (EVICTED, 0, 1, EVICTED, 1, 2, 3, 4)
+PARTS = (EVICTED, "sinks", "base", EVICTED, "base", "window", "recent", "chunk")
 """Sources in the order of a row's columns."""
 
 
@@ -120,7 +127,8 @@ class AttentionPiece:
     For source EVICTED, the mask selects the rows that do not attend.
     """
 
-    source: int
+    source: str
+    """Field of `Sources`, or EVICTED."""
     low: int
     high: int
     mask_RT: Tensor | None
@@ -136,14 +144,14 @@ class Block:
     """Pieces by (the layer's sliding window or None, whether the side has finer copies in the policy's window)."""
 
 
-Taken = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+Preparation = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps a layer's queries and keys (..., D) to the values that an engine multiplies and stores."""
 
 
 class View(Protocol):
     """One sequence of a batch."""
 
-    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         """Return the attention (H, G, S, D) of new tokens: scaled queries q (H, G, S, D), keys and values (H, S, D)."""
         ...
 
@@ -159,10 +167,10 @@ class Joined:
     views: Sequence[View]
     lengths: Sequence[int]
 
-    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         """Return every sequence's attention to its own tokens; shapes as in `View`."""
         parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
-        return torch.cat([view.attend(layer, *part, asked) for view, *part in parts], dim=-2)
+        return torch.cat([view.attend(layer, *part, options) for view, *part in parts], dim=-2)
 
     def check(self) -> None:
         for view in self.views:
@@ -186,13 +194,13 @@ class BlockView(ABC):
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
         """Take the new tokens' keys and values (H, S, D), and return the key copies and value copies to read."""
 
-    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         keys, values = self.exchange(layer, key, value)
         out = torch.empty_like(q)
         for block in self.blocks:
             rows = slice(block.begin - self.first_row, block.end - self.first_row)
-            key_pieces, value_pieces = (block.pieces[asked.window, sources[2] is not None] for sources in (keys, values))
-            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces, asked)
+            key_pieces, value_pieces = (block.pieces[options.window, sources.window is not None] for sources in (keys, values))
+            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces, options)
         return out
 
 
@@ -291,7 +299,7 @@ def attend(
     values: Sources,
     key_pieces: Sequence[AttentionPiece],
     value_pieces: Sequence[AttentionPiece],
-    asked: LayerAttention = LayerAttention(),  # noqa: B008  (immutable)
+    options: LayerAttention = LayerAttention(),  # noqa: B008  (immutable)
 ) -> Tensor:
     """Return the attention (H, G, R, D) of scaled queries q (H, G, R, D); the last query is the pieces' last column."""
     heads, groups, rows, head_dim = q.shape
@@ -311,16 +319,16 @@ def attend(
             continue
         k = _read(keys, piece, q.dtype).transpose(1, 2)
         if piece.mask_RT is None:
-            asked.cap(torch.matmul(flat, k, out=scores[..., piece.low : piece.high]))
+            options.cap(torch.matmul(flat, k, out=scores[..., piece.low : piece.high]))
         else:
             columns_of_piece = by_row[..., piece.low : piece.high]
-            products = asked.cap(torch.matmul(flat, k)).view(columns_of_piece.shape)
+            products = options.cap(torch.matmul(flat, k)).view(columns_of_piece.shape)
             columns_of_piece.copy_(torch.where(piece.mask_RT, products, columns_of_piece))
     # Softmax, normalized at the end. The floor vanishes in a sum with 1, but without it denormal weights would make the
     # products below thirty times slower on a CPU.
     highest = scores.amax(-1, keepdim=True)
-    if asked.sinks is not None:
-        sinks = asked.sinks.repeat_interleave(rows, dim=1)[..., None].to(q.dtype)
+    if options.sinks is not None:
+        sinks = options.sinks.repeat_interleave(rows, dim=1)[..., None].to(q.dtype)
         highest = torch.maximum(highest, sinks)
     weights = scores.sub_(highest).clamp_(min=SMALLEST_EXPONENT).exp_()
     out = torch.zeros_like(flat)
@@ -332,14 +340,13 @@ def attend(
             weight = (weight.view(heads, groups, rows, -1) * piece.mask_RT).flatten(1, 2)
         out += torch.matmul(weight, _read(values, piece, q.dtype))
     total = weights.sum(-1, keepdim=True)
-    if asked.sinks is not None:
+    if options.sinks is not None:
         total = total + (sinks - highest).exp()
     return (out / total).view(q.shape)
 
 
 def _read(sources: Sources, piece: AttentionPiece, dtype: torch.dtype) -> Tensor:
-    copies = sources[piece.source]
-    assert copies is not None
+    copies: Copies = getattr(sources, piece.source)
     return copies.part(piece.low, piece.high).to(dtype)
 
 
@@ -352,22 +359,22 @@ def _attention(
     scaling: float,
     *,
     views: Sequence[View],
-    taken: Taken | None = None,
+    prepare: Preparation | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
 
-    `views` (one per row of the batch) and `taken` are keyword arguments of the model's forward.
+    `views` (one per row of the batch) and `prepare` are keyword arguments of the model's forward.
     """
-    if taken is not None:
-        query, key = taken(int(module.layer_idx), query, key)  # type: ignore[arg-type]
+    if prepare is not None:
+        query, key = prepare(int(module.layer_idx), query, key)  # type: ignore[arg-type]
     batch, _, length, head_dim = query.shape
     heads = key.shape[1]
-    asked = asked_of(module, heads, options)
+    layer_options = options_of(module, heads, options)
     q = query.view(batch, heads, -1, length, head_dim) * scaling
     out = torch.empty_like(q)
     for b, view in enumerate(views):
-        out[b] = view.attend(int(module.layer_idx), q[b], key[b], value[b], asked)  # type: ignore[arg-type]
+        out[b] = view.attend(int(module.layer_idx), q[b], key[b], value[b], layer_options)  # type: ignore[arg-type]
     return out.flatten(1, 2).transpose(1, 2), None
 
 

@@ -201,7 +201,7 @@ class LayerCache:
         """Return the sources that new tokens attend to: the cache, and their own keys or values `new` (H, S, D)."""
         sinks, recent = self.exact[side].read()
         base, window = self.pages[side].read(), self.pages.get(side.window)
-        return sinks, base, None if window is None else window.read(), recent, Copies(new, self.length)
+        return Sources(sinks, base, None if window is None else window.read(), recent, Copies(new, self.length))
 
 
 def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor) -> Sources:
@@ -209,4 +209,4 @@ def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor) ->
     base, window = storages[side], storages.get(side.window)
     exact = Copies(x.half().float()) if policy.exact_tokens else None
     second = None if window is None else Copies(window.read(window.write(x)))
-    return exact, Copies(base.read(base.write(x))), second, exact, Copies(x)
+    return Sources(exact, Copies(base.read(base.write(x))), second, exact, Copies(x))

@@ -9,23 +9,23 @@ LEAST_BYTES = 100_000_000
 model, launching kernels takes longer than computing on a CPU."""
 
 
-def reference_device(asked: str, weight_bytes: int) -> str:
+def reference_device(device: str, weight_bytes: int) -> str:
     """Return `cpu` or `cuda` for `reference.device`.
 
     Args:
-        asked: `auto`, `cpu` or `cuda`.
+        device: `auto`, `cpu` or `cuda`.
         weight_bytes: Bytes of the checkpoint's weights on disk.
 
     Raises:
-        MissingRequirement: `asked` is `cuda` and torch finds no GPU.
+        MissingRequirement: `device` is `cuda` and torch finds no GPU.
     """
-    if asked == "cpu" or (asked == "auto" and weight_bytes < LEAST_BYTES):
+    if device == "cpu" or (device == "auto" and weight_bytes < LEAST_BYTES):
         return "cpu"
     import torch
 
     if torch.version.cuda is not None and torch.cuda.is_available():
         return "cuda"
-    if asked == "cuda":
+    if device == "cuda":
         raise MissingRequirement(
             "reference.device=cuda: torch finds no NVIDIA GPU here; set reference.device=auto, which is a CPU without one"
         )

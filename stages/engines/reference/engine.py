@@ -23,9 +23,9 @@ from stages.engines.reference.attention import (
     Fed,
     Finite,
     Joined,
+    Preparation,
     Sources,
     Span,
-    Taken,
     View,
     plan,
 )
@@ -36,7 +36,7 @@ from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.reference.placing import place, within_memory
 from stages.engines.reference.replay import OnePassView, Replay, disturbed
-from stages.policies.ggml.arithmetic_torch import asked
+from stages.policies.ggml.arithmetic_torch import rounded_queries
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
@@ -88,12 +88,12 @@ class TorchEngine(ChunkedEngine):
         """Caches of all layers, by handle."""
         self.reads_itself = False
         """Whether tokens read themselves from the cache, as in engines that store before attending. Affects one pass only."""
-        self._taken = as_llamacpp(model.config, storages)
+        self._as_llamacpp = as_llamacpp(model.config, storages)
 
     @property
     def rounds_queries(self) -> bool:
         """Whether queries are rounded to 8-bit blocks, as llama.cpp rounds them for keys in blocks."""
-        return self._taken is not None
+        return self._as_llamacpp is not None
 
     @classmethod
     def from_model(
@@ -278,7 +278,7 @@ class TorchEngine(ChunkedEngine):
         ids_BS = torch.tensor([list(row) for row in ids]).to(self.device)
         with within_memory(self.device):
             hidden = hidden_states(
-                self.model, ATTENTION, ids_BS, positions.to(self.device), known, views=views, taken=self._taken
+                self.model, ATTENTION, ids_BS, positions.to(self.device), known, views=views, prepare=self._as_llamacpp
             )
         for view in views:
             view.check()
@@ -291,20 +291,20 @@ class TorchEngine(ChunkedEngine):
         return logits
 
 
-def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Taken | None:
+def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Preparation | None:
     """Return llama.cpp's transformation of queries and keys; None if no layer's keys have a llama.cpp block type."""
     forms = [layer[Side.KEY].form for layer in storages]
     if not any(form.code.dynamic_group for form in forms):
         return None
 
-    def taken(layer: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(layer: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         form = forms[layer]
         if not form.code.dynamic_group:
             return query, key
         places = order(str(config.model_type), key.shape[-1], key.device)
-        return rotated(asked(rotated(query[..., places], form)), form), key[..., places]
+        return rotated(rounded_queries(rotated(query[..., places], form)), form), key[..., places]
 
-    return taken
+    return prepare
 
 
 def order(model_type: str, head_dim: int, device: torch.device) -> Tensor:

@@ -51,15 +51,15 @@ class HeavyCache:
         none = torch.zeros(shape.kv_heads, 0, device=device)
         return cls(policy.eviction, storages, 0, none.long(), none, {})
 
-    def step(self, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
+    def step(self, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
         """Append new tokens (H, R, D); return their attention (H, G, R, D) with scaled queries q, and the new cache."""
         rows = q.shape[2]
         keys, values = (self._before(side, x) for side, x in zip(SIDES, (key, value), strict=True))
-        scores = asked.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
+        scores = options.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
         later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
         scores[..., -rows:].masked_fill_(later, -torch.inf)
-        if asked.sinks is not None:
-            scores = torch.cat([scores, asked.sinks[..., None, None].to(q.dtype).expand(-1, -1, rows, 1)], dim=-1)
+        if options.sinks is not None:
+            scores = torch.cat([scores, options.sinks[..., None, None].to(q.dtype).expand(-1, -1, rows, 1)], dim=-1)
         attention = scores.softmax(-1)[..., : keys.shape[1]]
         got = attention.sum((1, 2))
         weights = torch.cat([self.weights.to(got.dtype), torch.zeros_like(got[:, -rows:])], dim=1) + got
@@ -93,9 +93,9 @@ class HeavyCache:
         by_weight = self.weights[:, :older].sort(dim=1, descending=True, stable=True).indices
         chosen = by_weight[:, :heavy].sort(dim=1).values
         latest = torch.arange(older, held, device=chosen.device).expand(len(chosen), -1)
-        return self._taken(torch.cat([chosen, latest], dim=1))
+        return self._select(torch.cat([chosen, latest], dim=1))
 
-    def _taken(self, index: Tensor) -> "HeavyCache":
+    def _select(self, index: Tensor) -> "HeavyCache":
         """Return a cache with only the tokens at these indices (H, n)."""
         return replace(
             self,
@@ -133,14 +133,14 @@ class HeavyView:
         self.chunks = [chunk for span in spans for chunk in _chunks(span)]
         self.after: list[HeavyCache] = []
 
-    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         """Return the attention of scaled queries q (H, G, S, D) with their own keys and values (H, S, D)."""
-        assert asked.window is None, "an eviction is refused of a model with layers that slide"
+        assert options.window is None, "an eviction is refused of a model with layers that slide"
         self.finite.note(layer, key, value)
         cache, outs = self.caches[layer], []
         for chunk in self.chunks:
             rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)
-            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], asked)
+            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], options)
             outs.append(out)
         self.after.append(cache)
         return torch.cat(outs, dim=2)

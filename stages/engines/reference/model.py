@@ -72,14 +72,14 @@ class _Known(torch.nn.Module):
 @contextmanager
 def captured_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
     """Yield a list that receives the input of a layer when the model runs."""
-    found: list[LayerInput] = []
+    inputs: list[LayerInput] = []
 
     def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(LayerInput(layer, args[0] if args else kwargs["hidden_states"]))
+        inputs.append(LayerInput(layer, args[0] if args else kwargs["hidden_states"]))
 
     hook = model.model.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        yield found
+        yield inputs
     finally:
         hook.remove()
 
@@ -131,7 +131,7 @@ class LayerAttention:
         return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
 
-def asked_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> LayerAttention:
+def options_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> LayerAttention:
     """Return a layer's attention options, read from the arguments of transformers' attention interface.
 
     Qwen2-MoE passes no window there: it applies the window in its mask. The module's `sliding_window` is used instead.
@@ -149,9 +149,9 @@ def no_mask(*_: Any, **__: Any) -> None:
 
 def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> None:
     """Raise RuntimeError if a layer needs attention options that plain scaled dot products would ignore."""
-    asked = asked_of(module, kv_heads, options)
-    if asked != LayerAttention():
-        raise RuntimeError(f"layer {module.layer_idx}: {asked} of the attention would be lost")
+    needed = options_of(module, kv_heads, options)
+    if needed != LayerAttention():
+        raise RuntimeError(f"layer {module.layer_idx}: {needed} of the attention would be lost")
 
 
 def head(model: Any, hidden: Tensor) -> Tensor:

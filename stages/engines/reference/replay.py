@@ -124,13 +124,13 @@ class OnePassView(BlockView):
         return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
-        exact, own, window, recent, new = one_pass(self.policy, self.storages[layer], base, x)
+        sources = one_pass(self.policy, self.storages[layer], base, x)
         shown = self.shown[layer] if self.shown else {}
-        if base in shown and own is not None:
-            own = self._replaced(layer, base, own, x, shown[base])
-        if base.window in shown and window is not None:
-            window = self._replaced(layer, base.window, window, x, shown[base.window])
-        return exact, own, window, recent, new
+        if base in shown and sources.base is not None:
+            sources = sources._replace(base=self._replaced(layer, base, sources.base, x, shown[base]))
+        if base.window in shown and sources.window is not None:
+            sources = sources._replace(window=self._replaced(layer, base.window, sources.window, x, shown[base.window]))
+        return sources
 
     def _replaced(self, layer: int, side: Side, own: Copies, x: Tensor, copy: StoredCopy) -> Copies:
         """Record the errors of the engine's copy; return the reference engine's own copy with the engine's tokens.

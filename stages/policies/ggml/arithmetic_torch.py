@@ -46,7 +46,7 @@ def eight_bits(x: Tensor, half: float = 0.5) -> tuple[Tensor, Tensor]:
     return (steps.round() if half else steps.trunc()), divided(largest, 127)
 
 
-def asked(x: Tensor) -> Tensor:
+def rounded_queries(x: Tensor) -> Tensor:
     """Return queries x (..., D) after rounding to 8-bit blocks, as llama.cpp rounds them to multiply with q8_0 or q4_0 keys."""
     codes, scale = eight_bits(groups_of(x, x.shape[-1] // BLOCK))
     return (codes * scale.half().float()).flatten(-2)

@@ -114,7 +114,7 @@ def test_a_gpu_without_room_is_reported_in_one_line(error: RuntimeError) -> None
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 INT4 = Format(dtype="int4", granularity="per_token", scale="dynamic")
 FP16 = Format(dtype="fp16")
-SINK, BASE, WINDOW, RECENT, OWN, EVICTED, UNSEEN = range(7)
+UNSEEN = "unseen"
 
 POLICIES = [
     KVPolicy(name="plain", key=INT4, value=INT4),
@@ -140,25 +140,25 @@ SLIDES = (None, 7, 70, 1, None, 1000, 70, None, 7)
 """Sliding windows of a policy's layers."""
 
 
-def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row: int, position: int) -> int:
+def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row: int, position: int) -> str:
     """Apply the rule to one position."""
     if position > row:
         return UNSEEN
     beyond = slide is not None and position <= row - slide  # as in transformers.masking_utils.sliding_window_overlay
     if beyond or (position < start and position // PAGE_TOKENS in policy.evicted_pages(start, SHAPE)):
-        return EVICTED
+        return "evicted"
     if position >= start:
-        return OWN
+        return "chunk"
     if position < policy.sink_tokens or position >= start - policy.recent_tokens:
-        return SINK if position < policy.sink_tokens else RECENT
+        return "sinks" if position < policy.sink_tokens else "recent"
     if windowed and policy.window and position // PAGE_TOKENS >= policy.window.first_page(start):
-        return WINDOW
-    return BASE
+        return "window"
+    return "base"
 
 
 def painted(pieces: tuple[AttentionPiece, ...], rows: int, columns: int) -> np.ndarray:
     """Return the source of every (row, column). Asserts that no two pieces claim the same place."""
-    seen = np.full((rows, columns), UNSEEN)
+    seen = np.full((rows, columns), UNSEEN, object)
     for piece in pieces:
         mask = np.ones((rows, piece.high - piece.low), bool) if piece.mask_RT is None else piece.mask_RT.numpy()
         part = seen[:, piece.low : piece.high]

@@ -19,7 +19,7 @@ from stages.core.errors import UserError
 from stages.engines.reference.formats import dequantize, quantize
 from stages.policies.arithmetic_torch import Stored
 from stages.policies.formats import Format
-from stages.policies.ggml.arithmetic_torch import asked
+from stages.policies.ggml.arithmetic_torch import rounded_queries
 from stages.policies.vllm_token_head.arithmetic_torch import signs
 
 K8V4, INT4 = SHIPPED["vllm_k8v4"], SHIPPED["vllm_int4"]
@@ -106,8 +106,8 @@ def test_hadamard_64_rotates_each_64_channels_and_goes_back() -> None:
 def test_queries_are_rounded_to_blocks_of_8_bits() -> None:
     x = ggml.vectors()
     expected = quants.dequantize(quants.quantize(x.numpy(), GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
-    assert np.abs(asked(x).numpy() - expected).max() <= np.abs(x.numpy()).max() / 127
-    assert (asked(x).numpy() != expected).mean() < 2e-3
+    assert np.abs(rounded_queries(x).numpy() - expected).max() <= np.abs(x.numpy()).max() / 127
+    assert (rounded_queries(x).numpy() != expected).mean() < 2e-3
 
 
 @pytest.mark.parametrize(
