@@ -115,9 +115,11 @@ def show(answers: Answers) -> None:
             evidence = GateInput(nothing, rows_of(answers, policy, range(count)))
             kinds = list(recovery(evidence, thresholds))
             level = ALPHA / 2 / len(kinds)
-            checks = [kind.check(kind.test(level, thresholds, last=True), thresholds) for kind in kinds]
+            checks = [kind.check(kind.test(level, thresholds.pass_alpha, last=True)) for kind in kinds]
             status = min((check.status for check in checks), key=["FAIL", "INCONCLUSIVE", "PASS"].index)
-            worse = any(one.test(level, thresholds, last=True).decision == "FAIL" for one in accuracy(evidence, thresholds))
+            worse = any(
+                one.test(level, thresholds.pass_alpha, last=True).decision == "FAIL" for one in accuracy(evidence, thresholds)
+            )
             side = "at most" if checks[0].status == "FAIL" else "at least"
             points = 100 * float((answers.right[policy][:count] - answers.right["fp16"][:count]).mean())
             cells.append(

@@ -121,8 +121,7 @@ class FreeAnswers(Record):
 class FullPool(Record):
     """Requests in a pool with room for a third of all requests, compared with the same requests in a large pool."""
 
-    asked: int
-    """Number of requests per round."""
+    requests_per_round: int
     requests: int = 0
     """Number of compared requests over all rounds; 0 for an engine whose pool cannot be made small."""
     pages: int = 0

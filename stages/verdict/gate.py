@@ -7,7 +7,7 @@ import numpy as np
 
 from stages.verdict.bets import Array, Mean, Result, document_sums
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import Check, Gate, Thresholds
+from stages.verdict.thresholds import Check, Gate
 
 ALL = "all"
 """Place of a line on all workloads together."""
@@ -70,18 +70,18 @@ class Figure:
     """Number of requests if none of them has the fault that the figure is a share of. NONE_OF such requests PASS: showing a
     share of 2.5 % statistically takes 150 documents."""
 
-    def test(self, fail_level: float, thresholds: Thresholds, *, last: bool) -> Result:  # noqa: ARG002  # of `Recovery`
-        """Test the figure.
+    bet_share: float = 1.0
+    """Share of a PASS's level for the bet."""
+    student_share: float = 0.0
+    """Share of a PASS's level for Student's t at the last look."""
 
-        Args:
-            thresholds: The thresholds, with the error of a wrong PASS.
-            last: Whether this is the last planned look.
-        """
-        result = self.mean.test(fail_level, thresholds.pass_alpha)
+    def test(self, fail_level: float, pass_level: float, *, last: bool) -> Result:
+        """Test the figure. `last`: whether this is the last planned look."""
+        result = self.mean.test(fail_level, self.bet_share * pass_level, self.student_share * pass_level if last else 0.0)
         passes = result.decision is None and self.sound_requests >= NONE_OF
         return replace(result, decision="PASS") if passes else result
 
-    def check(self, result: Result, thresholds: Thresholds) -> Check:  # noqa: ARG002  # of `Recovery`
+    def check(self, result: Result) -> Check:
         """Return the verdict line for a test's result."""
         value, bound = self.shown(result.value), self.shown(result.bound)
         judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]

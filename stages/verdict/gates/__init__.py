@@ -87,9 +87,9 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
     main = sum(figure.gate == Gate.RECOVERY for figure in figures)
     for figure in figures:
         together = main if figure.gate == Gate.RECOVERY else len(figures) - main
-        result = figure.test(ALPHA / 2 / together, thresholds, last=number == rounds)
+        result = figure.test(ALPHA / 2 / together, thresholds.pass_alpha, last=number == rounds)
         if figure.must_pass or result.decision == "FAIL":
-            check = figure.check(result, thresholds)
+            check = figure.check(result)
             yield check.model_copy(update={"reason": check.reason + place})
 
 

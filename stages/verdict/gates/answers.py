@@ -26,13 +26,16 @@ a few questions are broken and the others are perfect, candidates at the limit p
 level (`python -m benchmarks.gates`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recovery(Figure):
     """The recovery of one workload or of all questions. The mean is the lost probability."""
 
-    samples: int = 0
-    baseline: float = 0.0
+    samples: int
+    baseline: float
     """Mean probability of the right answers."""
+    thresholds: Thresholds
+    bet_share: float = BET
+    student_share: float = STUDENT
 
     @classmethod
     def of(cls, place: str, rows: Sequence[SampleRow], thresholds: Thresholds) -> "Recovery":
@@ -45,29 +48,30 @@ class Recovery(Figure):
         # `threshold` of every document is exactly at the limit.
         loss, limit = (1 - threshold) * baseline - (after - threshold * before), (1 - threshold) * baseline
         mean = Mean(loss, limit, -OUTLIER * limit, WORST * limit, whole=True)
-        return cls(Gate.RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline)
+        return cls(Gate.RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline, thresholds=thresholds)
 
-    def is_weak(self, thresholds: Thresholds) -> bool:
-        """Return whether the baseline's right answers are too improbable to show a loss."""
-        return not (self.baseline > 0 and self.baseline >= thresholds.min_baseline_probability)
+    @property
+    def is_weak(self) -> bool:
+        """Whether the baseline's right answers are too improbable to show a loss."""
+        return not (self.baseline > 0 and self.baseline >= self.thresholds.min_baseline_probability)
 
-    def test(self, fail_level: float, thresholds: Thresholds, *, last: bool) -> Result:
+    def test(self, fail_level: float, pass_level: float, *, last: bool) -> Result:
         if self.baseline <= 0:
-            return Result(None, math.nan, math.nan, thresholds.pass_alpha)
-        return self.mean.test(fail_level, BET * thresholds.pass_alpha, STUDENT * thresholds.pass_alpha if last else 0.0)
+            return Result(None, math.nan, math.nan, pass_level)
+        return super().test(fail_level, pass_level, last=last)
 
-    def check(self, result: Result, thresholds: Thresholds) -> Check:
+    def check(self, result: Result) -> Check:
         value, bound = (1 - loss / self.baseline if self.baseline > 0 else math.nan for loss in (result.value, result.bound))
         documents = len(self.mean.values)
         advice = ""
-        if result.decision != "FAIL" and self.is_weak(thresholds):
+        if result.decision != "FAIL" and self.is_weak:
             advice = (
                 f"; their mean probability under the baseline, {self.baseline:.2g}, is below gates.min_baseline_probability "
-                f"({thresholds.min_baseline_probability:g}): ask what the model can do"
+                f"({self.thresholds.min_baseline_probability:g}): ask what the model can do"
             )
             advice += f", or leave {self.where} out" if self.where != ALL else ""
-        elif result.decision == "PASS" and documents < thresholds.min_samples:
-            advice = f"; {documents} documents, gates.min_samples is {thresholds.min_samples}"
+        elif result.decision == "PASS" and documents < self.thresholds.min_samples:
+            advice = f"; {documents} documents, gates.min_samples is {self.thresholds.min_samples}"
         status: LineStatus = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
         key = Gate.RECOVERY if self.where == ALL else "min_workload_recovery"
         certainty = f"{100 * (1 - result.level):.4g} % certainty"
@@ -90,17 +94,17 @@ def needed(evidence: GateInput, following: Thresholds, still_open: Collection[st
     help.
     """
     kinds = list(recovery(evidence, following)) if still_open else []
-    if not kinds or kinds[0].is_weak(following):
+    if not kinds or kinds[0].is_weak:
         return {}
     level, times = following.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
     for kind in kinds:
-        if not kind.is_weak(following):
+        if not kind.is_weak:
             seen = len(kind.mean.values)
             more = kind.mean.needed(BET * level, MOST_SAMPLES, STUDENT * level)
             times[kind.where] = max(following.min_samples, seen + (kind.where in still_open), more) / seen
     counts = {kind.where: kind.samples for kind in kinds if kind.where != ALL}
-    asked = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
-    return {name: min(count, MOST_SAMPLES) for name, count in asked.items() if count > counts[name]}
+    wanted = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
+    return {name: min(count, MOST_SAMPLES) for name, count in wanted.items() if count > counts[name]}
 
 
 def _answers(place: str, rows: Sequence[SampleRow]) -> Figure:

@@ -40,7 +40,7 @@ def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> 
     """Return whether `max_ruined_share` passes for this number of documents and requests if no request is ruined."""
     limit = thresholds.max_ruined_share
     figure = Figure(Gate.RUINED, ALL, Mean(np.zeros(documents), limit, worst=1.0), limit, sound_requests=requests)
-    return figure.test(ALPHA, thresholds, last=True).decision == "PASS"
+    return figure.test(ALPHA, thresholds.pass_alpha, last=True).decision == "PASS"
 
 
 def rare(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:

@@ -70,16 +70,16 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     status: Status = "FAIL" if found.deviations else "PASS" if found.preempted else "INCONCLUSIVE"
     if not found.requests:
         told = (
-            f"workloads.full_pool={found.asked}: the engine cannot be given a small pool, and nothing was seen under load; "
-            "judge it with workloads.full_pool=0"
+            f"workloads.full_pool={found.requests_per_round}: the engine cannot be given a small pool, and nothing was seen "
+            "under load; judge it with workloads.full_pool=0"
         )
     elif status == "FAIL":
         told = f"{len(found.deviations)} of {found.requests} requests differ ({found.limit_kl:.1e} allowed): "
         told += _listed(found.deviations)
     elif status == "PASS":
-        told += f", {bounded(found.asked, 'change')}"
+        told += f", {bounded(found.requests_per_round, 'change')}"
     else:
-        told += f": the pool was never full; ask more requests with workloads.full_pool={2 * found.asked}"
+        told += f": the pool was never full; ask more requests with workloads.full_pool={2 * found.requests_per_round}"
     yield Check.of(
         Gate.FULL_POOL, "candidate", status, f"full pool: {told}", len(found.deviations) if found.requests else None, 0
     )
