@@ -34,11 +34,11 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
 def beyond_one_format(policy: KVPolicy) -> str | None:
     """Return why a cache with a single format for all keys, values and tokens cannot hold a policy; None if it can."""
     if policy.exact_tokens:
-        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens have no equal there"
+        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens are not supported by this engine"
     if policy.window is not None:
-        return f"other formats for the last {policy.window.tokens} tokens have no equal there"
+        return f"other formats for the last {policy.window.tokens} tokens are not supported by this engine"
     if policy.eviction is not None:
-        return f"eviction.window_tokens={policy.eviction.window_tokens}: an eviction has no equal there"
+        return f"eviction.window_tokens={policy.eviction.window_tokens}: evictions are not supported by this engine"
     formats = {name: describe_format(form) for name, form in policy.formats}
     if len(set(formats.values())) > 1:
         return (

@@ -47,7 +47,7 @@ class Family:
     """Layers with a sliding window: none, all if sliding_window is set, or the layers listed in layer_types."""
     slides: Slides = lambda *_: True
     """Rule for the sliding layers of a `listed` family if layer_types is missing."""
-    asked: bool = False
+    uses_flag: bool = False
     """Whether layers slide only if use_sliding_window is true."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults for missing keys of config.json; only for keys that are read here."""
@@ -66,8 +66,8 @@ SOFTCAP, SINKS = "attn_logit_softcapping", "sinks"
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", rounded=True),
     "mistral": Family("MistralForCausalLM", "every", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, rounded=True),
-    "qwen2": Family("Qwen2ForCausalLM", "listed", _later, asked=True, defaults=_QWEN, rounded=True),
-    "qwen3": Family("Qwen3ForCausalLM", "listed", _later, asked=True, defaults={**_QWEN, "head_dim": 128}, rounded=True),
+    "qwen2": Family("Qwen2ForCausalLM", "listed", _later, uses_flag=True, defaults=_QWEN, rounded=True),
+    "qwen3": Family("Qwen3ForCausalLM", "listed", _later, uses_flag=True, defaults={**_QWEN, "head_dim": 128}, rounded=True),
     "phi3": Family("Phi3ForCausalLM", "every"),
     "olmo2": Family("Olmo2ForCausalLM"),
     "olmo3": Family("Olmo3ForCausalLM", "listed", _but_every(4), defaults={"sliding_window": 4096}, local_base="rope_theta"),
@@ -76,7 +76,7 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3ForCausalLM",
         "listed",
         lambda config, layer: not has_positions(config, layer),
-        asked=True,
+        uses_flag=True,
         defaults={"num_key_value_heads": 4},
     ),
     "starcoder2": Family("Starcoder2ForCausalLM", "every", defaults={"num_key_value_heads": 2}),
@@ -85,11 +85,11 @@ FAMILIES: dict[str, Family] = {
         "Qwen2MoeForCausalLM",
         "listed",
         lambda config, layer: bool((layer + 1) % 2) and layer < config["max_window_layers"],
-        asked=True,
+        uses_flag=True,
         defaults={**_QWEN_MOE, "num_key_value_heads": 16},
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", "every", asked=True, defaults={"num_key_value_heads": 4, "sliding_window": 4096}
+        "Qwen3MoeForCausalLM", "every", uses_flag=True, defaults={"num_key_value_heads": 4, "sliding_window": 4096}
     ),
     "mixtral": Family("MixtralForCausalLM", "every", defaults={"num_key_value_heads": 8}),
     "gemma2": Family(

@@ -53,10 +53,10 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
     if family is None:
         return listed or _patterned(layers, None if window is None else _unserved(path, config, kind))
     uses = config.get("use_sliding_window")
-    if family.asked and uses not in (None, True, False):
+    if family.uses_flag and uses not in (None, True, False):
         raise wrong(path, config, "use_sliding_window", "true or false")
-    asked = bool(uses) or not family.asked
-    if family.windows == "none" or not asked or (window is None and (family.asked or family.windows == "every")):
+    slides = bool(uses) or not family.uses_flag
+    if family.windows == "none" or not slides or (window is None and (family.uses_flag or family.windows == "every")):
         types = [FULL] * layers
     elif family.windows == "every":
         types = [SLIDING] * layers
@@ -72,7 +72,7 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
             )
         types = listed or types
     if listed is not None and listed != types:
-        key = "use_sliding_window" if family.asked else "sliding_window"
+        key = "use_sliding_window" if family.uses_flag else "sliding_window"
         other = next(kind for kind, applied in zip(listed, types, strict=True) if kind != applied)
         raise UserError(
             f"model.path={path}: config.json: layer_types holds {other}, and transformers takes every layer of "

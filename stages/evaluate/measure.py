@@ -95,7 +95,7 @@ def measure(
         samples = [ScoredSample(item, result, folder) for item, result in zip(items, results, strict=True)]
         for sample in samples:
             if sample.result.answer is not None:
-                text = tokenizer.text(greedy.words(sample.result.answer))
+                text = tokenizer.text(greedy.without_stop(sample.result.answer))
                 sample.answer = Answer(text, judge(sample.encoded.sample, text), sample.result.answer)
         if baseline is None:
             score_own_answers(samples, greedy, partial(run, progress=labelled(label, "own answers: ")))
@@ -159,7 +159,7 @@ def in_own_words(sample: ScoredSample, greedy: Greedy) -> EncodedSample | None:
         return None
     if probability(sample.result.statistics.baseline_nll, encoded) >= UNLIKELY:
         return None
-    said = greedy.said(answer.tokens, encoded)
+    said = greedy.with_stop(answer.tokens, encoded)
     return encoded.answered(said) if tuple(said) != encoded.reference else None
 
 

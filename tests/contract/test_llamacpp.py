@@ -30,7 +30,7 @@ def policy_of(key: Format, value: Format, **more: Any) -> KVPolicy:
     ("policy", "head_dim", "message"),
     [
         (policy_of(form_of("q8_0"), FP16), 80, r"^kv\.key\.dtype=q8_0: its blocks of 32 channels .* head_dim 80"),
-        (policy_of(Format(dtype="bf16"), FP16), 64, r"^kv=mine: .*bf16 none keys have no equal there.*q8_0"),
+        (policy_of(Format(dtype="bf16"), FP16), 64, r"^kv=mine: .*bf16 none keys are not supported by this engine.*q8_0"),
         (policy_of(FP16, FP16, sink_tokens=4), 64, r"^kv=mine: .*4 sink and 0 recent exact tokens"),
         (policy_of(form_of("q8_0", "hadamard_64"), FP16), 128, r"^kv\.key\.rotation=hadamard_64: .*blocks of 128 here"),
         (policy_of(form_of("q8_0", "hadamard"), FP16), 32, r"^kv\.key\.rotation=hadamard: .*head_dim that is a multiple of 64"),

@@ -105,11 +105,11 @@ def last_of_prompt(step: Step) -> Any:
 
 
 def prefix(edit: Callable[..., Any]) -> Plant:
-    """Change the lookup of kept prefixes: `edit(prefixes, begin, prompt, start, prefill)`."""
+    """Change the lookup of kept prefixes: `edit(prefixes, begin, prompt)`."""
 
     def apply(engine: Any) -> None:
         begin = engine.prefixes.begin
-        engine.prefixes.begin = lambda prompt, start, prefill: edit(engine.prefixes, begin, prompt, start, prefill)
+        engine.prefixes.begin = lambda prompt: edit(engine.prefixes, begin, prompt)
 
     return Plant("prefixes.begin", apply)
 
@@ -124,18 +124,18 @@ def keys(edit: Callable[[Sequence[int], int], str]) -> Plant:
     return Plant("prefixes.keys", apply)
 
 
-def one_token_less(_: Any, begin: Any, prompt: Any, start: Any, prefill: Any) -> tuple[int, int]:
+def one_token_less(_: Any, begin: Any, prompt: Any) -> tuple[int, int]:
     """Skip one token of the prompt after a kept prefix."""
-    sequence, held = begin(prompt, start, prefill)
+    sequence, held = begin(prompt)
     return sequence, held + (1 if held and len(prompt) - held > 1 else 0)
 
 
-def evicted_in_use(prefixes: Any, begin: Any, prompt: Any, start: Any, prefill: Any) -> tuple[int, int]:
+def evicted_in_use(prefixes: Any, begin: Any, prompt: Any) -> tuple[int, int]:
     """Wipe the oldest kept prefix once more than two are kept, although requests may still read it."""
     for kept in list(prefixes.kept.values())[:1] if len(prefixes.kept) > 2 else ():
         pages = prefixes._engine.pool.sequences[kept].pages
         prefixes._engine.pool.arrays["key_pool.2"][pages] = 0
-    found: tuple[int, int] = begin(prompt, start, prefill)
+    found: tuple[int, int] = begin(prompt)
     return found
 
 

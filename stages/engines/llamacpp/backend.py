@@ -62,7 +62,7 @@ def cache_types(policy: KVPolicy, head_dim: int) -> dict[Side, str]:
     types = {side: form.code.llamacpp for side, form in forms.items()}
     for side, form in forms.items():
         if reason is None and types[side] is None:
-            reason = f"{describe_format(form)} {side}s have no equal there"
+            reason = f"{describe_format(form)} {side}s are not supported by this engine"
     if reason is not None:
         named = ", ".join(sorted(f"{code.name}" for code in CODES.values() if code.llamacpp is not None))
         raise UserError(cannot_hold(policy, "llamacpp", reason, f"kv=llamacpp_q8_0, or keys and values of dtype {named}"))

@@ -29,7 +29,7 @@ from stages.policies.onnx_body import NUMPY_FLOATS
 from stages.policies.policy import PAGE_TOKENS, KVPolicy
 from stages.policies.scales import KVScales
 
-LOGGER_ERROR = 3
+ORT_ERROR_SEVERITY = 3
 
 
 class GraphSession:
@@ -46,7 +46,7 @@ class GraphSession:
         """
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
-        options.log_severity_level = LOGGER_ERROR
+        options.log_severity_level = ORT_ERROR_SEVERITY
         # Threads that spin while they wait take processor time from other programs, and from each other on a busy machine.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # Shapes change at every step, so memory plans per shape would only accumulate.
@@ -169,9 +169,11 @@ def _sessions(
 
 def _alike(graph: onnx.ModelProto, other: onnx.ModelProto) -> bool:
     """Return whether two models differ at most in their declared shapes."""
-    graphs = graph.graph, other.graph
-    nodes, weights = ([list(getattr(graph, part)) for graph in graphs] for part in ("node", "initializer"))
-    return nodes[0] == nodes[1] and weights[0] == weights[1] and list(graph.functions) == list(other.functions)
+    return (
+        list(graph.graph.node) == list(other.graph.node)
+        and list(graph.graph.initializer) == list(other.graph.initializer)
+        and list(graph.functions) == list(other.functions)
+    )
 
 
 class OnnxEngine(PagedEngine):

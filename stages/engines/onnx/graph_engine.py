@@ -47,7 +47,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
     def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:
         if self.prefixes is None:
             return super()._resume(prompt)
-        return self.prefixes.begin(prompt, self._start, self._prefill)
+        return self.prefixes.begin(prompt)
 
     @property
     def keeps_prefixes(self) -> bool:  # type: ignore[override]  # a subclass's may change while it runs

@@ -12,11 +12,11 @@ forked at the end of a chunk, with its own exact tokens and window. Its pages ar
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,11 @@ from stages.policies.policy import PAGE_TOKENS
 
 
 class PrefixEngine(SupportsFork, Protocol):
-    """An engine that can fork its sequences."""
+    """An engine whose sequences can be started, prefilled in chunks, forked and released."""
+
+    def _start(self) -> int: ...
+
+    def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits: ...
 
     def release(self, sequences: Sequence[int]) -> None: ...
 
@@ -66,9 +70,7 @@ class PrefixCache:
             keys.append(digest.hexdigest())
         return keys
 
-    def begin(
-        self, prompt: Sequence[int], start: Callable[[], int], prefill: Callable[[int, Sequence[int]], object]
-    ) -> tuple[int, int]:
+    def begin(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Start a sequence with all chunks of a prompt except the last, and keep its new prefixes.
 
         Returns:
@@ -78,13 +80,13 @@ class PrefixCache:
             UserError: The engine cannot hold the prompt. No sequence remains started.
         """
         keys = self.keys(prompt)
-        found = self._found(keys)
-        self._use(keys[:found])
-        sequence = self._engine.fork(self.kept[keys[found - 1]]) if found else start()
-        self.reused_tokens += found * self._chunk
+        kept = self._kept_prefixes(keys)
+        self._use(keys[:kept])
+        sequence = self._engine.fork(self.kept[keys[kept - 1]]) if kept else self._engine._start()
+        self.reused_tokens += kept * self._chunk
         try:
-            for number in range(found, len(keys)):
-                prefill(sequence, prompt[number * self._chunk : (number + 1) * self._chunk])
+            for number in range(kept, len(keys)):
+                self._engine._prefill(sequence, prompt[number * self._chunk : (number + 1) * self._chunk])
                 self._keep(keys[: number + 1], sequence)
         except UserError:
             self._engine.release([sequence])
@@ -94,10 +96,11 @@ class PrefixCache:
     def longest(self, prompt: Sequence[int]) -> int | None:
         """Return the sequence of a prompt's longest kept prefix; None if no prefix is kept."""
         keys = self.keys(prompt)
-        found = self._found(keys)
-        return self.kept[keys[found - 1]] if found else None
+        kept = self._kept_prefixes(keys)
+        return self.kept[keys[kept - 1]] if kept else None
 
-    def _found(self, keys: Sequence[str]) -> int:
+    def _kept_prefixes(self, keys: Sequence[str]) -> int:
+        """Return how many of a prompt's prefixes are kept."""
         return next((number for number, key in enumerate(keys) if key not in self.kept), len(keys))
 
     def _keep(self, keys: Sequence[str], sequence: int) -> None:
@@ -138,7 +141,7 @@ class PooledEngine(Engine):
 
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
         moved, logits = advance(self, live)
-        rows = [row for row, one in enumerate(moved) if one.stored == len(one.tokens)]
+        rows = [row for row, request in enumerate(moved) if request.stored == len(request.tokens)]
         return [moved[row] for row in rows], logits[rows]
 
     def serve_rounds(
@@ -156,8 +159,8 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
     If a decode step finds no free page, the youngest running request is preempted. Returns the requests that advanced, and the
     logits (B, V) after their stored tokens. Raises PoolFull if a single request does not fit.
     """
-    running = [one for one in live if one.sequence >= 0]
-    joining = [one for one in live if one.sequence < 0]
+    running = [request for request in live if request.sequence >= 0]
+    joining = [request for request in live if request.sequence < 0]
     fitting = joining[: _fitting(engine, joining, running) or int(not running)]
     if fitting:
         try:
@@ -167,14 +170,16 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
                 raise
     while True:
         try:
-            logits = engine.decode([one.sequence for one in running], [one.tokens[one.stored] for one in running])
+            logits = engine.decode(
+                [request.sequence for request in running], [request.tokens[request.stored] for request in running]
+            )
         except PoolFull:
             if len(running) == 1:
                 raise
             _preempt(engine, running.pop())
             continue
-        for one in running:
-            one.stored += 1
+        for request in running:
+            request.stored += 1
         return running, logits
 
 
@@ -182,12 +187,12 @@ def _fitting(engine: PooledEngine, joining: Sequence[Continuation], running: Seq
     """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next can reuse them."""
     pool = engine.pool
     added = 0
-    held = {page for one in running for page in pool.sequences[one.sequence].pages}
-    for count, one in enumerate(joining[: None if engine.prefixes is None else 1]):
-        prompt = one.tokens[: one.prompt_tokens]
+    held = {page for request in running for page in pool.sequences[request.sequence].pages}
+    for count, request in enumerate(joining[: None if engine.prefixes is None else 1]):
+        prompt = request.tokens[: request.prompt_tokens]
         kept = engine.prefixes.longest(prompt) if engine.prefixes is not None else None
         shared = set(pool.sequences[kept].pages) if kept is not None else set()
-        added += pool.pages_of(max(one.prompt_tokens, one.reached) + 1) - len(shared)
+        added += pool.pages_of(max(request.prompt_tokens, request.reached) + 1) - len(shared)
         held |= shared
         if len(held) + added > pool.max_pages:
             return count
@@ -196,20 +201,20 @@ def _fitting(engine: PooledEngine, joining: Sequence[Continuation], running: Seq
 
 def _join(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
     before = engine.prefixes.reused_tokens if engine.prefixes is not None else 0
-    handles, logits = engine.prefill([one.tokens[: one.prompt_tokens] for one in joining])
-    for one, handle in zip(joining, handles, strict=True):
-        one.sequence, one.stored = handle, one.prompt_tokens
+    handles, logits = engine.prefill([request.tokens[: request.prompt_tokens] for request in joining])
+    for request, handle in zip(joining, handles, strict=True):
+        request.sequence, request.stored = handle, request.prompt_tokens
     if engine.prefixes is not None:
         joining[0].reused += engine.prefixes.reused_tokens - before
     return logits
 
 
-def _preempt(engine: PooledEngine, one: Continuation) -> None:
-    engine.release([one.sequence])
-    one.sequence = -1
-    one.reached = one.stored
-    one.stored = 0
-    one.preempted += 1
+def _preempt(engine: PooledEngine, request: Continuation) -> None:
+    engine.release([request.sequence])
+    request.sequence = -1
+    request.reached = request.stored
+    request.stored = 0
+    request.preempted += 1
 
 
 @contextmanager
@@ -224,7 +229,8 @@ def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
         engine.prefill_chunk = PAGE_TOKENS
         engine.prefixes = None
         if pages is not None:
-            engine.prefixes = PrefixCache(engine, chunk=PAGE_TOKENS, most_tokens=pages * PAGE_TOKENS)
+            starting: Any = engine  # only engines that start and prefill single sequences look prefixes up
+            engine.prefixes = PrefixCache(starting, chunk=PAGE_TOKENS, most_tokens=pages * PAGE_TOKENS)
             engine.pool.max_pages = engine.pool.pages.used_count + pages
         yield
     finally:
@@ -248,16 +254,16 @@ def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], r
     try:
         while live:
             moved, logits = advance(engine, live[: engine.max_batch])
-            for one, row in zip(moved, logits, strict=True):
-                assert isinstance(one, _Request)
-                if one.stored == one.prompt_tokens:
-                    one.rows.clear()  # the prompt's own logits do not depend on the cache
+            for request, row in zip(moved, logits, strict=True):
+                assert isinstance(request, _Request)
+                if request.stored == request.prompt_tokens:
+                    request.rows.clear()  # the prompt's own logits do not depend on the cache
                 else:
-                    one.rows.append(row.copy())
-            for one in [one for one in live if one.stored == len(one.tokens)]:
-                one.pages = tuple(engine.pool.sequences[one.sequence].pages)
-                engine.release([one.sequence])
-                live.remove(one)
+                    request.rows.append(row.copy())
+            for request in [request for request in live if request.stored == len(request.tokens)]:
+                request.pages = tuple(engine.pool.sequences[request.sequence].pages)
+                engine.release([request.sequence])
+                live.remove(request)
     finally:
-        engine.release([one.sequence for one in live if one.sequence >= 0])
-    return [ServedRequest(np.stack(one.rows), one.preempted, one.reused, one.pages) for one in arrived]
+        engine.release([request.sequence for request in live if request.sequence >= 0])
+    return [ServedRequest(np.stack(request.rows), request.preempted, request.reused, request.pages) for request in arrived]

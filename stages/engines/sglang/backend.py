@@ -37,7 +37,7 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
         reason = f"an unquantized cache must use backend.dtype={config.dtype}"
     if reason is None and key.code.sglang is not None and key.scale == "uncalibrated" and key.rotation == "none":
         return key.code.sglang
-    reason = reason or f"{describe_format(key)} has no equal there, or takes scales, which are not handed over"
+    reason = reason or f"{describe_format(key)} is not supported by this engine, or needs scales, which are not passed to it"
     raise UserError(cannot_hold(policy, "sglang", reason, "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"))
 
 

@@ -26,6 +26,7 @@ from stages.engines.vllm import worker
 from stages.engines.vllm.audit import PAIRED, SEPARATE
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
+from stages.policies.formats import Format
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import SCALES_FILE
 from stages.verdict.delivery import scale_findings
@@ -103,26 +104,33 @@ def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
     Raises:
         UserError: No type stores the policy.
     """
-    skips = skipped_layers(policy)
-    everywhere = policy.model_copy(update={"overrides": ()}) if skips is not None else policy
-    form = describe_format(policy.key)
-    plain = policy.key.arithmetic != "kvgate" or (policy.key.symmetric and policy.key.rotation == "none")
-    held = "auto" if policy.key.exact else policy.key.code.vllm.get(policy.key.granularity) if plain else None
-    beside = policy.value.code.vllm_beside.get(form) if policy.key.scale != "calibrated" else None
-    if beside is not None:
-        everywhere, held = everywhere.model_copy(update={"key": policy.value}), beside
-    reason = beyond_one_format(everywhere)
-    if reason is None and skips and policy.key.exact:
-        reason = "layers that are skipped are of the type of all others then"
-    if reason is None and policy.key.dtype == "fp8_e5m2" and policy.key.scale != "uncalibrated":
-        reason = "it reads E5M2 at scale 1.0 alone"
-    if reason is None and not held:
-        reason = f"{form} has no equal there" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
-    if reason is None and policy.key.dtype == "bf16" and config.dtype != "bfloat16":
-        reason = f"without a quantized cache it is of backend.dtype={config.dtype}"
-    if reason is not None or held is None:
-        raise UserError(cannot_hold(policy, "vllm", str(reason), CHOICES))
+    key = policy.key
+    # vLLM has types for some pairs of key and value formats.
+    pair = policy.value.code.vllm_beside.get(describe_format(key)) if key.scale != "calibrated" else None
+    plain = key.arithmetic != "kvgate" or (key.symmetric and key.rotation == "none")
+    single = "auto" if key.exact else key.code.vllm.get(key.granularity) if plain else None
+    held = pair or single
+    reason = _reason(policy if pair is None else policy.model_copy(update={"key": policy.value}), key, held, config)
+    if reason is not None:
+        raise UserError(cannot_hold(policy, "vllm", reason, CHOICES))
+    assert held is not None
     return held
+
+
+def _reason(policy: KVPolicy, key: Format, held: str | None, config: VllmConfig) -> str | None:
+    """Return why vLLM's cache type `held` cannot store a policy; None if it can."""
+    skips, form = skipped_layers(policy), describe_format(key)
+    if reason := beyond_one_format(policy if skips is None else policy.model_copy(update={"overrides": ()})):
+        return reason
+    if skips and key.exact:
+        return "vLLM gives skipped layers the type of the others"
+    if key.dtype == "fp8_e5m2" and key.scale != "uncalibrated":
+        return "it reads E5M2 only at scale 1.0"
+    if not held:
+        return f"{form} is not supported by this engine" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
+    if key.dtype == "bf16" and config.dtype != "bfloat16":
+        return f"without a quantized cache its type is backend.dtype={config.dtype}"
+    return None
 
 
 def skipped_layers(policy: KVPolicy) -> list[str] | None:

@@ -57,19 +57,19 @@ class Greedy:
 
     def limit(self, item: EncodedSample) -> int:
         """Return the maximum number of tokens in an answer to a sample."""
-        return item.asked + self.extra_tokens
+        return item.answer_tokens + self.extra_tokens
 
     def longest(self, item: EncodedSample) -> int:
         """Return the maximum number of tokens in a sequence of this sample: prompt plus reference or answer."""
         return len(item.prompt) + max(len(item.reference), self.limit(item))
 
-    def words(self, answer: Sequence[int]) -> list[int]:
+    def without_stop(self, answer: Sequence[int]) -> list[int]:
         """Return an answer without its stop token."""
         return list(answer[:-1] if answer and answer[-1] in self.stop_tokens else answer)
 
-    def said(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
+    def with_stop(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
         """Return all tokens of a finished answer. Append the first stop token if the engine did not return a stop token."""
-        cut = len(answer) >= self.limit(item) or self.words(answer) != list(answer)
+        cut = len(answer) >= self.limit(item) or self.without_stop(answer) != list(answer)
         return list(answer) if cut else [*answer, self.stop_tokens[0]]
 
 

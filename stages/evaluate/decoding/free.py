@@ -50,23 +50,23 @@ def free_answers(
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []
-    words = [greedy.said(answer, item) for item, answer in zip(encoded, answers, strict=True)]
-    known = [greedy.words(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
+    complete = [greedy.with_stop(answer, item) for item, answer in zip(encoded, answers, strict=True)]
+    earlier = [greedy.without_stop(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
     # An engine that serves whole requests returns no logits for the prompt, so the first token cannot be checked.
     skipped = 1 if isinstance(engine, SupportsRequests) else 0
-    left = [i for i, said in enumerate(words) if len(said) > skipped and answers[i] != known[i]]
+    left = [i for i, tokens in enumerate(complete) if len(tokens) > skipped and answers[i] != earlier[i]]
     for begin in range(0, len(left), batch_size):
         together = left[begin : begin + batch_size]
-        rows = _forced(engine, [(encoded[i].prompt, words[i][:-1]) for i in together])
+        rows = _forced(engine, [(encoded[i].prompt, complete[i][:-1]) for i in together])
         for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(left) + begin):
             update(done)
-            if len(words[i]) > len(answers[i]):  # `generate` does not return the stop token that ended an answer
-                words[i][-1] = max(greedy.stop_tokens, key=logits_BV[-1].__getitem__)
-            found = contradiction(engine, logits_BV, words[i][skipped:])
-            if found is not None:
-                first, gap = found
+            if len(complete[i]) > len(answers[i]):  # `generate` does not return the stop token that ended an answer
+                complete[i][-1] = max(greedy.stop_tokens, key=logits_BV[-1].__getitem__)
+            mismatch = contradiction(engine, logits_BV, complete[i][skipped:])
+            if mismatch is not None:
+                first, gap = mismatch
                 contradictions.append(
-                    f"sample {encoded[i].sample.id}: after {first + skipped} free tokens it said {words[i][first + skipped]}, "
+                    f"sample {encoded[i].sample.id}: token {first + skipped} of generate is {complete[i][first + skipped]}, "
                     f"which forced decode finds {gap:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
                 )
     return FreeAnswers(samples=len(encoded), tokens=sum(map(len, answers)), contradictions=contradictions)

@@ -40,7 +40,7 @@ def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], cou
     if not count:
         return None
     if not isinstance(engine, SupportsFullPool):
-        return FullPool(asked=count)
+        return FullPool(requests_per_round=count)
     return fill_pool(engine, list(requests(encoded, count, engine.max_tokens)), progress)
 
 
@@ -56,11 +56,11 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
         progress("full pool [requests]", done, total)
 
     served(0)
-    asked = [request for _, request in named]
-    (calm,) = engine.serve_rounds([asked], ROWS)
+    requests = [request for _, request in named]
+    (calm,) = engine.serve_rounds([requests], ROWS)
     served(count)
     orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(ROUNDS)]
-    crowded = engine.serve_rounds([[asked[i] for i in order] for order in orders], ROWS, pages)
+    crowded = engine.serve_rounds([[requests[i] for i in order] for order in orders], ROWS, pages)
     served((1 + ROUNDS) * count)
     changed: list[tuple[float, str]] = []
     for number, (order, answers) in enumerate(zip(orders, crowded, strict=True), start=1):
@@ -69,11 +69,11 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
             if not (kl := float(np.mean(kls))) <= LEAST_KL:
                 name = f"{named[i][0]} (round {number})"
                 changed.append((kl, _deviation(name, named[i][1], calm[i], answer, kls)))
-    limit = max(LEAST_KL, FACTOR * _noise(engine, asked, calm)) if changed else LEAST_KL
+    limit = max(LEAST_KL, FACTOR * _noise(engine, requests, calm)) if changed else LEAST_KL
     served(total)
     deviations = sorted((change for change in changed if change[0] > limit), key=lambda deviation: -deviation[0])
     return FullPool(
-        asked=count,
+        requests_per_round=count,
         requests=ROUNDS * count,
         pages=pages,
         wanted_pages=sum(sizes),
@@ -84,13 +84,13 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
     )
 
 
-def _noise(engine: Engine, asked: Sequence[Request], calm: Sequence[ServedRequest]) -> float:
+def _noise(engine: Engine, requests: Sequence[Request], calm: Sequence[ServedRequest]) -> float:
     """Return the largest mean KL between a request in a small group and in `calm`, with room for both; 0 if not finite."""
     assert isinstance(engine, SupportsFullPool)
     if engine.reads_itself:  # it recomputes a preempted request as one longer prompt
-        asked = [(tokens, max(first, len(tokens) - ROWS)) for tokens, first in asked]
-    groups = -(-len(asked) // GROUP)
-    rounds = engine.serve_rounds([asked[i::groups] for i in range(groups)], ROWS)
+        requests = [(tokens, max(first, len(tokens) - ROWS)) for tokens, first in requests]
+    groups = -(-len(requests) // GROUP)
+    rounds = engine.serve_rounds([requests[i::groups] for i in range(groups)], ROWS)
     pairs = zip(chain.from_iterable(calm[i::groups] for i in range(groups)), chain.from_iterable(rounds), strict=True)
     noise = [float(np.mean(_distances(*pair))) for pair in pairs]
     return max(noise) if np.isfinite(noise).all() else 0.0
@@ -129,6 +129,6 @@ def _deviation(name: str, request: Request, calm: ServedRequest, crowded: Served
     position = len(request[0]) - len(kls) + int(np.argmax(kls))
     changed = int((calm.logits.argmax(-1) != crowded.logits.argmax(-1)).sum())
     return (
-        f"{name}: {off}, most at position {position}, {changed} of its tokens changed; it gave way {crowded.preempted} times, "
+        f"{name}: {off}, most at position {position}, {changed} of its tokens changed; preempted {crowded.preempted} times, "
         f"reused {crowded.reused} tokens, held pages {', '.join(map(str, crowded.pages)) or 'unknown'}"
     )

@@ -135,7 +135,7 @@ def speculated(
         if answer is not None and before is not None and before.tokens == answer.tokens:
             drafted[i] = replace(answer, passes=before.passes)
         elif answer is not None:
-            said = greedy.said(answer.tokens, item)
+            said = greedy.with_stop(answer.tokens, item)
             passes = {name: (len(said), count(item.prompt, said)) for name, count in drafters.items()}
             drafted[i] = replace(answer, passes=passes)
         progress("speculation [answers]", i + 1, len(answers))

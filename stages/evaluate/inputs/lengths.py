@@ -47,8 +47,8 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
     Raises:
         UserError: The records and questions of a document alone exceed its length.
     """
-    asked, texts = {sample.document for sample in samples}, document_words(config)
-    words = {document: 0 for document in _documents(config) if document.id in asked}
+    wanted, texts = {sample.document for sample in samples}, document_words(config)
+    words = {document: 0 for document in _documents(config) if document.id in wanted}
     longest, bare = _longest(list(words), tokenizer, config)
     fitted, tried = dict[str, Sample](), set[tuple[Slot, int]]()
     while words:

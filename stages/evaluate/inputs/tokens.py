@@ -109,7 +109,7 @@ class EncodedSample:
         return replace(self, reference=tuple(tokens), replaced=len(self.reference))
 
     @property
-    def asked(self) -> int:
+    def answer_tokens(self) -> int:
         """Number of tokens in the original reference, even if it was replaced."""
         return self.replaced or len(self.reference)
 

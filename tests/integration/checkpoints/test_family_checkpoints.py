@@ -73,7 +73,7 @@ def test_missing_keys_have_the_defaults_of_transformers(family: str, tmp_path: P
     """Compare defaults: the config has only the size keys that every config.json has."""
     size = {key: SIZE[key] for key in SIZE if key not in ("num_key_value_heads", "initializer_range")}
     size |= {"num_attention_heads": 64, "hidden_size": 2048, "num_hidden_layers": 8}
-    asked = {"use_sliding_window": True, "max_window_layers": 6} if FAMILIES[family].asked else {}
+    asked = {"use_sliding_window": True, "max_window_layers": 6} if FAMILIES[family].uses_flag else {}
     config = AutoConfig.for_model(family, **size, **asked)
     written = {**size, **asked, "model_type": family, "architectures": [FAMILIES[family].architecture]}
     info = described(tmp_path, written)

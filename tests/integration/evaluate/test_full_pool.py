@@ -100,7 +100,7 @@ def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (freed_too_early, r"held pages \d+, \d+, \d+"),
         (found_by_its_length, r"reused \d{3,} tokens"),
-        (recomputed_a_token_late, r"gave way [1-9]"),
+        (recomputed_a_token_late, r"preempted [1-9]"),
     ],
 )
 def test_a_planted_fault_of_a_full_pool_is_refused_and_its_requests_are_named(

@@ -57,7 +57,7 @@ def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
     assert {name for name, *_ in places} < names
     line = full_pool_line(found)
     assert line.status == "FAIL"
-    assert "; it gave way 1 times, reused 64 tokens, held pages 3, 5" in line.reason
+    assert "; preempted 1 times, reused 64 tokens, held pages 3, 5" in line.reason
 
 
 def test_noise_of_the_engine_itself_is_no_deviation() -> None:
@@ -97,10 +97,14 @@ def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
 @pytest.mark.parametrize(
     ("found", "status", "says"),
     [
-        (FullPool(asked=24), "INCONCLUSIVE", "cannot be given a small pool, and nothing was seen under load"),
-        (FullPool(asked=24, requests=48), "INCONCLUSIVE", "ask more requests with workloads.full_pool=48"),
-        (FullPool(asked=24, requests=48, preempted=3), "PASS", "so that at most 12 % of requests change"),
-        (FullPool(asked=24, requests=48, limit_kl=1e-5, deviations=("sample 3",)), "FAIL", "1 of 48 requests differ"),
+        (FullPool(requests_per_round=24), "INCONCLUSIVE", "cannot be given a small pool, and nothing was seen under load"),
+        (FullPool(requests_per_round=24, requests=48), "INCONCLUSIVE", "ask more requests with workloads.full_pool=48"),
+        (FullPool(requests_per_round=24, requests=48, preempted=3), "PASS", "so that at most 12 % of requests change"),
+        (
+            FullPool(requests_per_round=24, requests=48, limit_kl=1e-5, deviations=("sample 3",)),
+            "FAIL",
+            "1 of 48 requests differ",
+        ),
     ],
 )
 def test_the_gate_fails_deviations_and_passes_only_a_pool_that_was_full(found: FullPool, status: str, says: str) -> None:
@@ -110,5 +114,5 @@ def test_the_gate_fails_deviations_and_passes_only_a_pool_that_was_full(found: F
 
 
 def test_an_engine_without_a_small_pool_is_named_and_none_is_tested_unless_asked() -> None:
-    assert fill_pool_with_samples(FakeEngine({}), ITEMS, 24, no_progress) == FullPool(asked=24)
+    assert fill_pool_with_samples(FakeEngine({}), ITEMS, 24, no_progress) == FullPool(requests_per_round=24)
     assert fill_pool_with_samples(FakeEngine({}), ITEMS, 0, no_progress) is None

@@ -52,7 +52,7 @@ def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     engine.generate = lambda *given, **more: [[*answer[:1], 7, *answer[2:]] for answer in generate(*given, **more)]  # type: ignore[method-assign]
     found = free_answers(engine, items, 2, Greedy((EOS,), 4)).contradictions
     assert len(found) == 3
-    assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")
+    assert found[0].startswith("sample short: token 1 of generate is 7, which forced decode finds")
 
 
 def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
