@@ -12,11 +12,11 @@ from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
 from stages.checkpoints.shapes import ModelShape
+from stages.core.memory import GIB
 from stages.engines.config import serves_last
 from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
-from stages.planning.use import GIB
 from stages.report.exhibit import BASELINE
 from stages.verdict.candidate import Candidate
 

@@ -30,7 +30,7 @@ from stages.core.errors import UserError, short
 from stages.core.files import store_of
 from stages.core.records import Sample
 from stages.engines.bundle import BUNDLE_FILE
-from stages.engines.interface import NOT_FINITE, Engine, SupportsRequests
+from stages.engines.interface import LOGITS_NOT_FINITE, Engine, SupportsRequests
 from stages.evaluate.decoding.batches import DecodeStep
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.distances.distance import log_softmax
@@ -235,7 +235,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 def _finite(logits: Any) -> Any:
     if not np.isfinite(logits).all():
-        raise UserError(f"a task's logits are {NOT_FINITE}")
+        raise UserError(f"a task's logits are {LOGITS_NOT_FINITE}")
     return logits
 
 

@@ -27,7 +27,7 @@ from stages.core.errors import UserError, short
 
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:
-    """Load the causal language model of a checkpoint."""
+    """Load the causal language model of a checkpoint. Raises UserError if it lacks a tensor of the model."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -41,9 +41,16 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
         if INDEX in info.other_files:  # transformers needs its metadata, and ignores the content
             index = {"weight_map": read_json(directory, INDEX)["weight_map"], "metadata": {}}
             (staged / INDEX).write_text(json.dumps(index), encoding="utf-8")
-        loaded = load(staged, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
-    check_rotary(directory, config, loaded[0] if options.get("output_loading_info") else loaded)
-    return loaded
+        options |= {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        model, loading = load(staged, **options)
+    missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
+    if missing:
+        raise UserError(
+            f"model.path={directory}: the weights do not fit {info.architecture}, {missing[0]} is missing or has another "
+            "shape; give the complete checkpoint"
+        )
+    check_rotary(directory, config, model)
+    return model
 
 
 Tensors = dict[str, tuple[int, ...]]

@@ -5,6 +5,8 @@ import gc
 import sys
 from typing import Any
 
+GIB = 1 << 30
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Logits: TypeAlias = "npt.NDArray[np.float32]"  # in quotes, so that a command starts without NumPy
 
-NOT_FINITE = "not finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
+LOGITS_NOT_FINITE = "not finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class Engine(ABC):
                 if broken.size:
                     request = advanced[int(broken[0])]
                     raise UserError(
-                        f"logits of sequence {request.sequence} after {len(request.tokens)} tokens are {NOT_FINITE}"
+                        f"logits of sequence {request.sequence} after {len(request.tokens)} tokens are {LOGITS_NOT_FINITE}"
                     )
                 ended = []
                 for request, token in zip(advanced, logits.argmax(-1).tolist(), strict=True):

@@ -36,7 +36,7 @@ def stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torc
     return torch.zeros(count * stride, dtype=dtype, device=device).as_strided((count, *shape), (stride, *inner))
 
 
-def scaled(values: Tensor, factor: Tensor | float) -> Tensor:
+def saturated_product(values: Tensor, factor: Tensor | float) -> Tensor:
     """Return floating-point values times a factor, saturating at float16's range."""
     return (values.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)
 

@@ -59,13 +59,10 @@ def measure_once(
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor = labelled(named, "noise floor: ")
     own = stored_heads(measured / LOGPROBS)
-    # Choose another batch composition: a quarter of the sequences (pairs if the batch was small or of size one). If the
-    # first run computed samples in one pass, decode them token by token in full batches. An engine that serves whole requests
-    # keeps serving whole requests, because it would make every single step a request.
+    # An engine that serves whole requests keeps serving whole requests, because it would make every single step a request.
     in_requests = isinstance(engine, SupportsRequests)
-    together = min(batch, len(subset))
-    fewer = max(1, min(2, together - 1), together // 4) if batch > 1 else 2
-    size = batch if isinstance(engine, SupportsForced) and not in_requests else fewer
+    # If the first run computed samples in one pass, they are decoded token by token in full batches.
+    size = batch if isinstance(engine, SupportsForced) and not in_requests else other_batch_size(batch, len(subset))
     second = run_samples(engine, subset, size, own, progress=floor, greedy=greedy, one_pass=in_requests)
     longest = max(map(greedy.longest, [*planned, *encoded]))
     free = free_answers(engine, subset, batch, greedy, named, [result.answer for result in second])
@@ -80,14 +77,22 @@ def measure_once(
         noise = fidelity(StepStatistics.joined([result.statistics for result in second]))
     if baseline is None:
         return MeasuredOnce(tests=EngineTests(free_answers=free), noise=noise, system=system)
-    asked = engine.full_pool_requests if config.full_pool is None else config.full_pool
+    count = engine.full_pool_requests if config.full_pool is None else config.full_pool
     return MeasuredOnce(
-        tests=EngineTests(free_answers=free, stress=stress, full_pool=fill_pool_with_samples(engine, encoded, asked, named)),
+        tests=EngineTests(free_answers=free, stress=stress, full_pool=fill_pool_with_samples(engine, encoded, count, named)),
         noise=noise,
         system=system,
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
         control=must_fail_control(engine, encoded, stored_heads(baseline / LOGPROBS), named),
     )
+
+
+def other_batch_size(batch: int, samples: int) -> int:
+    """Return the size of batches that differ from the first run's: a quarter of its sequences, or a pair if it had few."""
+    if batch == 1:
+        return 2
+    together = min(batch, samples)
+    return max(1, min(2, together - 1), together // 4)
 
 
 def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: Heads, progress: Progress) -> MustFailControl:

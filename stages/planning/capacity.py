@@ -10,13 +10,14 @@ from fractions import Fraction
 
 from stages.checkpoints.shapes import ModelShape
 from stages.core.errors import UserError
+from stages.core.memory import GIB
 from stages.core.strict import StrictModel
-from stages.planning.use import GIB, CapacityConfig
+from stages.planning.use import CapacityConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, page_count, whole_pages
 
 
-def kept_pages(tokens: int, first: int, latest: int | None) -> set[int]:
+def pages_of_ends(tokens: int, first: int, latest: int | None) -> set[int]:
     """Return the pages of a sequence that hold its `first` and `latest` tokens; without `latest`, all pages."""
     pages = range(page_count(tokens))
     if latest is None:
@@ -58,7 +59,7 @@ class SequenceCost:
         """Return the bytes of the pages that `counted` selects from the sequences' pages. Each page counts once."""
         total = 0
         for (first, latest), sizes in self.page_bytes.items():
-            kept = [counted(kept_pages(tokens, first, latest)) for tokens in lengths]
+            kept = [counted(pages_of_ends(tokens, first, latest)) for tokens in lengths]
             windows = [pages & self._window(tokens) for pages, tokens in zip(kept, lengths, strict=True)]
             total += sum(len(set[int]().union(*pages)) * size for pages, size in zip((kept, windows), sizes, strict=True))
         return total

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from stages.core.strict import StrictModel
 
 Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
-GIB = 1024**3
 MOST_IN_A_MIX = 1000
 
 

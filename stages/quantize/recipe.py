@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.checkpoints.families import LINEARS
+from stages.checkpoints.shapes import AWQ_BLOCK
 from stages.policies.formats import Format, WeightsFormat
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales
@@ -24,9 +25,6 @@ LINEAR_INPUTS = "*_proj.input_quantizer"
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 """Linear layers that read the same input. Engines fuse them. A fused layer has one input scale, one smoothing factor per
 input channel, and with FP8 one weight scale."""
-
-AWQ_BLOCK = 128
-"""Input channels that share an INT4 weight scale."""
 
 SIDES = (Side.KEY, Side.VALUE)
 Place = tuple[int, Side]

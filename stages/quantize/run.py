@@ -7,7 +7,7 @@ Only the last step depends on the policy, so a model is quantized and measured o
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +15,6 @@ from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.checkpoints.families import LINEARS
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.checkpoints.quantized import SERVED
-from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.policies.formats import Rotation, WeightsFormat
 from stages.policies.policy import POLICY_FILE, KVPolicy
@@ -162,14 +161,8 @@ def load_model(info: CheckpointInfo) -> torch.nn.Module:
     """Load the checkpoint in float32, the type for measuring scales, with an attention that ModelOpt can hook."""
     # torch's own attention (sdpa) supports neither softcap nor sinks.
     attention = "eager" if info.features else "sdpa"
-    model, loading = load_causal_lm(info.path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True)
-    missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
-    if missing:
-        raise UserError(
-            f"model.path={info.path}: the weights do not fit {info.architecture}, {missing[0]} is missing or has "
-            "another shape; give the complete checkpoint"
-        )
-    return cast(torch.nn.Module, model.eval())
+    model: torch.nn.Module = load_causal_lm(info.path, dtype=torch.float32, attn_implementation=attention)
+    return model.eval()
 
 
 def dequantized_weights(model: torch.nn.Module, layers: int) -> dict[str, torch.Tensor]:

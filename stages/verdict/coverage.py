@@ -32,7 +32,7 @@ class Exercised:
     shared_prefixes: int = 0
     """Number of samples that continued a fork of a document which was prefilled once."""
 
-    def step(self, prompt: int, position: int, batch: int) -> None:
+    def note_step(self, prompt: int, position: int, batch: int) -> None:
         """Count a decode step. Its input is the token before `position` of the answer, for position 0 the prompt's last."""
         self.longest_context = max(self.longest_context, prompt + position)
         self.longest_decode = max(self.longest_decode, position + 1)

@@ -18,7 +18,7 @@ from plugins.kv_attention.layout import CacheLayout, SideLayout
 from stages.core.errors import UserError
 from stages.core.records import StoredCopy
 from stages.engines.paged.sequences import PageAllocator, SequencePages
-from stages.engines.staging import scaled
+from stages.engines.staging import saturated_product
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.scales import KVScales
 
@@ -59,7 +59,7 @@ class LayerGroup:
         assert self.fault is not None
         array = self.paged[self.faulted]
         # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
-        array[:, pages, :, slots] = scaled(array[:, pages, :, slots], torch.where(stored, self.fault, 1.0))
+        array[:, pages, :, slots] = saturated_product(array[:, pages, :, slots], torch.where(stored, self.fault, 1.0))
 
 
 class KernelCache(SequencePages):
@@ -155,7 +155,7 @@ class KernelCache(SequencePages):
                 group.read["key_scale"] = group.read.get("key_scale", group.scales["key_scale"]) * factor
             else:
                 group.fault = torch.tensor(factor, device=self.device) * (1.0 if group.fault is None else group.fault)
-                group.paged[group.faulted].copy_(scaled(group.paged[group.faulted], factor))
+                group.paged[group.faulted].copy_(saturated_product(group.paged[group.faulted], factor))
         self.moves += 1
 
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Tensor]:

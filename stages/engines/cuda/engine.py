@@ -15,13 +15,13 @@ from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
 from stages.engines.interface import Continuation, Engine, Logits
 from stages.engines.paged.kernel_layout import check_kernels
-from stages.engines.reference.build import open_bundle
+from stages.engines.reference.build import open_torch_bundle
 from stages.engines.reference.device import resolve_device
 from stages.engines.reference.model import scales_for, shape_for
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
-PASS_TOKENS = 4 * PREFILL_CHUNK
+PREFILL_PASS_TOKENS = 4 * PREFILL_CHUNK
 """Maximum tokens of a pass over several sequences."""
 
 
@@ -31,7 +31,7 @@ def load_engine(
     """Load a bundle of backend=torch onto the current GPU. `threads` applies to all of torch in this process."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     resolve_device("cuda")
-    policy, scales = open_bundle(bundle)
+    policy, scales = open_torch_bundle(bundle)
     info = inspect_checkpoint(bundle)
     check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)
@@ -77,42 +77,42 @@ class KernelEngine(Engine):
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         try:
             self._start(continuations)
-            while unfinished := [one for one in continuations if one.stored < len(one.tokens)]:
+            while unfinished := [request for request in continuations if request.stored < len(request.tokens)]:
                 stored, rows = self._run_pass(unfinished)
-                logits[[continuations.index(one) for one in stored]] = rows
+                logits[[continuations.index(request) for request in stored]] = rows
         except BaseException:
             self._release_all(continuations)
             raise
-        return [one.sequence for one in continuations], logits
+        return [request.sequence for request in continuations], logits
 
     @torch.inference_mode()
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Run one pass: the next chunk of every joining prompt, and one token of every other sequence.
+        """Run request pass: the next chunk of every joining prompt, and one token of every other sequence.
 
         So no sequence waits until a long prompt is prefilled. If no prompt joins, run a decode step, which is captured.
         """
-        running = [one.sequence for one in live if one.stored >= one.prompt_tokens]
+        running = [request.sequence for request in live if request.stored >= request.prompt_tokens]
         if len(running) == len(live):
             return super()._advance(live)
         self.cache.reserve(running, 1)
-        self._start([one for one in live if one.sequence < 0])
+        self._start([request for request in live if request.sequence < 0])
         return self._run_pass(live)
 
     def _start(self, continuations: Sequence[Continuation]) -> None:
         """Start the sequences of continuations and reserve pages for their prompts."""
-        for one in continuations:
-            one.sequence = self.cache.start()
-            self.cache.reserve([one.sequence], len(one.tokens))
+        for request in continuations:
+            request.sequence = self.cache.start()
+            self.cache.reserve([request.sequence], len(request.tokens))
 
     def _run_pass(self, continuations: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
         """Store the next tokens of started continuations, and return the same result as `_advance`."""
-        left = [len(one.tokens) - one.stored for one in continuations]
-        planned = [(continuations[i], size) for i, size in plan_pass(left, self.prefill_chunk, PASS_TOKENS)]
-        chunks = [(one.sequence, one.tokens[one.stored : one.stored + size]) for one, size in planned]
+        left = [len(request.tokens) - request.stored for request in continuations]
+        planned = [(continuations[i], size) for i, size in plan_pass(left, self.prefill_chunk, PREFILL_PASS_TOKENS)]
+        chunks = [(request.sequence, request.tokens[request.stored : request.stored + size]) for request, size in planned]
         logits = PrefillPass(self.model, self.cache, self.shape, chunks).run()
-        for one, size in planned:
-            one.stored += size
-        rows = [row for row, (one, _) in enumerate(planned) if one.stored == len(one.tokens)]
+        for request, size in planned:
+            request.stored += size
+        rows = [row for row, (request, _) in enumerate(planned) if request.stored == len(request.tokens)]
         return [planned[row][0] for row in rows], logits[rows]
 
     @torch.inference_mode()

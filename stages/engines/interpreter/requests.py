@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,16 @@ Bytes = npt.NDArray[np.uint8]
 LOOKAHEAD = 32
 """Tokens that are decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
 
-Request = tuple[list[int], list[int], int, int]
-"""Prompt, forced tokens, number of tokens to generate including the forced ones, and number of first steps without logits."""
+
+class WorkerRequest(NamedTuple):
+    """A request to a worker, with the fields of its message."""
+
+    prompt: list[int]
+    forced: list[int]
+    tokens: int
+    """Number of tokens to generate, including the forced tokens."""
+    skip: int
+    """Number of first steps without logits."""
 
 
 @dataclass
@@ -121,7 +129,7 @@ class RequestEngine(Engine):
 
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
         """Prefill all prompts in one call to the worker; see `Engine.prefill`."""
-        answers = self._run([(list(prompt), [], 1, 0) for prompt in prompts])
+        answers = self._run([WorkerRequest(list(prompt), [], 1, 0) for prompt in prompts])
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([rows for _, rows in answers])
 
@@ -155,7 +163,7 @@ class RequestEngine(Engine):
         for state, decoded in fetched:
             room = self.max_tokens - len(state.prompt) - len(decoded)
             ahead = max(1, min(LOOKAHEAD, room))  # if room is 0, _run refuses the request
-            requests.append((state.prompt, decoded, len(decoded) + ahead, len(decoded)))
+            requests.append(WorkerRequest(state.prompt, decoded, len(decoded) + ahead, len(decoded)))
         answers = self._run(requests)  # before any state changes: a refused batch decodes nothing
         for state, token in zip(states, tokens, strict=True):
             state.decoded.append(token)
@@ -210,18 +218,18 @@ class RequestEngine(Engine):
         if hasattr(self, "_worker") and not sys.is_finalizing():
             self.close()
 
-    def _run(self, requests: Sequence[Request]) -> list[tuple[Generation, Logits]]:
+    def _run(self, requests: Sequence[WorkerRequest]) -> list[tuple[Generation, Logits]]:
         """Run requests; return each request's answer and the logits of its steps that are not skipped."""
         with self._answers(requests) as answers:
             return [(answer, self._rows(answer)) for answer in answers]
 
     @contextmanager
-    def _answers(self, requests: Sequence[Request], **fields: object) -> Iterator[list[Generation]]:
+    def _answers(self, requests: Sequence[WorkerRequest], **fields: object) -> Iterator[list[Generation]]:
         """Run requests; the files of the answers exist within this context."""
-        for prompt, _, tokens, _ in requests:
-            self._check_fits(len(prompt), tokens)
+        for request in requests:
+            self._check_fits(len(request.prompt), request.tokens)
         with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
-            named = [dict(zip(("prompt", "forced", "tokens", "skip"), request, strict=True)) for request in requests]
+            named = [request._asdict() for request in requests]
             yield self._call("run", RunAnswer, requests=named, folder=folder, **fields).answers if requests else []
 
     def _rows(self, answer: Generation) -> Logits:
@@ -310,7 +318,7 @@ def open_model(interpreter: Interpreter, environment: Mapping[str, str], said: s
     return worker
 
 
-def whole(tokens: Sequence[int], first: int) -> Request:
+def whole(tokens: Sequence[int], first: int) -> WorkerRequest:
     """Return the request that forces tokens[first:]. The prompt's logits are skipped: no decode step computed them."""
     known = list(tokens[first:])
-    return list(tokens[:first]), known, len(known) + 1, 1
+    return WorkerRequest(list(tokens[:first]), known, len(known) + 1, 1)

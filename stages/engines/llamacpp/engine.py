@@ -11,7 +11,7 @@ from stages.core.records import MemoryReport, StoredCopy
 from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Generation
-from stages.engines.interpreter.requests import Bytes, Request, ShowingEngine
+from stages.engines.interpreter.requests import Bytes, ShowingEngine, WorkerRequest
 from stages.engines.llamacpp.backend import GGUF, PROGRAM, LlamaCppBundle, LlamaCppFacts, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.policies.formats import Format
@@ -49,7 +49,7 @@ class LlamaCppEngine(ShowingEngine):
         super()._check_fits(prompt, tokens - 1)
 
     @contextmanager
-    def _answers(self, requests: Sequence[Request], **fields: object) -> Iterator[list[Generation]]:
+    def _answers(self, requests: Sequence[WorkerRequest], **fields: object) -> Iterator[list[Generation]]:
         with super()._answers(requests, key_fault=self._fault, **fields) as answers:
             yield answers
 

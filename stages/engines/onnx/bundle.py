@@ -61,7 +61,7 @@ class Bundle(ModelRecord):
         return self.model.shape
 
 
-def open_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
+def open_onnx_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
     """Read and verify a bundle. Raises UserError, which names the file, if a file is missing or has changed since the build."""
     bundle, policy, scales = bundles.open_bundle(directory, Bundle, BACKEND)
     if bundle.files.get("decode.onnx") != bundle.graph_digest:

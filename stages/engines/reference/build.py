@@ -25,7 +25,7 @@ def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path,
     progress("build", 1, 1)
 
 
-def open_bundle(directory: Path) -> tuple[KVPolicy, KVScales]:
+def open_torch_bundle(directory: Path) -> tuple[KVPolicy, KVScales]:
     """Read and verify a bundle. Raises UserError, which names the file, if a file is missing or has changed since the build."""
     open_record(directory, BundleRecord, BACKEND)
     return read_policy(directory, inspect_checkpoint(directory).shape)

@@ -29,7 +29,7 @@ from stages.engines.reference.attention import (
     View,
     plan,
 )
-from stages.engines.reference.build import open_bundle
+from stages.engines.reference.build import open_torch_bundle
 from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages
 from stages.engines.reference.formats import CPU, rotated
 from stages.engines.reference.heavy import HeavyCache, HeavyView
@@ -47,7 +47,7 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     Raises MissingRequirement if the weights do not fit in the GPU's free memory.
     """
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
-    policy, scales = open_bundle(bundle)
+    policy, scales = open_torch_bundle(bundle)
     torch.set_num_threads(threads)
     model = place(load_causal_lm(bundle, dtype=torch.float32), device)
     round_inputs(model)

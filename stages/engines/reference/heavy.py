@@ -30,7 +30,7 @@ SIDES = (Side.KEY, Side.VALUE)
 
 @dataclass(frozen=True)
 class HeavyCache:
-    """Immutable keys and values of one layer of one sequence; `step` returns a new cache."""
+    """Immutable keys and values of one layer of one sequence; `attend` returns a new cache."""
 
     eviction: Eviction
     storages: LayerStorage
@@ -51,7 +51,7 @@ class HeavyCache:
         none = torch.zeros(shape.kv_heads, 0, device=device)
         return cls(policy.eviction, storages, 0, none.long(), none, {})
 
-    def step(self, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
+    def attend(self, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
         """Append new tokens (H, R, D); return their attention (H, G, R, D) with scaled queries q, and the new cache."""
         rows = q.shape[2]
         keys, values = (self._before(side, x) for side, x in zip(SIDES, (key, value), strict=True))
@@ -140,7 +140,7 @@ class HeavyView:
         cache, outs = self.caches[layer], []
         for chunk in self.chunks:
             rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)
-            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], options)
+            out, cache = cache.attend(q[:, :, rows], key[:, rows], value[:, rows], options)
             outs.append(out)
         self.after.append(cache)
         return torch.cat(outs, dim=2)

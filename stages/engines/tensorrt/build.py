@@ -19,8 +19,7 @@ from stages.core.files import link_or_copy
 from stages.core.records import Progress
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
-from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
-from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
+from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, open_onnx_bundle
 from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, as_inputs
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.shapes import PlanLimits, Range, prefill_rows

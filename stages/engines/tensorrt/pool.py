@@ -18,7 +18,7 @@ from stages.core.errors import UserError
 from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.paged.pool import Indices, PagedPool
 from stages.engines.paged.sequences import PageAllocator
-from stages.engines.staging import Section, scaled, stacked
+from stages.engines.staging import Section, saturated_product, stacked
 from stages.engines.tensorrt.session import PlanStep
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.policy import KVShape
@@ -68,7 +68,7 @@ class TorchPool(PagedPool):
 
     def scale_array(self, name: str, factor: float) -> None:
         array = self.tensors[name]
-        array.copy_(scaled(array, factor))
+        array.copy_(saturated_product(array, factor))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -185,7 +185,7 @@ class TorchPool(PagedPool):
     ) -> None:
         """Write `new` (l, T, H, W). If `stored` is false, rewrite the old values instead, so that the host need not decide."""
         if stack.names[0] in self._factors:
-            new = scaled(new, self._factors[stack.names[0]])
+            new = saturated_product(new, self._factors[stack.names[0]])
         # (T, l, H, W): indices on both sides of a slice put their dimension first.
         held = stack.tensor[:, number, :, slot]
         stack.tensor[:, number, :, slot] = torch.where(stored, new.transpose(0, 1), held)

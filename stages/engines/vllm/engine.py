@@ -85,8 +85,8 @@ class VllmEngine(ShowingEngine):
             return [self._served(requests, rows) for requests in rounds]
 
     def _served(self, requests: Sequence[ForcedRequest], rows: int) -> list[ServedRequest]:
-        asked = [(prompt, known, count, max(1, count - rows)) for prompt, known, count, _ in starmap(whole, requests)]
-        return [ServedRequest(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(asked)]
+        forced = [request._replace(skip=max(1, request.tokens - rows)) for request in starmap(whole, requests)]
+        return [ServedRequest(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(forced)]
 
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the scales of the checkpoint and the scales that the loaded layers read.

@@ -136,7 +136,7 @@ class Batch:
             self._fill()
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
             for s in self.live:
-                s.sample.trace.step(len(s.sample.item.prompt), s.position, len(self.live))
+                s.sample.trace.note_step(len(s.sample.item.prompt), s.position, len(self.live))
             tokens = most_likely(logits_BV)
             forced = [row for row, s in enumerate(self.live) if not s.free]
             if forced:

@@ -92,7 +92,7 @@ def _whole_samples(
             request = number if in_requests else None
             if in_requests:
                 # The library may compute fewer requests together than it was sent.
-                trace.step(len(item.prompt), len(item.reference) - 1, min(len(group), engine.max_batch or len(group)))
+                trace.note_step(len(item.prompt), len(item.reference) - 1, min(len(group), engine.max_batch or len(group)))
             for first in range(0, len(item.reference), STEP_ROWS):
                 part = logits_BV[first : first + STEP_ROWS]
                 positions = list(range(first, first + len(part)))

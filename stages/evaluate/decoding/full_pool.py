@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from stages.core.records import Progress, ServedRequest, no_progress
-from stages.engines.interface import Engine, SupportsFullPool
+from stages.engines.interface import Engine, ForcedRequest, SupportsFullPool
 from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -26,12 +26,11 @@ SHARE = 3
 """Ratio of the requests' pages to the pages in the pool."""
 GROUP = 4
 """Number of requests in a group that measures the noise floor."""
-LEAST_KL = 1e-5
+LEAST_LIMIT_KL = 1e-5
 FACTOR = 10.0
 """Allowed multiple of the largest noise of any request, both as mean KL in nats per token."""
 
-Request = tuple[list[int], int]
-Named = tuple[str, Request]
+Named = tuple[str, ForcedRequest]
 """A request and its name, which has the ids of the samples that it begins and ends with."""
 
 
@@ -66,10 +65,10 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
     for number, (order, answers) in enumerate(zip(orders, crowded, strict=True), start=1):
         for i, answer in zip(order, answers, strict=True):
             kls = _distances(calm[i], answer)
-            if not (kl := float(np.mean(kls))) <= LEAST_KL:
+            if not (kl := float(np.mean(kls))) <= LEAST_LIMIT_KL:
                 name = f"{named[i][0]} (round {number})"
                 changed.append((kl, _deviation(name, named[i][1], calm[i], answer, kls)))
-    limit = max(LEAST_KL, FACTOR * _noise(engine, requests, calm)) if changed else LEAST_KL
+    limit = max(LEAST_LIMIT_KL, FACTOR * _noise(engine, requests, calm)) if changed else LEAST_LIMIT_KL
     served(total)
     deviations = sorted((change for change in changed if change[0] > limit), key=lambda deviation: -deviation[0])
     return FullPool(
@@ -84,7 +83,7 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
     )
 
 
-def _noise(engine: Engine, requests: Sequence[Request], calm: Sequence[ServedRequest]) -> float:
+def _noise(engine: Engine, requests: Sequence[ForcedRequest], calm: Sequence[ServedRequest]) -> float:
     """Return the largest mean KL between a request in a small group and in `calm`, with room for both; 0 if not finite."""
     assert isinstance(engine, SupportsFullPool)
     if engine.reads_itself:  # it recomputes a preempted request as one longer prompt
@@ -122,7 +121,7 @@ def _distances(calm: ServedRequest, crowded: ServedRequest) -> Array:
     return kl_of_logits(calm.logits[-rows:], crowded.logits[-rows:])
 
 
-def _deviation(name: str, request: Request, calm: ServedRequest, crowded: ServedRequest, kls: Array) -> str:
+def _deviation(name: str, request: ForcedRequest, calm: ServedRequest, crowded: ServedRequest, kls: Array) -> str:
     """Describe a request whose logits changed, with the counters that the engine exposes; `kls`: KL per compared token."""
     kl = float(np.mean(kls))
     off = f"KL {kl:.1e} from itself with room" if np.isfinite(kl) else "logits that are not finite"

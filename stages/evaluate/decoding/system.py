@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from stages.core.errors import UserError
-from stages.core.memory import collect_memory, return_freed
+from stages.core.memory import GIB, collect_memory, return_freed
 from stages.core.records import LoadTimes, Progress, no_progress
 from stages.engines.interface import Engine, SupportsRequests, SupportsTiming
 from stages.policies.policy import PAGE_TOKENS, live_tokens
@@ -23,7 +23,6 @@ from stages.workloads.config import LIVE_GIB, LIVE_SEQUENCE_TOKENS, WARMUP_STEPS
 
 SEED = 0
 """Seed of the prompts, which are random tokens."""
-GIB = 1 << 30
 STATM = Path("/proc/self/statm")
 """Linux file that reports the resident memory pages of this process."""
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +14,7 @@ from stages.engines.base import Mode
 from stages.engines.onnx.build import IR_VERSION
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.engine import GraphSession
+from stages.engines.onnx.export import ComputeDType
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function
 from stages.engines.onnx.native.compiler import compiled_kernel
@@ -25,7 +26,6 @@ from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape
 from stages.policies.spec import FLOAT16
 
 Array = npt.NDArray[Any]
-ComputeDType = Literal["float32", "float16", "bfloat16"]
 FLOATS = {**NUMPY_FLOATS, "bfloat16": ml_dtypes.bfloat16}
 
 

@@ -11,7 +11,7 @@ from helpers.policies.formats import add_int2
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.onnx.backend import OnnxBackend
-from stages.engines.onnx.bundle import open_bundle
+from stages.engines.onnx.bundle import open_onnx_bundle
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.native import compiler
@@ -134,7 +134,7 @@ def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
     engine = make_engine(decoder, tmp_path / "bundle", policy, attention="native")
     engine.generate([[1, 2, 3]], 2, ())
     assert engine.attention == "native in 1 of 2 layers"
-    described, _, _ = open_bundle(tmp_path / "bundle")
+    described, _, _ = open_onnx_bundle(tmp_path / "bundle")
     assert refusals(described.model, policy) == {1: "kv.overrides.0.key.dtype=int2 is not read by the kernel"}
 
 

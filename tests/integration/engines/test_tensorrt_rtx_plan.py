@@ -19,7 +19,7 @@ from onnx import external_data_helper
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
-from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
+from stages.engines.onnx.bundle import open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
 from stages.engines.tensorrt import engine as engine_module

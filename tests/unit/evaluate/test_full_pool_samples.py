@@ -9,7 +9,7 @@ from helpers.verdicts.reports import full_pool_line
 
 from stages.core.records import Sample, ServedRequest, no_progress
 from stages.engines.interface import ForcedRequest
-from stages.evaluate.decoding.full_pool import LEAST_KL, fill_pool_with_samples, requests
+from stages.evaluate.decoding.full_pool import LEAST_LIMIT_KL, fill_pool_with_samples, requests
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.engine_tests import FullPool
 
@@ -67,7 +67,7 @@ def test_noise_of_the_engine_itself_is_no_deviation() -> None:
     assert found is not None
     assert not found.deviations
     assert found.limit_kl is not None
-    assert found.limit_kl > 10 * LEAST_KL, "the noise decides the limit"
+    assert found.limit_kl > 10 * LEAST_LIMIT_KL, "the noise decides the limit"
     assert full_pool_line(found).status == "PASS"
 
 

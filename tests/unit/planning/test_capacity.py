@@ -14,8 +14,9 @@ from pipeline.config.compose import plan
 from pipeline.config.policies import labelled, shipped_policies
 from stages.checkpoints.shapes import read_model
 from stages.core.errors import UserError
+from stages.core.memory import GIB
 from stages.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure, memory_budget
-from stages.planning.use import GIB, CapacityConfig
+from stages.planning.use import CapacityConfig
 from stages.policies.policy import KVShape
 
 KIB = 1024

@@ -235,6 +235,11 @@ static int last_version(const OrtCustomOp *op) { return INT32_MAX; }
 static const OrtCustomOp FLOAT_OPERATOR = OPERATOR(name_float, float_type);
 static const OrtCustomOp HALF_OPERATOR = OPERATOR(name_half, half_type);
 
+/* `create` reads an attribute's numbers into consecutive fields. */
+_Static_assert(offsetof(Layer, slide) == offsetof(Layer, head_dim) + 5 * sizeof(int), "`sizes` are 6 consecutive fields");
+_Static_assert(offsetof(Layer, sinks) == offsetof(Layer, page_table) + 6 * sizeof(int), "`tables` are 7 consecutive fields");
+_Static_assert(sizeof(Side) == 8 * sizeof(int), "a side has 8 fields");
+
 static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {
   Layer *layer = calloc(1, sizeof *layer);
   if (!layer) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: no memory for an operator");
