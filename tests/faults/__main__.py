@@ -1,6 +1,6 @@
 """Judge every planted fault by the real gates, and write the record and the page.
 
-    PYTHONPATH=tests python -m faults [--only NAME ...] [KEY=VALUE ...]
+    PYTHONPATH=tests python -m faults [--only NAME ...] [--page] [KEY=VALUE ...]
 
 Faults that the same code has already judged are skipped, so an interrupted run resumes.
 """
@@ -17,9 +17,9 @@ from typing import Literal
 
 from faults import page, record
 from faults.fault import POLICIES, EngineName, Fault
-from faults.ground import BACKENDS, DEFAULT, Ground, Judgement
 from faults.library import FAULTS, SOUND_ENGINES, sound_name
 from faults.record import Cost, Outcome
+from faults.runner import BACKENDS, DEFAULT, FaultRunner, Judgement
 from pipeline.config.compose import plan
 from stages.core.digest import code_digest, compiled_digest, json_digest
 
@@ -33,7 +33,7 @@ CODE = (
 )
 """Entry modules of the evaluation and of the judged engines."""
 
-ASKS_NO_SAMPLE = {"stress_test", "allocation", "must_fail_control", "free_answers", "memory", "error"}
+WITHOUT_SAMPLES = {"stress_test", "allocation", "must_fail_control", "free_answers", "memory", "error"}
 """Gates that the default evaluation checks like the small one. An engine that they refuse needs no default evaluation."""
 
 
@@ -44,16 +44,15 @@ class Job:
     name: str
     fault: Fault | None
     policy: str
-    engine: EngineName
+    engine: EngineName = "native"
     seed: int = 0
 
     def keys(self, overrides: list[str]) -> tuple[str, str]:
         """Return digests of everything that determines the cost, and of everything that determines the outcome."""
         what = "" if self.fault is None else inspect.getsource(sys.modules[self.fault.module])
         parts = [what, POLICIES[self.policy], BACKENDS[self.engine]]
-        costs = [*parts, _texts("hooks", "drill")]
-        code = [code_digest(name) for name in CODE]
-        judged = [*parts, _texts("hooks", "ground"), code, overrides, self.seed]
+        costs = [*parts, _texts("hooks", "service")]
+        judged = [*parts, _texts("hooks", "runner"), [code_digest(name) for name in CODE], overrides, self.seed]
         return json_digest(costs)[:16], json_digest(judged)[:16]
 
 
@@ -66,7 +65,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="NAME", help="names of the record, instead of all")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the configuration")
-    parser.add_argument("--costs", action="store_true", help="only run the service that shows the cost of faults")
     options = parser.parse_args()
     if not options.page:
         judge(options)
@@ -76,36 +74,32 @@ def main() -> None:
 
 def jobs() -> list[Job]:
     """Return all jobs: every fault, and sound engines with five seeds."""
-    found = [Job(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS]
-    sound = [(policy, seed) for policy in SOUND_ENGINES for seed in range(5)]
-    return found + [Job(sound_name(policy, seed), None, policy, "native", seed) for policy, seed in sound]
+    sound = [Job(sound_name(policy, seed), None, policy, seed=seed) for policy in SOUND_ENGINES for seed in range(5)]
+    return [*(Job(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS), *sound]
 
 
 def judge(options: argparse.Namespace) -> None:
     """Judge the jobs whose results are missing from the record or stale."""
     plan(options.overrides, multirun=False)  # refuses a wrong override before any work
-    ground = Ground(Path("work/faults"), options.overrides)
+    runner = FaultRunner(Path("work/faults"), options.overrides)
     outcomes, costs = record.load(record.RESULTS, Outcome), record.load(record.COSTS, Cost)
     chosen = [job for job in jobs() if not options.only or job.name in options.only]
     for number, job in enumerate(chosen, start=1):
-        name, (costs_key, key) = job.name, job.keys(options.overrides)
-        if job.fault is not None and (name not in costs or costs[name].key != costs_key):
+        name, (costs_key, key) = f"{number}/{len(chosen)} {job.name}", job.keys(options.overrides)
+        if job.fault is not None and (job.name not in costs or costs[job.name].key != costs_key):
             try:
-                cost = costs[name] = ground.cost(job.fault).model_copy(update={"key": costs_key})
+                cost = costs[job.name] = runner.cost(job.fault).model_copy(update={"key": costs_key})
             except Exception:  # a fault that cannot be planted stays out of the record; a test then reports it as missing
                 traceback.print_exc()
                 continue
             record.save(record.COSTS, costs)
-            print(
-                f"{number}/{len(chosen)} {name}: costs {cost.worst_kl:.1e} nats, {cost.changed} tokens {cost.error}", flush=True
-            )
-        if options.costs or (name in outcomes and outcomes[name].key == key):
+            print(f"{name}: costs {cost.worst_kl:.1e} nats, {cost.changed} tokens {cost.error}", flush=True)
+        if job.name in outcomes and outcomes[job.name].key == key:
             continue
-        found = outcomes[name] = _outcome(ground, job, key)
+        outcome = outcomes[job.name] = _outcome(runner, job, key)
         record.save(record.RESULTS, outcomes)
-        gates = ", ".join(found.gates) or "-"
-        line = f"{number}/{len(chosen)} {name}: {found.verdict} {found.default} of {found.samples} samples, {gates}"
-        print(f"{line} ({found.stress_test} stress_test, {found.seconds:.0f} s)", flush=True)
+        gates = ", ".join(outcome.gates) or "-"
+        print(f"{name}: {outcome.verdict} {outcome.default}, {gates} ({outcome.seconds:.0f} s)", flush=True)
 
 
 def _commit() -> str:
@@ -114,18 +108,18 @@ def _commit() -> str:
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
-def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
+def _outcome(runner: FaultRunner, job: Job, key: str) -> Outcome:
     started, default, verdict = time.process_time(), "", "ERROR"
     stress_test: Literal["small", "default"] = "small"
     try:
-        if job.fault is None:
-            judgement = ground.judge_sound(job.policy, job.engine, job.seed)
-        else:
-            judgement = ground.judge(job.fault)
+        judgement = runner.judge(job.policy, job.engine, job.fault, seed=job.seed)
+        if job.fault is not None:
             if judgement.verdict.status != "FAIL":
-                stress_test, judgement = "default", ground.judge(job.fault, stress_test="default")
-            if not ASKS_NO_SAMPLE & failed_gates(judgement).keys():
-                default = ground.judge(job.fault, stress_test="default", workloads=DEFAULT).verdict.status
+                stress_test = "default"
+                judgement = runner.judge(job.policy, job.engine, job.fault, stress_test="default")
+            if not WITHOUT_SAMPLES & failed_gates(judgement).keys():
+                whole = runner.judge(job.policy, job.engine, job.fault, stress_test="default", workloads=DEFAULT)
+                default = whole.verdict.status
         verdict, gates, samples = judgement.verdict.status, failed_gates(judgement), len(judgement.rows)
         kl = judgement.report.overall.fidelity.kl_mean
     except Exception as error:  # Any exception of a broken engine ends the evaluation: no verdict, no promotion.
@@ -146,11 +140,8 @@ def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
 
 def failed_gates(judgement: Judgement) -> dict[str, str]:
     """Return the gates that failed an engine -> reason of the gate's first failed check."""
-    gates: dict[str, str] = {}
-    for check in judgement.verdict.checks:
-        if check.status == "FAIL":
-            gates.setdefault(check.gate, check.reason)
-    return gates
+    failed = [check for check in judgement.verdict.checks if check.status == "FAIL"]
+    return {check.gate: check.reason for check in reversed(failed)}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from faults.fault import Fault
-from faults.hooks import Array, Plant, Step, logits, method, write, zero
+from faults.hooks import Array, Plant, Step, method, write, zero
 from faults.pages import offset
 
 
@@ -60,22 +60,14 @@ of = partial(Fault, "claims")
 FAULTS = [
     of("float16_as_int4_tensor", "int4_tensor", "stores float16, claims int4_tensor, and its memory too: ranks first",
        AS_CLAIMED, "conformance", holds="fp16"),
-    of("int8_as_fp8", "fp8", "stores INT8 with scales a token, claims calibrated FP8, and its memory too", AS_CLAIMED,
-       "conformance", holds="int8"),
     of("pool_twice_as_large", "int8", "allocates twice the bytes that the policy says",
        reports(pool_bytes=lambda _, report: 2 * report.pool_bytes), "allocation", harm="memory"),
-    of("pool_half_reported", "int8", "reports half of the bytes that it allocates",
-       reports(pool_bytes=lambda _, report: report.pool_bytes // 2), "allocation", harm="memory"),
-    of("window_of_float16", "fp8_windowed", "the window's finer values take the bytes of float16",
-       reports(window_bytes=lambda _, report: 2 * report.window_bytes), "allocation", harm="memory"),
     of("float16_copy_unreported", "int8", "keeps a float16 copy of the cache that it does not report",
        method("pool.append", copy_beside), "allocation", harm="memory"),
     of("control_without_effect", "int8", "the must-fail control corrupts a copy that decoding does not read",
        method("corrupt_key_scale", lambda *_: None), "must_fail_control", harm="claim"),
     of("shared_page_end_unwritten", "int8", "both engines lose the last token of every page",
        write("key value", zero, offset(63)), shared=True),
-    of("shared_prompt_logits_one_off", "int8", "both engines' prompts' logits are off by one entry",
-       logits(lambda x, _: np.roll(x, 1, 1), mode="prefill"), shared=True),
     of("baseline_saturates", "int8", "the baseline's own keys saturate; the candidate's do not", write("key", saturating),
        shared=True, harm="claim"),
 ]  # fmt: skip

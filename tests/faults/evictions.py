@@ -1,14 +1,11 @@
 """Faults of evictions: pages freed too early, too late or never, wrong windows of finer copies, wrong sliding layers."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from faults.fault import Fault
-from faults.hooks import Plant, Step, given, method, write, zero
+from faults.hooks import Plant, Step, method, write, zero
 from faults.kernels import mutant
 from stages.policies.policy import PAGE_TOKENS
 
@@ -22,16 +19,6 @@ def keeps(part: str, **changes: int) -> Plant:
         engine.pool.policy = engine.policy.model_copy(update={part: changed})
 
     return Plant("pool.policy", apply)
-
-
-def pool_slides(by: int) -> Plant:
-    """Change the attention windows that the pool uses to free pages, by `by` tokens."""
-
-    def apply(engine: Any) -> None:
-        windows = tuple(None if window is None else window + by for window in engine.shape.windows)
-        engine.pool.shape = replace(engine.shape, windows=windows)
-
-    return Plant("pool.shape", apply)
 
 
 def while_evicting(free: Callable[[Any, int], None]) -> Plant:
@@ -86,11 +73,6 @@ FAULTS = [
     of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed, harm="memory"),
     slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",
            "length + 1 - layer->slide", "length + 2 - layer->slide", by="conformance"),
-    slides("prompts_do_not_slide", "fp8_mistral", "a prompt's tokens attend to all earlier tokens of the chunk",
-            "region.first = first_token(layer, step)", "region.first = 0", by="conformance"),
-    of("slid_page_early", "fp8_mistral", "a page is freed that layers still attend to", pool_slides(-PAGE_TOKENS)),
-    of("window_of_row_before", "fp8_windowed", "rows read the window of finer values of the row before",
-       given("window_table", lambda x, _: np.roll(x, 1, axis=0))),
     of("turn_beyond_the_window", "fp8_windowed", "tokens of a long turn that leave the window at once get no INT4 values",
        write("value value_scale", zero, leaves_the_window_at_once)),
 ]  # fmt: skip

@@ -55,8 +55,6 @@ class Step:
     """Tokens (B, S)."""
     number: int
     """Number of earlier runs in this mode."""
-    before: Sequence[int]
-    """Handles of the previous decode step."""
     memo: dict[Any, Any] = field(repr=False)
     """The fault's state, one dictionary per engine."""
     decoded: Array = field(init=False)
@@ -257,54 +255,28 @@ def method(path: str, faulty: Callable[..., Any]) -> Plant:
     return Plant(path, apply)
 
 
-def static(side: str, edit: Callable[[Array], Any], layers: Sequence[int] = range(99), mode: Mode | None = None) -> Plant:
-    """Change the static scales ("key") of some layers, for all graphs or for one mode's graph only.
-
-    The engine still reports the sound scales.
-    """
+def static(side: str, edit: Callable[[Array], Any], layers: Sequence[int] = range(99)) -> Plant:
+    """Change the static scales ("key") of some layers in place. The engine still reports the sound scales."""
 
     def apply(engine: Any) -> None:
-        chosen = {
-            name: values
-            for name, values in engine._constants.items()
-            for array, _, layer in [name.partition(".")]
-            if array == f"{side}_scale" and int(layer) in layers
-        }
-        if mode is None:
-            for values in chosen.values():
+        for name, values in engine._constants.items():
+            array, _, layer = name.partition(".")
+            if array == f"{side}_scale" and int(layer) in layers:
                 values[...] = edit(values)
-            return
-        own = {
-            name: np.ascontiguousarray(np.broadcast_to(edit(values.copy()), values.shape), values.dtype)
-            for name, values in chosen.items()
-        }
-        current, session = steps(engine), engine._sessions[mode]
-        run = session.run
 
-        def faulty() -> None:  # one session may serve both modes
-            bound = own if current().mode == mode else chosen
-            for name, values in bound.items():
-                session.bind_input(name, values)
-            run()
-
-        session.run = faulty
-
-    return Plant(f"static {side} scales{'' if mode is None else f' of {mode}'}", apply)
+    return Plant(f"static {side} scales", apply)
 
 
 def steps(engine: Any) -> Callable[[], Step]:
     """Return a function that returns the current step, or the last step between runs."""
     if not hasattr(engine, "current_step"):
-        run, memo, before = engine._run, dict[Any, Any](), list[int]()
+        run, memo = engine._run, dict[Any, Any]()
         counts = {"prefill": 0, "decode": 0}
 
-        def noting(mode: Mode, handles: Sequence[int], ids: Array) -> Array:
-            engine.current_step = Step(engine, mode, list(handles), ids, counts[mode], list(before), memo)
+        def noting(mode: Mode, handles: Sequence[int], ids: Array) -> Any:
+            engine.current_step = Step(engine, mode, list(handles), ids, counts[mode], memo)
             counts[mode] += 1
-            found: Array = run(mode, handles, ids)
-            if mode == "decode":
-                before[:] = handles
-            return found
+            return run(mode, handles, ids)
 
         engine.current_step, engine.memo, engine._run = None, memo, noting
     return lambda: engine.current_step

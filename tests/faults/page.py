@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from faults.fault import Fault
-from faults.ground import BACKENDS, SMALL
 from faults.library import FAULTS, SOUND_ENGINES, sound_name
 from faults.record import Cost, Costs, Outcomes
+from faults.runner import BACKENDS, SMALL
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
@@ -54,7 +54,7 @@ another request, wrong positions, and more ([tests/faults](../tests/faults)).
   or all samples of the default evaluation if only gates on samples can detect it.
 - **Engines** are ONNX Runtime with the compiled attention kernel, unless the column `cache` names another.
 - **Costs** are the harm to a user, measured independently of the gates: the largest KL of a token in nats when
-  `tests/faults/drill.py` serves batches, turns, forks, shared prefixes, crowds and free answers, compared with the same
+  `tests/faults/service.py` serves batches, turns, forks, shared prefixes, crowds and free answers, compared with the same
   engine without the fault. "Memory" and "a claim" mark faults that take memory, or make the engine claim something untrue.
 - **Commits.** The outcomes come from {commits}, each by the gates of its commit.
   `make faults` judges every fault again whose code or inputs changed."""

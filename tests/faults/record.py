@@ -11,7 +11,7 @@ RESULTS, COSTS = HERE / "results.json", HERE / "costs.json"
 
 
 class Cost(BaseModel):
-    """Cost of a fault: a day of service (`faults.drill`) compared with the same engine without the fault."""
+    """Cost of a fault: a service (`faults.service`) compared with the same engine without the fault."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -22,7 +22,7 @@ class Cost(BaseModel):
     changed: int
     """Number of tokens that greedy decoding chooses differently."""
     error: str = ""
-    """The error that ended the day."""
+    """The error that ended the service."""
     key: str = ""
     """Digest of everything that determines the cost. If it differs, the cost is stale."""
 
@@ -76,7 +76,7 @@ def load(path: Path, model: type[M]) -> dict[str, M]:
     return TypeAdapter(dict[str, model]).validate_json(path.read_bytes()) if path.exists() else {}  # type: ignore[valid-type]
 
 
-def save(path: Path, found: dict[str, M]) -> None:
+def save(path: Path, entries: dict[str, M]) -> None:
     """Write a record in insertion order."""
-    text = json.dumps({name: one.model_dump() for name, one in found.items()}, indent=1)
+    text = json.dumps({name: entry.model_dump() for name, entry in entries.items()}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")

@@ -1,37 +1,15 @@
 """Faults of backend=torch on a CPU: in the reference cache, only in its pages, or in the one-pass scoring."""
 
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from faults.fault import Fault
-from faults.hooks import Plant, method
+from faults.hooks import method
 from stages.engines.reference.cache import Storage
 from stages.policies.arithmetic_torch import Stored
-from stages.policies.policy import PAGE_TOKENS
-
-
-def on_pages(edit: Callable[[Any, Any, Tensor], Tensor]) -> Plant:
-    """Change the data x (H, S, D) appended to every sequence's pages. One-pass scoring uses no pages."""
-
-    def faulty(start: Any, engine: Any) -> int:
-        handle: int = start()
-        for cache in engine.sequences[handle]:
-            for pages in cache.pages.values():
-                append = pages.append
-                pages.append = lambda x, pages=pages, append=append: append(edit(engine, pages, x))
-        return handle
-
-    return method("_start", faulty)
-
-
-def page_end(_: Any, pages: Any, x: Tensor) -> Tensor:
-    positions = pages.length + torch.arange(x.shape[1])
-    return torch.where((positions % PAGE_TOKENS == PAGE_TOKENS - 1)[:, None], 0.0, x)
 
 
 def rows_swapped(hidden: Any, _: Any, ids: Any, positions: Tensor, views: list[Any], *given: Any) -> Any:
@@ -68,7 +46,6 @@ class Exact(Storage):
 of = partial(Fault, "reference", engine="torch")
 
 FAULTS = [
-    of("torch_page_end_unwritten", "int8", "pages lose their last token; one pass has no pages", on_pages(page_end)),
     of("torch_rows_swapped", "int8", "two rows of a batch read each other's cache", method("_hidden", rows_swapped)),
     of("torch_scored_unquantized", "int4_tensor", "the pass that is scored does not quantize; int4_tensor would rank first",
        method("_one_pass", unquantized), "conformance", harm="claim"),

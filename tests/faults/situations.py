@@ -138,12 +138,6 @@ def kept_too_early(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int
     return found
 
 
-def first_chunk_and_count(keys: Any, _: Any, prompt: Sequence[int]) -> list[str]:
-    """Key a prefix by its first chunk and its number of chunks."""
-    found: list[str] = keys(prompt)
-    return [f"{found[0]}-{number}" for number in range(len(found))]
-
-
 def first_of_chunks(tokens: int) -> Callable[[Any, Any, Sequence[int]], list[str]]:
     """Key a prefix by the first `tokens` tokens of each of its chunks."""
 
@@ -222,16 +216,6 @@ def ring_of(size: int) -> Callable[..., Any]:
     return edit
 
 
-def merged_by(first: int) -> Callable[..., Any]:
-    """Answer prompts of one call that share their `first` tokens with one answer."""
-
-    def edit(answers: list[list[int]], prompts: Sequence[Sequence[int]], _: int) -> list[list[int]]:
-        heads = [tuple(prompt[:first]) if len(prompt) >= first else number for number, prompt in enumerate(prompts)]
-        return [answers[heads.index(head)] for head in heads]
-
-    return edit
-
-
 of = partial(Fault, "situations")
 
 FAULTS = [
@@ -256,12 +240,8 @@ FAULTS = [
        method("_resume", again_the_last), engine="graph"),
     of("prefix_kept_before_its_last_write", "int8_prefixes", "a prefix that grows by a chunk is kept without its last token",
        method("_resume", kept_too_early)),
-    of("prefix_hash_of_first_chunk", "int8_prefixes", "a prefix's hash covers its first chunk and its number of chunks",
-       method("prefixes.keys", first_chunk_and_count), engine="graph"),
     of("dropped_prefix_wiped", "int8_prefixes", "a dropped prefix's last page is wiped while a live request shares it",
        method("prefixes.evict", wipe_last_page), engine="graph"),
-    of("prompt_of_tiles_of_208", "int8", "a prompt of whole tiles of 208 tokens loses its last token's values in a layer",
-       write("value", zero, last_of_tile(208), [0])),
     of("prefix_hash_of_120_tokens", "int8_prefixes", "a prefix's hash covers the first 120 tokens of each chunk",
        method("prefixes.keys", first_of_chunks(120))),
     of("step_known_by_its_outer_rows", "fp8", "a step keeps the last step's tables if only its middle rows changed places",
@@ -272,6 +252,4 @@ FAULTS = [
        method("generate", stop_in_blocks(4))),
     of("queue_of_73", "fp8k_int4v", "with more than 73 prompts waiting, later ones get earlier answers",
        generating(ring_of(73))),
-    of("first_101_tokens_merged", "int8_sinks", "prompts of one call with the same first 101 tokens get one answer",
-       generating(merged_by(101)), engine="graph"),
 ]  # fmt: skip

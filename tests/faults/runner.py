@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from faults.drill import Day, cost, serve
 from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
 from faults.record import Cost
+from faults.service import ServiceRun, cost, serve
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import EnginePair, VerdictSteps
 from pipeline.cli import console
@@ -125,33 +125,28 @@ def remembering(reference: Any) -> Any:
     ) -> Any:
         if any(caches):
             return replay(sequences, caches, rounding=rounding, origins=origins)
-        asked = tuple((tuple(one.tokens), tuple(one.pieces)) for one in sequences)
-        return known((asked, rounding, tuple(origins)), lambda: replay(sequences, rounding=rounding, origins=origins))
+        fed = tuple((tuple(sequence.tokens), tuple(sequence.pieces)) for sequence in sequences)
+        return known((fed, rounding, tuple(origins)), lambda: replay(sequences, rounding=rounding, origins=origins))
 
     torch_engine.forced, torch_engine.replay = in_one_pass, over_own_cache
     return reference
 
 
-class Ground:
+class FaultRunner:
     """Judges faults in one work directory."""
 
     def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = SMALL) -> None:
         self.work, self.workloads, self.overrides = work, workloads, overrides
-        self._configs: dict[Any, Config] = {}
         self._references: dict[tuple[str, str, int], dict[str, Any]] = {}
-        self._days: dict[tuple[str, EngineName, bool], Day] = {}
+        self._sound: dict[tuple[str, EngineName, bool], ServiceRun] = {}
 
     def config(
         self, policy: str, engine: EngineName, *, stress_test: str = "small", workloads: Sequence[str] = (), seed: int = 0
     ) -> Config:
         """Return the configuration of one cache on one engine: the defaults with the overrides of this setup."""
-        key = (policy, engine, stress_test, tuple(workloads), seed)
-        if key not in self._configs:
-            small = [SMALL_STRESS_TEST] if stress_test == "small" else ["workloads.stress_test.seed=0"]
-            own = [*POLICIES[policy], *self._model(policy), *BACKENDS[engine], *small, *(workloads or self.workloads)]
-            plans = plan([*own, *self.overrides, f"seed={seed}", "tracking=none"], multirun=False)
-            self._configs[key] = plans.jobs[0]
-        return self._configs[key]
+        small = [SMALL_STRESS_TEST] if stress_test == "small" else ["workloads.stress_test.seed=0"]
+        own = [*POLICIES[policy], *self._model(policy), *BACKENDS[engine], *small, *(workloads or self.workloads)]
+        return plan([*own, *self.overrides, f"seed={seed}", "tracking=none"], multirun=False).jobs[0]
 
     def _model(self, policy: str) -> list[str]:
         """Return the override that selects the cache's model (written once), or nothing for the tiny model."""
@@ -159,33 +154,32 @@ class Ground:
             return []
         path = self.work.resolve() / "models" / policy
         if not path.exists():
-            partial = path.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            MODELS[policy](partial)
-            partial.rename(path)
+            MODELS[policy](path)
         return [f"model.path={path}"]
 
-    def judge(self, fault: Fault, **asked: Any) -> Judgement:
-        """Judge an engine with a fault; `asked` are options of `config`."""
-        return self._judge(self.config(fault.policy, fault.engine, **asked), fault)
-
-    def judge_sound(self, policy: str, engine: EngineName = "native", seed: int = 0) -> Judgement:
-        """Judge an engine without a fault."""
-        return self._judge(self.config(policy, engine, seed=seed), None)
+    def judge(self, policy: str, engine: EngineName = "native", fault: Fault | None = None, **options: Any) -> Judgement:
+        """Judge an engine with or without a fault; `options` as in `config`."""
+        config = self.config(policy, engine, **options)
+        steps = self._steps(config, fault)
+        with _silence():
+            evaluation = steps.report()
+        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
+        shutil.rmtree(self.work / "faulty")
+        return Judgement(decide(report, rows, config.gates), report, rows)
 
     def cost(self, fault: Fault) -> Cost:
-        """Return a fault's cost in a short day of service, or in a long day if the short day shows none."""
+        """Return a fault's cost in a short service, or in a long service if the short one shows none."""
         chain = self._steps(self.config(fault.policy, fault.engine), fault).chain
         with _silence():
             bundle = chain.bundle(chain.config.kv).path
             for long in (False, True):
                 key = (fault.policy, fault.engine, long)
-                if key not in self._days:
-                    self._days[key] = serve(set_up(open_backend(chain.config.backend).load(bundle)), long=long)
-                found = cost(self._days[key], serve(chain.backend.load(bundle), long=long))
-                if found.real or fault.harm != "answers":
+                if key not in self._sound:
+                    self._sound[key] = serve(set_up(open_backend(chain.config.backend).load(bundle)), long=long)
+                difference = cost(self._sound[key], serve(chain.backend.load(bundle), long=long))
+                if difference.real or fault.harm != "answers":
                     break
-        return found
+        return difference
 
     def _steps(self, config: Config, fault: Fault | None) -> FaultySteps:
         own = self.work / "faulty"
@@ -199,14 +193,6 @@ class Ground:
         steps.fault = fault
         steps.references = self._references.setdefault((str(config.model.path), config.backend.name, config.seed), {})
         return steps
-
-    def _judge(self, config: Config, fault: Fault | None) -> Judgement:
-        steps = self._steps(config, fault)
-        with _silence():
-            evaluation = steps.report()
-        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        shutil.rmtree(self.work / "faulty")
-        return Judgement(decide(report, rows, config.gates), report, rows)
 
 
 def decide_without(without: str, report: EvaluationReport, rows: Sequence[SampleRow], gates: Thresholds) -> Verdict:
