@@ -41,6 +41,8 @@ PLAIN_WIDTH = 100
 PREFIXES = {logging.WARNING: "pipeline: warning: ", logging.ERROR: "pipeline: error: "}
 """Level -> beginning of a line for people."""
 
+if os.environ.get("COLUMNS") == "0":  # an unknown width, in which rich would print nothing
+    del os.environ["COLUMNS"]
 _wide = (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ  # None: it was closed
 out = Console(highlight=False, emoji=False, width=None if _wide else PLAIN_WIDTH)
 err = Console(highlight=False, emoji=False, stderr=True)

@@ -141,7 +141,7 @@ class RegisteredModel:
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:
     """Resolve the tracking configuration for a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
-    workdir = workdir.resolve()
+    workdir = absolute(str(workdir))
     uri = tracking.uri or environ.get(ENVIRONMENT)
     if uri is None and re.search("[?%]", str(workdir)):  # special characters of URIs
         raise UserError(f"workdir={workdir}: MLflow keeps no store in a path with ? or %; give another path")

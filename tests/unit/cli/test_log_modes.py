@@ -97,6 +97,13 @@ def test_what_native_code_of_a_library_prints_is_not_on_stdout() -> None:
     assert (done.stdout, done.stderr) == ("result\n", "noise")
 
 
+def test_a_terminal_without_a_width_shows_results() -> None:
+    code = "from pipeline.cli import console; console.out.print('result')"
+    environment = {**os.environ, "COLUMNS": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    assert done.stdout == "result\n"
+
+
 def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp_path: Path) -> None:
     modes = ("human", "quiet", "json")
     shown, quiet, objects = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", begins=True) for mode in modes)

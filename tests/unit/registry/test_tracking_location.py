@@ -14,6 +14,12 @@ from pipeline.registry.tracking import Tracking, compare_url, locate, server_com
 from stages.core.errors import UserError
 
 
+def test_a_work_directory_that_links_to_itself_has_a_location(tmp_path: Path) -> None:
+    """Another check refuses it, in a dry run after this one."""
+    (tmp_path / "work").symlink_to(tmp_path / "work")
+    assert locate(Tracking(), tmp_path / "work", "tiny", {}).file == tmp_path / "work" / "mlflow.db"
+
+
 def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     location = locate(Tracking(), Path("work"), "tiny", {})
