@@ -120,7 +120,7 @@ def questions(samples: Sequence[Sample]) -> list[Question]:
             prompt = int(sample.workload.removeprefix(LONG))
         else:
             prompt = len(text) // CHARACTERS + TEMPLATE_TOKENS * max(1, len(sample.messages))
-        shared = round(prompt * common[sample.cluster] / len(text))
+        shared = round(prompt * common[sample.cluster] / max(1, len(text)))
         answer = 1 + len(sample.reference) // CHARACTERS
         found.append(Question(sample.cluster, sample.workload, prompt, shared, answer, sample.check != "none"))
     return found

@@ -15,7 +15,8 @@ from stages.core.records import LineCheck, Sample
 from stages.core.strict import CONTROLS, read_given
 from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
 from stages.evaluate.inputs.lengths import long_samples
-from stages.workloads.config import Workload, WorkloadsConfig
+from stages.verdict.gate import ALL
+from stages.workloads.config import LONG, Workload, WorkloadsConfig
 from stages.workloads.generated import generate
 from stages.workloads.gsm8k import gsm8k_samples
 
@@ -102,7 +103,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
         UserError: One line per problem, `FILE:LINE: key: problem, fix`.
     """
     try:
-        lines = read_given("workloads.jsonl", path).decode("utf-8").split("\n")
+        lines = read_given("workloads.jsonl", path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     samples: list[Sample] = []
@@ -155,8 +156,10 @@ def _problems(error: ValidationError) -> Iterator[str]:
     """Yield `key: problem, fix` for each error that pydantic reports."""
     for problem in error.errors(include_url=False):
         key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "too_short" and problem["input"]:
+            continue  # the problems of the list's items have their own lines
         if problem["type"] == "extra_forbidden":
-            yield f"{key}: unknown key, use {', '.join(_Line.model_fields)}"
+            yield f"{key}: unknown key, {'leave it out' if '.' in key else 'use ' + ', '.join(_Line.model_fields)}"
         elif problem["type"] == "missing":
             yield f"{key}: missing, add it"
         else:
@@ -166,7 +169,9 @@ def _problems(error: ValidationError) -> Iterator[str]:
 
 
 def _contradictions(sample: Sample) -> Iterator[str]:
-    """Yield the problems that involve more than one key."""
+    """Yield the problems that involve more than one key, or names of kvgate's own."""
+    if sample.workload == ALL or sample.workload.startswith(LONG):
+        yield f"workload: {ALL} and names that begin with {LONG} have a meaning of their own, give another"
     if bool(sample.prompt) == bool(sample.messages):
         found = "given beside" if sample.prompt else "missing, and so is"
         yield f"prompt: {found} messages, give exactly one of the two"

@@ -87,6 +87,8 @@ def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directo
         ({**GOOD, "check": "mention", "distractors": ["-"]}, "distractors: '-' has no word"),
         ({**GOOD, "check": "mention", "distractors": "5"}, "distractors: input should be a valid array, give a list of texts"),
         ({**GOOD, "difficulty": "trivial"}, "difficulty: input should be '', 'easy', 'medium' or 'hard', give easy, medium or"),
+        ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_"),
+        ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0.type: unknown key, leave it out"),
         ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
     ],
 )  # fmt: skip
@@ -95,6 +97,15 @@ def test_a_bad_line_is_named_with_its_key_and_fix(tmp_path: Path, line: object, 
     path = write(tmp_path, GOOD, line)
     with refused(UserError, f"{path}:2: {message}"):
         read_jsonl(path, {"taken"})
+
+
+def test_a_wrong_role_is_one_problem_and_a_byte_order_mark_is_none(tmp_path: Path) -> None:
+    path = write(tmp_path, {"messages": [{"role": "tool", "content": "4"}], "reference": "4"})
+    with pytest.raises(UserError, match=r"messages\.0\.role: input should be 'system'") as caught:
+        read_jsonl(path, set())
+    assert "\n" not in str(caught.value)
+    path.write_text(json.dumps(GOOD), encoding="utf-8-sig")
+    assert len(read_jsonl(path, set())) == 1
 
 
 def test_every_bad_line_is_reported_at_once(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from pipeline.chain.dry import foretell
 from pipeline.config.compose import plan
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.shapes import ModelShape, read_model
+from stages.core.records import Sample
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.evaluate.inputs.samples import load_samples
-from stages.planning.duration import VerdictWork, Work, prefill, verdict_work
+from stages.planning.duration import VerdictWork, Work, prefill, questions, verdict_work
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN_QUESTIONS_S = 250
@@ -49,6 +50,11 @@ def test_longer_documents_more_rounds_and_fewer_threads_take_longer() -> None:
     assert look.reference == Work()
     assert look.first == look.whole
     assert prefill(100) + prefill(164, 100) == prefill(164), "a shared prefix is computed once"
+
+
+def test_a_question_may_be_empty() -> None:
+    empty = Sample(id="a", workload="custom", reference="4", messages=(("user", ""),))
+    assert questions([empty])[0].shared == 0
 
 
 def test_a_dry_run_says_the_work_and_the_time(capsys: pytest.CaptureFixture[str]) -> None:
