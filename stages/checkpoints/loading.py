@@ -21,8 +21,10 @@ from types import ModuleType
 from typing import Any
 
 from stages.checkpoints.description import NUMBERS, READ, inspect_checkpoint, read_config
+from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import INDEX, TOKENIZER_FILES, read_json, refusal
-from stages.checkpoints.rope import BESIDE, compose_rope, read_rope
+from stages.checkpoints.rope import BESIDE, SLIDING, compose_rope, read_rope
+from stages.checkpoints.windows import PATTERNS, layer_windows
 from stages.core.errors import UserError, short
 
 
@@ -77,6 +79,7 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
         # transformers 5 stacks the experts' weights in memory but saves them one by one.
         state: Any = revert_weight_conversion(built, dict(built.state_dict()))
         check_rotary(path, config, built)
+        _check_windows(path, config, built.config)
         _refuse_unread(path, config, built.config, state)
     except UserError:
         raise
@@ -92,16 +95,20 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
 
 
 PARTS = re.compile(
-    "_(alibi|architecture|attention|attn|bias|bidirectional|causal|clip|experts?|gated|layernorm|logits?|logn|mrope"
-    "|multiplier|mup|norm|ntk|position__embeddings?__type|prefix|qk|qkv|query|residual|rmsnorm|rope|rotary|routed"
+    "_(alibi|architecture|attention|attn|bias|bidirectional|causal|clip|experts?|gamma|gated|interleaved?|layernorm|logits?"
+    "|logn|mrope|multiplier|mup|norm|ntk|parallel__block|position__embeddings?__type|prefix|pruned|qk|qkv|query|residual"
+    "|rmsnorm|rope|rotary|routed"
     "|router|scale|scaling|scoring|sliding|softcap|softcapping|softmax|swiglu__limit|topk__method|window|xpos|yarn)_"
 )
 """Parts of the names of keys that change a decoder's computation."""
-TRAINING = re.compile("_(coef|context|dropout|flash|fp32|fused|grad|init|initializer|jitter|loss|noise|output|pdrop)_")
+TRAINING = re.compile("_(coef|context|dropout|flash|fp32|fused|grad|init|initializer|jitter|loss|noise|output__router|pdrop)_")
 """Parts of the names of keys that affect only training, speed or precision."""
+SAME = ({"act", "activation"}, {"eps", "epsilon"})
+"""Parts of names that mean the same: a family has a key of one of them, which other families call differently."""
 ALWAYS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("causal", "rope", "rotary", "scale attn", "scale attn weights"), (True,)),
     "position type": ("rope", "rotary"),
+    **dict.fromkeys(("rope type", "rope scaling type"), ("default",)),
     "scoring func": ("softmax",),
     "topk method": ("greedy",),
     "swiglu limit": (7.0,),
@@ -120,6 +127,13 @@ def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Itera
     """
     declared = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
     has_bias, has_qk_norm = (any(part in name for name in tensors) for part in (".bias", ".q_norm."))
+    for same in SAME:
+        own, stated = ({key for key in keys if same.intersection(key.split("_"))} for keys in (declared, config))
+        if own and stated and not own & stated:
+            unread = min(stated)
+            raise refusal(
+                path, f"config.json: {short(unread)} is not read in a model of type {read.model_type}; write it as {min(own)}"
+            )
     for key, value in config.items():
         words = key.lower().split("_")
         spaced = f"_{'__'.join(words)}_"
@@ -141,6 +155,21 @@ def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Itera
                 f"config.json: {short(key)}={short(value)} is not read in a model of type {read.model_type}; leave it out "
                 "if the weights were trained without it",
             )
+
+
+def _check_windows(path: Path, config: dict[str, Any], read: Any) -> None:
+    """Refuse a config.json of which transformers reads other sliding layers, for example by another pattern."""
+    applied = [kind == SLIDING for kind in getattr(read, "layer_types", None) or ()]
+    stated = [
+        window is not None for window in layer_windows(path, {**FAMILIES[read.model_type].defaults, **config}, len(applied))
+    ]
+    if applied != stated:
+        key = next((key for key in PATTERNS if key in config), "layer_types")
+        raise refusal(
+            path,
+            f"config.json: {key}={short(config.get(key))} is not read in a model of type {read.model_type}, where other layers "
+            "slide; leave it out, and name the layers in layer_types",
+        )
 
 
 def load_tokenizer(directory: Path) -> Any:

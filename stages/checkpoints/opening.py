@@ -48,15 +48,22 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
     path = info.path
     try:
         tokenizer = load_tokenizer(directory)
-        made, other = (tokenizer(text, verbose=False)["input_ids"] for text in ("Hello", "9 of 10"))
+        made, other = (tokenizer(text, verbose=False)["input_ids"] for text in TEXTS[:2])
+        decoded = tokenizer.decode(other, skip_special_tokens=True).strip()
     except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
         raise
     except BaseException as error:  # tokenizers panics and raises bare exceptions; transformers raises many types
         said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
         raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
-    if not tokenizer.eos_token or made == other:
-        lacks = "makes the same of every text" if made == other else "has no eos_token, which tokenizer_config.json should name"
-        raise refusal(path, f"its tokenizer {lacks}; give the checkpoint its own tokenizer")
+    problem = None
+    if not tokenizer.eos_token:
+        problem = "has no eos_token, which tokenizer_config.json should name"
+    elif made == other:
+        problem = "makes the same of every text"
+    elif decoded != TEXTS[1]:
+        problem = f"decodes the tokens of {TEXTS[1]!r} as {short(repr(decoded), 40)}"
+    if problem is not None:
+        raise refusal(path, f"its tokenizer {problem}; give the checkpoint its own tokenizer")
     differing = _other_tokens(tokenizer, directory)
     if differing is not None:
         raise refusal(
@@ -64,26 +71,23 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
             f"transformers makes other tokens of {short(differing)} than tokenizer.json itself; make tokenizer_config.json "
             "(added_tokens_decoder) agree with it",
         )
-    largest = max(tokenizer.eos_token_id, *made)
+    greeting = rendered([partial(_greeting, path, tokenizer)])[0] if tokenizer.chat_template else "Hello"
+    largest = max(tokenizer.eos_token_id, *made, *tokenizer(greeting, verbose=False)["input_ids"])
     if largest >= info.vocab_size:
         raise refusal(
             path, f"its tokenizer makes token {largest}, vocab_size is {info.vocab_size}; give the checkpoint its own tokenizer"
         )
-    if tokenizer.chat_template and "Hello" not in rendered([partial(_greeting, path, tokenizer)])[0]:
+    if "Hello" not in greeting:
         raise refusal(path, "its chat_template leaves out what the user says; give another template")
 
 
 def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
-    """Return a text that the loaded tokenizer encodes differently from its tokenizer.json, or None if there is no such text.
-
-    Without tokenizer.json, return a text that does not survive encoding and decoding.
-    """
+    """Return a text that the loaded tokenizer encodes differently from its tokenizer.json, or None if there is no such text."""
     from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
     file = directory / "tokenizer.json"
     if not file.is_file():  # the tokenizer consists of vocab.json and merges.txt
-        text = "9 of 10"
-        return None if tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]).strip() == text else text
+        return None
     itself = Tokenizer.from_file(str(file))
     itself.no_truncation()
     itself.no_padding()
@@ -91,7 +95,8 @@ def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
     added = list(dict.fromkeys(token.content for decoder in known for _, token in sorted(decoder.items())))
     for text in (*TEXTS, *(f"a {token} b{token}" for token in added[:MOST_ADDED])):
         for special in (False, True):
-            if tokenizer(text, add_special_tokens=special)["input_ids"] != itself.encode(text, add_special_tokens=special).ids:
+            made = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+            if made != itself.encode(text, add_special_tokens=special).ids:
                 return text
     return None
 

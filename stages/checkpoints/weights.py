@@ -153,12 +153,23 @@ def check_tokenizer(info: CheckpointInfo) -> None:
 
 def _panic(post: object) -> str | None:
     """Return the problem of a post-processor that would make the library panic and print lines; None if it is valid."""
-    for part in [post, *(post.get("processors") or [])] if isinstance(post, dict) else ():
-        written = [*(part.get("single") or []), *(part.get("pair") or [])] if isinstance(part, dict) else []
-        for piece in (piece["SpecialToken"] for piece in written if isinstance(piece, dict) and "SpecialToken" in piece):
-            if piece.get("id") not in part.get("special_tokens", {}):
-                return f"post_processor writes {short(piece.get('id'))}, which its special_tokens lack"
+    parts = post.get("processors") if isinstance(post, dict) else None
+    for part in [post, *(parts if isinstance(parts, list) else [])]:
+        known = part.get("special_tokens") if isinstance(part, dict) else None
+        if not isinstance(known, dict):  # the library refuses it without a panic, or it writes no special tokens
+            continue
+        if "B" in _ids(part.get("single"), "Sequence"):
+            return "post_processor.single writes a second text, B"
+        for token in _ids(part.get("single"), "SpecialToken") + _ids(part.get("pair"), "SpecialToken"):
+            if token not in known:
+                return f"post_processor writes {short(token)}, which its special_tokens lack"
     return None
+
+
+def _ids(pieces: object, kind: str) -> list[Any]:
+    """Return the ids of the pieces of a kind that a post-processor writes."""
+    given = [piece.get(kind) for piece in pieces if isinstance(piece, dict)] if isinstance(pieces, list) else []
+    return [about.get("id") for about in given if isinstance(about, dict)]
 
 
 def tokens_beyond(info: CheckpointInfo) -> list[str]:

@@ -46,6 +46,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary larger than the weights'", {"vocab_size": 1345}, ("embed_tokens", "1345")),
+    ("quantized, under the older name", {"compression_config": FP8}, ("modelopt", "backend=onnxruntime takes plain")),
     ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
     ("a window of another family", {"sliding_window": 64}, ("sliding_window", "null", "64")),
@@ -62,6 +63,11 @@ UNREAD: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("positions that are not rotated", {"use_rope": False}, ("use_rope=False",)),
     ("other pairs of rotated numbers", {"rope_interleaved": True}, ("rope_interleaved=True",)),
     ("another epsilon under another name", {"layer_norm_eps": 1e-3}, ("layer_norm_eps=0.001",)),
+    ("the epsilon under another name", {"rms_norm_eps": ..., "eps": 1e-5}, ("eps", "write it as rms_norm_eps")),
+    ("the activation under another name", {"hidden_act": ..., "activation_function": "gelu"}, ("write it as hidden_act",)),
+    ("a rotary scaling beside its object", {"rope_type": "linear", "factor": 8.0}, ("rope_type=linear",)),
+    ("a multiplier of the attention's output", {"attn_output_multiplier": 0.1}, ("attn_output_multiplier=0.1",)),
+    ("heads that were removed", {"pruned_heads": {"0": [1]}}, ("pruned_heads={'0': [1]}",)),
 )
 """Cases that are detected only after transformers has built the model, because the class decides which keys are read."""
 
@@ -148,6 +154,9 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a template of a token that is not there", with_json(TOKENIZER, lambda old: old | {"post_processor": {
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
         "special_tokens": {}}}), (TOKENIZER, "post_processor", "<nope>")),
+    ("a template of two texts for one", with_json(TOKENIZER, lambda old: old | {"post_processor": {
+        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [],
+        "special_tokens": {}}}), (TOKENIZER, "post_processor.single", "B")),
     ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
      ("tokenizer_config.json", "auto_map")),
     ("generation_config with an end beyond the vocabulary",
@@ -169,6 +178,15 @@ def tokenizer_config_with(**parts: Any) -> Prepare:
     return with_json("tokenizer_config.json", lambda old: old | parts)
 
 
+def with_image_token(directory: Path) -> None:
+    """Create `model` whose chat template writes a token that only models with more rows have."""
+    tokenizer_config_with(chat_template="<image>{{ messages[0].content }}")(directory)
+    path = directory / "model" / TOKENIZER
+    old = json.loads(path.read_text())
+    image = {**old["added_tokens"][0], "id": 1344, "content": "<image>"}
+    path.write_text(json.dumps(old | {"added_tokens": [*old["added_tokens"], image]}))
+
+
 CANNOT = "its tokenizer cannot be loaded"
 OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("chat_template that is no template", tokenizer_config_with(chat_template="{% for"), ("chat_template",)),
@@ -182,6 +200,8 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a token of its own", tokenizer_config_with(extra_special_tokens={"image_token": "<image>"}),
      ("<image>", "tokenizer.json itself")),
     ("an end that is no token", tokenizer_config_with(eos_token="<nope>"), ("<nope>", "tokenizer.json itself")),
+    ("a chat_template with a token beyond the model", with_image_token, ("makes token 1344",)),
+    ("tokens that are not decoded", tokenizer_with(decoder=None), ("decodes the tokens of '9 of 10' as",)),
     ("no end", tokenizer_config_with(eos_token=None), ("no eos_token",)),
     ("a tokenizer that deletes everything",
      tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("makes the same",)),

@@ -239,7 +239,18 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
         ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func=sigmoid"),
         ("olmo2", {"position_embedding_type": "alibi"}, "position_embedding_type=alibi"),
         ("gemma2", {"logits_scaling": 4.0}, "logits_scaling=4.0"),
-        ("starcoder2", {"norm_type": "layer_norm", "mlp_type": "default", "activation_function": "gelu"}, None),
+        ("gemma2", {"sliding_window_pattern": 3, "layer_types": ...}, "sliding_window_pattern=3"),
+        ("gemma2", {"sliding_window_pattern": 2, "layer_types": ...}, None),
+        (
+            "starcoder2",  # as published: two names of the activation
+            {
+                "norm_type": "layer_norm",
+                "mlp_type": "default",
+                "activation_function": "gelu",
+                "hidden_act": "gelu_pytorch_tanh",
+            },
+            None,
+        ),
         ("phi3", {"full_attn_mod": 1, "lm_head_bias": False, "attn_pdrop": 0.1, "use_flash_attention_2": True}, None),
         ("llama", {"clip_qkv": 8.0, "rope_interleaved": False}, "clip_qkv=8.0"),
         (
