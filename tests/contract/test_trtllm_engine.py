@@ -47,9 +47,7 @@ def test_each_cache_is_read_in_codes_of_its_own(bundles: dict[str, Path], python
     assert np.abs(rows["fp8"] - rows["int8_tensor"]).max() > 0.01
 
 
-def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_them_in_flight(
-    bundles: dict[str, Path], python: str
-) -> None:
+def test_prompts_beyond_the_bound_are_in_flight_together(bundles: dict[str, Path], python: str) -> None:
     engine = open_engine(bundles["fp8"], python)
     prompts, limits = [PROMPT, ANSWER, PROMPT[:3], ANSWER[:1], PROMPT[::-1]], [9, 2, 5, 12, 1]
     alone = [engine.generate([prompt], limit, ())[0] for prompt, limit in zip(prompts, limits, strict=True)]

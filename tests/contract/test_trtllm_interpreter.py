@@ -154,9 +154,7 @@ def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("sound", {False}), ("no switches", {None})])
-def test_switches_that_change_logits_are_off_when_served_and_judged_if_the_release_has_them(
-    quantized: Path, tmp_path: Path, mode: str, expected: set[bool | None]
-) -> None:
+def test_switches_that_change_logits_are_off(quantized: Path, tmp_path: Path, mode: str, expected: set[bool | None]) -> None:
     bundle = build(quantized, tmp_path, {"mode": mode, "release": "1.4.0rc1"})
     served = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
     judged = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["evaluated_with"]
@@ -180,9 +178,7 @@ def test_quantized_weights_are_served_as_they_were_exported(quantized: Path, tmp
     assert (bundle / "checkpoint" / "hf_quant_config.json").read_bytes() == (export / "hf_quant_config.json").read_bytes()
 
 
-def test_a_checkpoint_that_the_release_refuses_or_reads_otherwise_ends_the_build_in_a_line(
-    quantized: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_the_release_refuses_ends_the_build_in_a_line(quantized: Path, tmp_path: Path) -> None:
     other = declaring(quantized, tmp_path / "other", quant_algo="FP8", kv_cache_quant_algo="NVFP4")
     (tmp_path / "1").mkdir()
     with refused(
@@ -213,9 +209,7 @@ def test_fp8_is_refused_on_gpus_that_do_not_compute_in_it(tmp_path: Path, capabi
         refuse_fp8(SHIPPED["fp16"], "fp8", here, 1)
 
 
-def test_a_worker_gets_the_folder_of_its_library_and_neither_another_folder_nor_a_jobs_mpi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_gets_only_the_folder_of_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "library" / "tensorrt_llm").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'other'}:{tmp_path / 'library'}")

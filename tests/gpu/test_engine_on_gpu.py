@@ -151,7 +151,7 @@ def test_bfloat16_steps_are_captured_and_within_their_rounding_of_float32(bundle
     assert all(step._graph is not None for step in engines[1]._passes.values())
 
 
-def test_prompts_join_a_running_batch_between_captured_steps_and_answer_like_forced_decode(bundles: dict[str, Path]) -> None:
+def test_prompts_join_a_running_batch_between_captured_steps(bundles: dict[str, Path]) -> None:
     engine = load_on_gpu(bundles["fp8k_int4v"], threads=1, prefill_chunk=128)
     story = benchlib.story_tokens(1, 700)[0].tolist()
     lengths, limits = (300, 5, 90, 1, 620, 17, 64), (6, 40, 20, 5, 9, 1, 30)

@@ -123,7 +123,7 @@ def test_plans_store_the_tokens_of_a_prompt_and_of_launched_captured_and_replaye
             assert not lost.size, f"{side}s of layer {layer}: tokens {lost[:5]} are not in the pool"
 
 
-def test_forced_decode_gives_the_reference_logits_and_other_ones_with_a_corrupted_key_scale(
+def test_forced_decode_gives_the_reference_logits_unless_corrupted(
     engine: Callable[..., PlanEngine], chain: EngineSteps, policy: KVPolicy
 ) -> None:
     built = chain.bundle(policy, TorchConfig(name="torch", device="cpu", threads=1)).path

@@ -25,7 +25,7 @@ FEW = (
 )
 
 
-def test_an_engine_in_an_interpreter_of_its_own_is_judged_once_its_scale_changes_are_allowed(
+def test_an_engine_in_an_interpreter_is_judged_if_its_scale_changes_are_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """ModelOpt's export cannot store an FP8 scale below 1."""

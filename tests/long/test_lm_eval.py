@@ -117,7 +117,7 @@ def prefill_scored(model: KvgateLM, context: list[int], continuation: list[int])
     return total
 
 
-def test_with_a_quantized_cache_log_likelihoods_differ_from_those_of_prefill_and_so_have_read_it(
+def test_log_likelihoods_are_read_from_the_quantized_cache(
     bundles: dict[str, Path],
 ) -> None:
     differences = {}

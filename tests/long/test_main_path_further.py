@@ -74,7 +74,7 @@ def test_control_c_finishes_work_in_flight_and_the_same_command_resumes(swept: S
     assert not list(artifacts.glob(".partial/*/*"))
 
 
-def test_the_reference_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
+def test_the_reference_engine_is_judged_and_promoted_like_the_onnx_engine(swept: Swept) -> None:
     work, _ = swept
     by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
     result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", "workloads.batch_size=2")

@@ -184,7 +184,7 @@ def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", None])
-def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_rounded_to_16_bits(
+def test_scales_in_modelopts_form_are_read_and_rounded_to_16_bits(
     bundles: dict[str, Path], vllm_python: str, tmp_path: Path, algorithm: str | None
 ) -> None:
     """Check ModelOpt's form with an algorithm and without, as in its export of 16-bit weights (docs/backends.md)."""

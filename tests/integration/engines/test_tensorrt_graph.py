@@ -31,7 +31,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
     return surgeries(tmp_path_factory)
 
 
-def test_layers_that_the_kernels_hold_share_a_work_list_and_get_two_plugins_the_others_keep_their_function(
+def test_layers_that_the_kernels_support_get_two_plugins_and_share_a_work_list(
     graphs: dict[str, Surgery],
 ) -> None:
     both, one = graphs["fp8k_int4v"], graphs["aged"]

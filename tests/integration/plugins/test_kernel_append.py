@@ -158,7 +158,7 @@ def test_quotients_round_once(key: str, value: str) -> None:
     check(CacheLayout(8, 128, side(key), side(value)), exact_ties(key, shape, 0), exact_ties(value, shape, 1), [3] * 8)
 
 
-def test_rows_that_are_tokens_of_one_sequence_have_a_page_each_and_only_the_newest_enter_the_ring() -> None:
+def test_rows_of_one_sequence_have_a_page_each_and_the_newest_enter_the_ring() -> None:
     layout = CacheLayout(2, 64, side("bf16"), side("int4 32"), 3, 4)
     rng = torch.Generator().manual_seed(0)
     tokens, start, recent = 9, 60, 4

@@ -82,7 +82,7 @@ def test_answers_are_in_the_order_of_the_prompts_and_those_of_each_alone(most: i
     assert (counts == sorted(set(counts)), counts[-1]) == (True, len(PROMPTS))
 
 
-def test_the_place_of_a_sequence_that_ends_goes_to_the_next_prompt_before_anything_is_decoded() -> None:
+def test_the_place_of_a_finished_sequence_goes_to_the_next_prompt() -> None:
     engine = HistoryEngine()
     engine.generate(PROMPTS, LIMITS, (), max_sequences=2)
     last = max(number for number, (kind, _, _) in enumerate(engine.steps) if kind == "prefill")

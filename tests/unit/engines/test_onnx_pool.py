@@ -174,7 +174,7 @@ def test_a_page_table_lists_the_pages_that_are_kept_and_lengths_count_their_toke
     assert pool.in_use == (0, 0)
 
 
-def test_an_evicting_sequence_takes_no_more_pages_however_long_it_gets_and_tokens_that_leave_at_once_take_none() -> None:
+def test_an_evicting_sequence_takes_no_more_pages_however_long_it_gets() -> None:
     pool = PagedPool(STREAMING, SHAPE, 16)
     handle = pool.start()
     fill(pool, handle, 5000)

@@ -93,7 +93,7 @@ def test_a_type_that_tensorrt_lacks_is_named_by_its_key_before_any_work(policy: 
 GPUS = [{"name": name, "compute_cap": "9.0", "driver_version": "580.1"} for name in ("NVIDIA H100", "NVIDIA L40S")]
 
 
-def test_plans_are_built_for_the_gpu_that_cuda_uses_which_may_be_another_than_the_drivers_first(
+def test_plans_are_built_for_the_gpu_that_cuda_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: GPUS)

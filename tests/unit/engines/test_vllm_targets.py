@@ -148,7 +148,7 @@ def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.M
         ({"kv_cache_gib": 0.5}, 1 << 29, 1 << 29),
     ],
 )
-def test_the_served_engine_has_vllms_defaults_and_the_judged_one_is_eager_with_a_cache_of_its_own(
+def test_the_served_engine_has_vllms_defaults_and_the_judged_one_is_eager(
     changes: dict[str, Any], served: int | None, judged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of("vllm", "python", **changes)

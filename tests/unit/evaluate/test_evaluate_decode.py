@@ -56,7 +56,7 @@ def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) 
     return {event.sample: event for event in events if isinstance(event, SampleResult)}
 
 
-def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice_are_corrupted() -> None:
+def test_samples_with_answers_are_repeated_and_the_shortest_are_corrupted() -> None:
     a, b, c, d = encoded()
     config: Any = SimpleNamespace(noise_samples=1)
     assert repeated_samples([d, a, b, c], config) == [a, c]
@@ -97,7 +97,7 @@ def test_ragged_batches_give_the_logits_of_single_runs() -> None:
     assert_same(*(rows_of(fake_engine(SAMPLES), encoded(), size) for size in (1, 3)))
 
 
-def test_the_corruption_comes_after_the_prefill_and_before_the_first_decode_or_the_one_pass() -> None:
+def test_the_corruption_comes_between_the_prefill_and_the_first_decode() -> None:
     engine, whole = fake_engine(SAMPLES), OnePassFake(fake_engine(SAMPLES).answers)
     events: list[tuple[int, int]] = []
     note = Mock(side_effect=lambda: events.append((len(engine.prefilled), len(engine.widths))))
@@ -171,7 +171,7 @@ def test_answers_equal_greedy_decode_from_the_prompt(make: Any, batch_size: int)
     assert max(engine.widths) <= batch_size
 
 
-def test_an_engine_that_forks_prefills_no_prompt_twice_and_decodes_no_token_of_the_reference_twice() -> None:
+def test_an_engine_that_forks_computes_no_token_of_a_reference_twice() -> None:
     plain, sharing = fake_engine(SAMPLES, wrong=WRONG), sharing_engine(SAMPLES, wrong=WRONG)
     for engine in (plain, sharing):
         answers_of(engine, encoded(), 2)

@@ -149,12 +149,6 @@ def test_system_metrics_are_measured_under_the_fixed_load(same: Judged) -> None:
     system = report.system
     assert system.kib_per_token == 2 * 1 * 2 * 16 * 2 / 1024  # layers, heads, keys and values, head_dim, bytes
     assert system.kib_per_token_allocated == system.kib_per_token
-    percentiles = [p or 0.0 for p in (system.inter_token_p50_ms, system.inter_token_p95_ms, system.inter_token_p99_ms)]
-    assert 0 < percentiles[0] <= percentiles[1] <= percentiles[2]
-    assert system.time_to_first_token_ms > 0
-    assert system.decode_tokens_per_s is not None
-    assert system.decode_tokens_per_s > 0
-    assert 0 <= (system.others_share or 0.0) <= 1
     assert system.max_live_tokens == 2**30 // (1024 * 128) * 1024
 
 
@@ -177,7 +171,7 @@ class Separators(CharTokenizer):
         return super().text(token_ids).replace("~", "\u2028")
 
 
-def test_ids_of_safetensors_and_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path: Path) -> None:
+def test_reserved_ids_and_unicode_line_separators_are_stored_and_read_back(tmp_path: Path) -> None:
     names = ("s\x85", "__metadata__")
     separated = [Sample(id=name, workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i, name in enumerate(names)]
     plain = [replace(sample, reference=sample.reference.replace("\u2028", "~")) for sample in separated]

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence_covers_the_use(name: str) -> None:
+def test_the_recommended_policy_has_the_most_live_tokens_with_covering_evidence(name: str) -> None:
     evidence, overrides, expected, reasons = CASES[name]
     found = recommended(*evidence, overrides=tuple(overrides))
     assert chosen(found) == expected
@@ -207,7 +207,7 @@ def test_the_stage_decides_by_its_own_gates_and_use(
     assert reason(found, "int8").startswith(expected)
 
 
-def test_only_policies_that_the_backend_serves_are_suggested_with_questions_of_the_asked_length(
+def test_only_policies_that_the_backend_serves_are_suggested(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVGATE_VLLM_PYTHON", raising=False)

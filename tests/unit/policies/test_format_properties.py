@@ -188,7 +188,7 @@ def test_float8_rounds_all_float16_numbers_as_torch_and_ml_dtypes_do(dtype: str)
 
 
 @pytest.mark.parametrize("number", [65504.0, -65504.0, -65480.0])
-def test_the_largest_numbers_that_a_cache_takes_come_back_finite_from_every_dynamic_format(number: float) -> None:
+def test_the_largest_numbers_come_back_finite_from_every_dynamic_format(number: float) -> None:
     """A rotation adds 64 such numbers, and a zero is rounded down: float16 scales and zeros must saturate, not overflow."""
     x_HTD = torch.full((1, 2, 64), number)
     x_HTD[0, 1, 1:] = 1.0

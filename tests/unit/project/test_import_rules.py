@@ -17,7 +17,7 @@ HEAVY = {
     "tensorrt_rtx",
 }  # fmt: skip
 
-ROOMS = (
+PACKAGES = (
     "plugins",
     "stages.core",
     "stages.policies",
@@ -63,7 +63,7 @@ ROOMS = (
 )
 """Packages in order: a module may import from its own package and earlier packages, but not from later ones."""
 
-MODULES_IN_A_ROOM = 12
+MODULES_PER_PACKAGE = 12
 
 
 def imported_at_the_top(path: Path) -> set[str]:
@@ -76,12 +76,12 @@ def imported_modules(module: str) -> set[str]:
     return {name for name in imported_names(MODULES[module]) if name in MODULES}
 
 
-def room(module: str) -> str:
-    """Return the innermost package of ROOMS that contains a module."""
-    rooms = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
-    assert rooms or module in ("pipeline", "stages"), f"{module} is in no room: add it to ROOMS"
+def package_of(module: str) -> str:
+    """Return the innermost package of PACKAGES that contains a module."""
+    packages = [package for package in PACKAGES if module == package or module.startswith(f"{package}.")]
+    assert packages or module in ("pipeline", "stages"), f"{module} is in no package: add it to PACKAGES"
     # for the packages `pipeline` and `stages` themselves: above the plugins
-    return max(rooms, key=len) if rooms else ROOMS[1]
+    return max(packages, key=len) if packages else PACKAGES[1]
 
 
 def importers(library: str) -> list[str]:
@@ -94,9 +94,9 @@ def importers(library: str) -> list[str]:
 
 def test_no_import_runs_upwards() -> None:
     for module in MODULES:
-        floor = ROOMS.index(room(module))
-        above = {name for name in imported_modules(module) if ROOMS.index(room(name)) > floor}
-        assert not above, f"{module} ({room(module)}) imports {sorted(above)}"
+        place = PACKAGES.index(package_of(module))
+        above = {name for name in imported_modules(module) if PACKAGES.index(package_of(name)) > place}
+        assert not above, f"{module} ({package_of(module)}) imports {sorted(above)}"
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -104,10 +104,10 @@ def test_there_are_no_import_cycles() -> None:
 
 
 def test_a_package_of_the_pipeline_is_small() -> None:
-    for name in (room for room in ROOMS if room.startswith("pipeline.")):
+    for name in (package for package in PACKAGES if package.startswith("pipeline.")):
         folder = ROOT / name.replace(".", "/")
         modules = [module for module, path in MODULES.items() if module != name and path.parent == folder]
-        assert not folder.is_dir() or 0 < len(modules) <= MODULES_IN_A_ROOM, name
+        assert not folder.is_dir() or 0 < len(modules) <= MODULES_PER_PACKAGE, name
 
 
 HEAVY_MODULES = {"pipeline.registry.mlflow_store"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("pipeline", "stages", "plugins", "tests", "docs", "README.md")
+PATHS = ("pipeline", "stages", "plugins", "tests", "docs", "README.md")
 LIMIT = 4.0
 """Maximum phrases per 1,000 words."""
 PHRASES = re.compile(
@@ -60,9 +60,9 @@ def phrases_per_thousand_words(texts: Iterator[str]) -> float:
     return 1000 * found / max(words, 1)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_prose_stays_below_its_limit_of_slow_phrases(room: str) -> None:
-    root = ROOT / room
+@pytest.mark.parametrize("path", PATHS)
+def test_prose_stays_below_its_limit_of_slow_phrases(path: str) -> None:
+    root = ROOT / path
     files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.suffix in {".py", ".md"})
     reader = {".py": python_texts, ".md": markdown_texts}
     texts = (text for path in files for text in reader[path.suffix](path.read_text(encoding="utf-8")))

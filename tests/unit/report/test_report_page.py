@@ -159,7 +159,7 @@ def test_secrets_are_masked_before_answers_are_cut_into_differences(tmp_path: Pa
     assert "hunter3" not in text
 
 
-def test_a_large_sweep_with_long_prompts_stays_below_three_megabytes_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_large_sweep_stays_below_three_megabytes_and_says_what_is_missing(tmp_path: Path) -> None:
     of = rows(300, ("one", "two", "three"), count=320)
     first = exhibit(tmp_path, "kv0", of, prompt='<"& ' * 5_000)
     many = [replace(first, candidate=first.candidate.model_copy(update={"name": f"kv{i}"})) for i in range(30)]

@@ -121,7 +121,7 @@ def test_what_samples_do_not_decide_stops_after_the_first_round(changes: dict[st
     assert is_final(outcome, judged)
 
 
-def test_prose_alone_follows_the_same_looks_and_a_bet_waits_where_documents_are_near_the_limit() -> None:
+def test_prose_alone_follows_the_same_looks_and_waits_near_the_limit() -> None:
     assert stops(prose(400)) == ("PASS", 2)  # the first look at 60 requests without a ruined request
     assert stops(prose(400, mean_kl=0.5)) == ("FAIL", 1)
     assert up_to(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"

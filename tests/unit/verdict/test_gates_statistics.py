@@ -28,7 +28,7 @@ def two_points(rng: np.random.Generator, documents: int, high: float) -> Array:
 @pytest.mark.parametrize(
     ("fails", "high"), [*((False, high) for high in (0.0501, 0.08, CUT)), *((True, high) for high in (0.0501, 0.5, 5.0, 500.0))]
 )
-def test_a_mean_at_its_limit_is_decided_wrongly_at_most_as_often_as_its_level_over_all_looks(fails: bool, high: float) -> None:
+def test_a_mean_at_its_limit_is_decided_wrongly_at_most_as_often_as_its_level(fails: bool, high: float) -> None:
     mean = Mean(two_points(np.random.default_rng(int(fails)), 120, high), LIMIT)
     gains, stakes = (mean.fail_gains, bets.FAIL_STAKES) if fails else (mean.pass_gains, bets.PASS_STAKES)
     wrong = np.logical_or.reduce([log_score(gains(LIMIT)[:, :n], stakes) >= -math.log(0.05) for n in range(1, 121)])

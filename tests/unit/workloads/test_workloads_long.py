@@ -36,7 +36,7 @@ def long_workloads(**changes: Any) -> WorkloadsConfig:
     return builtin_workloads(**{"lengths": [1216, 1536], "length_documents": 2, **changes})
 
 
-def test_a_document_is_the_same_at_every_call_and_another_for_another_number_seed_and_split() -> None:
+def test_a_document_depends_only_on_its_number_seed_and_split() -> None:
     first = DOCUMENTS[0]
     assert questions(first, 300) == questions(first, 300)
     others = [DOCUMENTS[1], replace(first, seed=1), replace(first, split="calibration"), document_of(4096, 0, seed=0)]
@@ -90,7 +90,7 @@ def test_questions_ask_each_third_an_instruction_a_turn_a_summary_and_json(slot:
             assert not judge(sample, sample.reference.replace(sample.mentions[0], distractor))
 
 
-def test_more_words_make_a_longer_document_with_the_same_records_also_beyond_all_documentation() -> None:
+def test_more_words_make_a_longer_document_with_the_same_records() -> None:
     texts = [document(questions(DOCUMENTS[0], words)[0]) for words in (0, 500, 100_000)]
     assert [len(CODE.findall(text)) for text in texts] == [CODES] * 3
     counts = [len(text.split()) for text in texts]
