@@ -50,7 +50,8 @@ def test_every_fault_has_its_own_description() -> None:
 
 def test_the_page_names_every_fault_that_is_not_judged_yet() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
-    assert [job.name for job in jobs() if job.fault is not None and f"`{job.name}`" not in text] == []
+    names = [job.name for job in jobs() if job.fault is not None and job.name not in RECORD]
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_a_fault_that_passes_is_explained_on_the_page() -> None:
