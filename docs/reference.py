@@ -33,6 +33,8 @@ RECORDS = {
         "pipeline.chain.showing.PAGE": "charts, and the answers that changed, on one page for people",
         "pipeline.cli.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
         "stages.core.files.STORE_FILE": "the version of the store's layout, in `artifacts/`",
+        "pipeline.chain.planning.CAPACITY": "the memory and the requests of every policy, by `stage=capacity`",
+        "pipeline.chain.planning.RECOMMENDATION": "the policies with evidence for a use, by `stage=recommend`",
         "stages.planning.tuning.TUNE_FILE": "what `stage=tune` measured, in `tuned/`; `tuned/kv/` has its policies",
     },
     "of an engine": {
@@ -136,7 +138,10 @@ def rows(
         default = defaults.get(name, least) if isinstance(defaults, dict) else least
         about = linked(own.get(name) or said.get(name, ""))
         if not inner or get_origin(field.annotation) in (list, tuple):
-            yield f"`{key}`", _yaml(default), values(annotation), about
+            allowed = values(annotation)
+            # A validator may replace null by a number, so that the field's own type lacks null.
+            replaced = "null" not in allowed and re.search(r"\bnull\b", about)
+            yield f"`{key}`", _yaml(default), f"{allowed}, `null`" if replaced else allowed, about
         elif inner[0] in seen:
             yield f"`{key}`", "`null`" if default is None else "", f"the keys of `{seen[inner[0]]}`", about
         else:

@@ -96,7 +96,7 @@ def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
     *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
     saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
-    blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
+    blind = "the answers do not depend on the cache; " if candidate.is_blind else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
     lines = [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
     if passed:

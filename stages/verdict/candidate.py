@@ -137,8 +137,8 @@ def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
         said = (
             "does not compute its policy"
             if "candidate" in wrong
-            else "is not judged: the FP16 baseline deviates from the reference engine"
+            else "cannot be compared, because the FP16 baseline deviates from the reference engine"
         )
     if _is_blind(checks):
-        said = "is not judged, because its answers do not depend on the cache"
+        said = "gives answers that do not depend on the cache"
     return f"{name} {said}: {verdict}"

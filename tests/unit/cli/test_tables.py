@@ -50,7 +50,7 @@ def test_the_reason_of_a_verdict_says_that_the_answers_do_not_depend_on_the_cach
 ) -> None:
     unseen = Check(gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="unnoticed")
     print_verdict(judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)}))
-    assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
+    assert "why: the answers do not depend on the cache; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_the_reason_against_a_candidate_that_passed_is_what_decided(backend: str
     ("where", "said"),
     [
         ("candidate", "does not compute its policy"),
-        ("baseline", "is not judged: the FP16 baseline deviates from the reference engine"),
-        ("control", "is not judged, because its answers do not depend on the cache"),
+        ("baseline", "cannot be compared, because the FP16 baseline deviates from the reference engine"),
+        ("control", "gives answers that do not depend on the cache"),
     ],
 )
 def test_an_engine_whose_fault_is_not_its_cache_is_not_called_not_good_enough(where: str, said: str) -> None:

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PATHS = ("pipeline", "stages", "plugins", "tests", "docs", "README.md")
+PATHS = (
+    "pipeline", "stages", "plugins", "tests", "docs", "README.md",
+    "benchmarks", "conf", "examples", ".ci", ".github", "requirements", "Dockerfile", "Makefile", "pyproject.toml",
+)  # fmt: skip
+"""Folders and files whose prose is counted."""
 LIMIT = 4.0
 """Maximum phrases per 1,000 words."""
 PHRASES = re.compile(
@@ -51,6 +55,23 @@ def markdown_texts(source: str) -> Iterator[str]:
         yield from (re.sub(r"`[^`]*`|\]\([^)]*\)", " X ", line).strip("|#-* ") for line in part.splitlines())
 
 
+def comment_texts(source: str) -> Iterator[str]:
+    """Yield the comments of YAML, TOML, shell, make and Docker files; consecutive lines are one comment."""
+    above: list[str] = []
+    for line in [*source.splitlines(), ""]:
+        comment = re.search(r"(?:^|\s)#+ (.*)$", line)
+        if comment is not None:
+            above.append(comment[1])
+        if above and (comment is None or not line.lstrip().startswith("#")):
+            yield " ".join(above)
+            above = []
+
+
+READERS = {".py": python_texts, ".md": markdown_texts}
+COMMENTED = {".yaml", ".yml", ".toml", ".in", ""}
+"""Suffixes of files with comments after `#`."""
+
+
 def phrases_per_thousand_words(texts: Iterator[str]) -> float:
     words = found = 0
     for text in texts:
@@ -63,7 +84,7 @@ def phrases_per_thousand_words(texts: Iterator[str]) -> float:
 @pytest.mark.parametrize("path", PATHS)
 def test_prose_stays_below_its_limit_of_slow_phrases(path: str) -> None:
     root = ROOT / path
-    files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.suffix in {".py", ".md"})
-    reader = {".py": python_texts, ".md": markdown_texts}
-    texts = (text for path in files for text in reader[path.suffix](path.read_text(encoding="utf-8")))
+    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
+    known = [file for file in files if file.suffix in READERS.keys() | COMMENTED]
+    texts = (text for file in known for text in READERS.get(file.suffix, comment_texts)(file.read_text(encoding="utf-8")))
     assert phrases_per_thousand_words(texts) <= LIMIT, "see CONTRIBUTING.md#prose"
