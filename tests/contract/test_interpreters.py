@@ -117,7 +117,6 @@ def test_times_are_the_librarys_own(engine: RequestEngine) -> None:
     load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
     system = measure_system(engine, load)
     assert system.time_to_first_token_ms > 0
-    assert 0 < (system.inter_token_p50_ms or 0.0) <= (system.inter_token_p99_ms or 0.0)
     assert system.kib_per_token_allocated == system.kib_per_token
 
 

@@ -39,10 +39,10 @@ def short_last_chunk(step: Step) -> Any:
 
 
 def generating(edit: Callable[..., Any]) -> Plant:
-    """Change the answers of `generate`: `edit(answers, prompts, limits, options)`."""
+    """Change the answers of `generate`: `edit(answers, prompts, prompts at once)`."""
 
-    def faulty(generate: Any, _: Any, prompts: Any, limits: Any, *given: Any, **options: Any) -> Any:
-        return edit(generate(prompts, limits, *given, **options), prompts, limits, options)
+    def faulty(generate: Any, _: Any, prompts: Any, *given: Any, **options: Any) -> Any:
+        return edit(generate(prompts, *given, **options), prompts, options.get("max_sequences") or len(prompts))
 
     return method("generate", faulty)
 
@@ -54,10 +54,9 @@ def wrapped(answers: list[list[int]], *_: Any) -> list[list[int]]:
     ]
 
 
-def turned(answers: list[list[int]], _: Any, __: Any, options: dict[str, Any]) -> list[list[int]]:
+def turned(answers: list[list[int]], _: Any, at_once: int) -> list[list[int]]:
     """Send answers to other callers if there are more prompts than sequences at once."""
-    most = options.get("max_sequences") or len(answers)
-    return answers[1:] + answers[:1] if len(answers) > most else answers
+    return answers[1:] + answers[:1] if len(answers) > at_once else answers
 
 
 def without_parent(keys: Any, _: Any, prompt: Sequence[int]) -> list[str]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from faults.fault import KEPT_CHUNK, Fault
 from faults.hooks import Array, Plant, Step, given, method, reads, steps, write, zero
+from faults.serving import generating
 from stages.policies.policy import PAGE_TOKENS
 
 
@@ -195,15 +196,6 @@ def stop_in_blocks(size: int) -> Callable[..., Any]:
         return [one[: -(-end // size) * size] for one, end in zip(answers, ends, strict=True)]
 
     return faulty
-
-
-def generating(edit: Callable[..., Any]) -> Plant:
-    """Change answers: `edit(answers, prompts, prompts at once)`."""
-
-    def faulty(generate: Any, _: Any, prompts: Any, *given: Any, **options: Any) -> Any:
-        return edit(generate(prompts, *given, **options), prompts, options.get("max_sequences") or len(prompts))
-
-    return method("generate", faulty)
 
 
 def ring_of(size: int) -> Callable[..., Any]:

@@ -81,8 +81,6 @@ CHUNKS = (
 )
 """Kernels for several new tokens, and the typical number of query rows of a sequence."""
 
-"""Kernels that dequantize pages for long chunks."""
-
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 """Bytes per thread of a load, by the opcode's last modifier; all other loads have 4 bytes."""
 

@@ -101,9 +101,9 @@ class VllmEngine(ShowingEngine):
 
     def _used(self, layer: LayerScales) -> dict[Side, tuple[float, ...]]:
         """Return the scales that a layer reads. With several workers vLLM lists one scale per head even for a shared scale."""
-        told = {Side.KEY: layer.key, Side.VALUE: layer.value}
+        read = {Side.KEY: layer.key, Side.VALUE: layer.value}
         by_head = self.policy.key.granularity == "per_head"
-        return {side: tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in told.items()}
+        return {side: tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in read.items()}
 
     def close(self) -> None:
         super().close()

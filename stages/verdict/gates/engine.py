@@ -41,10 +41,10 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         yield line.model_copy(update=unseen)
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
         free = tests.free_answers
-        told = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
+        text = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
         if free.samples:
-            told += f", {bounded(free.samples, 'contradict themselves')}"
-        yield _line(Gate.FREE_ANSWERS, where, free.contradictions, told)
+            text += f", {bounded(free.samples, 'contradict themselves')}"
+        yield _line(Gate.FREE_ANSWERS, where, free.contradictions, text)
 
 
 def _listed(failures: Sequence[str]) -> str:
@@ -60,28 +60,28 @@ def _line(gate: Gate, where: str, failures: Sequence[str], passed: str) -> Check
 
 def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     """Yield a FAIL if a request differs from itself in a large pool by more than noise; INCONCLUSIVE if no pool was full."""
-    found = evidence.report.tests.full_pool
-    if found is None:
+    pool = evidence.report.tests.full_pool
+    if pool is None:
         return
-    told = (
-        f"{found.requests} requests gave the same answers in a pool of {found.pages} pages (they need {found.wanted_pages}): "
-        f"{found.preempted} preemptions, {found.reused:,} tokens reused"
+    text = (
+        f"{pool.requests} requests gave the same answers in a pool of {pool.pages} pages (they need {pool.wanted_pages}): "
+        f"{pool.preempted} preemptions, {pool.reused:,} tokens reused"
     )
-    status: Status = "FAIL" if found.deviations else "PASS" if found.preempted else "INCONCLUSIVE"
-    if not found.requests:
-        told = (
-            f"workloads.full_pool={found.requests_per_round}: the engine cannot be given a small pool, and nothing was seen "
+    status: Status = "FAIL" if pool.deviations else "PASS" if pool.preempted else "INCONCLUSIVE"
+    if not pool.requests:
+        text = (
+            f"workloads.full_pool={pool.requests_per_round}: the engine cannot be given a small pool, and nothing was seen "
             "under load; judge it with workloads.full_pool=0"
         )
     elif status == "FAIL":
-        told = f"{len(found.deviations)} of {found.requests} requests differ ({found.limit_kl:.1e} allowed): "
-        told += _listed(found.deviations)
+        text = f"{len(pool.deviations)} of {pool.requests} requests differ ({pool.limit_kl:.1e} allowed): "
+        text += _listed(pool.deviations)
     elif status == "PASS":
-        told += f", {bounded(found.requests_per_round, 'change')}"
+        text += f", {bounded(pool.requests_per_round, 'change')}"
     else:
-        told += f": the pool was never full; ask more requests with workloads.full_pool={2 * found.requests_per_round}"
+        text += f": the pool was never full; ask more requests with workloads.full_pool={2 * pool.requests_per_round}"
     yield Check.of(
-        Gate.FULL_POOL, "candidate", status, f"full pool: {told}", len(found.deviations) if found.requests else None, 0
+        Gate.FULL_POOL, "candidate", status, f"full pool: {text}", len(pool.deviations) if pool.requests else None, 0
     )
 
 
