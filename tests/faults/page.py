@@ -10,23 +10,6 @@ from faults.record import Cost, Costs, Outcomes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
-KINDS = {
-    "scales": "Wrong scales",
-    "codes": "Wrong codes: rounded, clipped, packed, rotated or stored incorrectly",
-    "pages": "Wrong pages: not written, read from another place, or not freed",
-    "crowds": "Requests that read another request's cache",
-    "positions": "Wrong positions, lengths and exact tokens",
-    "turns": "Later turns of a conversation, and forks",
-    "evictions": "Evictions, windows and sliding layers",
-    "prompts": "Prompts and their first tokens",
-    "prefixes": "Prefix caching",
-    "serving": "Batches, generation, and rare or late faults",
-    "situations": "Long turns, many rows on a prefix, whole tiles, dropped prefixes, long queues, and stop tokens",
-    "kernels": "Changed attention kernels and graphs",
-    "reference": "backend=torch on a CPU",
-    "claims": "False claims of an engine, and faults that the baseline shares",
-}
-
 REASONS = {
     "subnormals_flushed": "FP8 subnormals are below 1/28,000 of the largest number. Zeros in their place change a vector less "
     "than a neighbouring code of a large number, which a sound engine may choose",
@@ -66,7 +49,7 @@ policies, not faults. For every gate, `tests/unit/verdict/test_gates.py` has a r
 def text(now: Outcomes, costs: Costs) -> str:
     """Return the page."""
     judged = [fault for fault in FAULTS if fault.name in now]
-    return "\n".join([*_head(now, costs, judged), *_kinds(now, judged), *_gates(now, judged)]) + "\n"
+    return "\n".join([*_head(now, costs, judged), *_gates(now, judged)]) + "\n"
 
 
 def _row(*cells: object) -> str:
@@ -105,14 +88,6 @@ def _cost(found: Cost | None, fault: Fault) -> str:
     if fault.harm != "answers":
         return {"memory": "memory", "claim": "a claim"}[fault.harm]
     return "an error" if found is not None and found.error else _size(None if found is None else found.worst_kl)
-
-
-def _kinds(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
-    yield "\n## Kinds of faults\n"
-    yield "| kind | faults | refused |\n|---|---|---|"
-    for kind, title in KINDS.items():
-        alike = [now[fault.name] for fault in judged if fault.kind == kind]
-        yield _row(title, len(alike), sum(one.caught for one in alike))
 
 
 def _gates(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
