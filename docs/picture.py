@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from stages.report import charts
 from stages.report.charts import BASELINES, Datum, draw_svg, mark_front
 
@@ -23,9 +25,9 @@ COLOURS = {
 }  # fmt: skip
 """Colours of the report on a light page."""
 WORDS = {
-    '"format": ".0e"': '"format": ".1%"',
+    "format: .0e": "format: .1%",
     "mean KL [nats/token]": "lost probability of right answers",
-    "'A/A floor: ' + format(datum.exact, '.1e')": "'FP16'",
+    "'noise floor: ' + format(datum.exact, '.1e')": "'FP16'",
     "format(datum.limit, '.3~g')": "format(datum.limit, '.0%')",
 }
 """Text of the report's chart -> text of the picture."""
@@ -66,10 +68,11 @@ def lengths(measured: dict[str, Any]) -> list[Datum]:
 
 def draw(chart: str, rows: list[Datum], words: dict[str, str]) -> str:
     """Return a chart of the report as SVG, with some of its words replaced."""
-    text = Path(charts.__file__).with_suffix(".json").read_text(encoding="utf-8")
+    text = Path(charts.__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     for of_report, of_picture in words.items():
+        assert of_report in text, of_report
         text = text.replace(of_report, of_picture)
-    specs = json.loads(text)
+    specs = yaml.safe_load(text)
     config = specs["config"] | {"background": "white", "padding": 8}
     (drawn,) = draw_svg([specs[chart] | {"config": config, "data": {"values": rows}}])
     return re.sub(r"var\((--\w+)\)", lambda found: COLOURS[found[1]], drawn)
