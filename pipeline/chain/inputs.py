@@ -82,15 +82,16 @@ def _check_model(config: Config, opened: set[Path]) -> None:
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
     if config.work == checkpoint.path.resolve():
         raise UserError(f"workdir={config.workdir}: is the checkpoint's directory; give another")
-    job = Job(config.stage, config.kv, config.weights.format, checkpoint)
+    facts = config.facts
+    job = Job(config.kv, config.weights.format, checkpoint, builds=facts.builds, judges=facts.judges)
     config.kv.check_shape(checkpoint.shape)
     _refuse_quantized(config.backend, checkpoint)
-    if job.builds:
+    if facts.builds:
         _refuse_longer(config.backend, checkpoint)
     refuse_weights(checkpoint, config.weights.format)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
-    if config.facts.judges:
+    if facts.judges:
         _check_lengths(config, checkpoint)
     if checkpoint.path.is_dir():
         tensors_on_disk(checkpoint)
@@ -99,7 +100,7 @@ def _check_model(config: Config, opened: set[Path]) -> None:
     with required_libraries():
         samples = _check_questions(config, checkpoint)
         open_backend(config.backend).check_inputs(job)
-        if job.judges and config.reference.device == "cuda":
+        if facts.judges and config.reference.device == "cuda":
             from stages.engines.reference.device import reference_device
 
             reference_device(config.reference.device, 0)
@@ -108,11 +109,11 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         if checkpoint.path not in opened:
             check_opens(checkpoint)
             opened.add(checkpoint.path)
-        if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
+        if facts.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
-        if job.judges and config.workloads.lengths and checkpoint.path.is_dir():
+        if facts.judges and config.workloads.lengths and checkpoint.path.is_dir():
             _check_shortest(config, checkpoint)
         if checkpoint.path.is_dir():  # last, since it imports torch and transformers
             from stages.checkpoints.loading import expected_tensors

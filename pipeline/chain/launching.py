@@ -83,9 +83,11 @@ def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
             state = GlobalHydra.instance()
             assert state.hydra is not None
             more = RAY_OVERRIDES if planned.launcher == RAY else ()
-            composed = state.hydra.compose_config("config", [*planned.given, *more], RunMode.MULTIRUN, from_shell=False)
+            composed = state.hydra.compose_config(
+                "config", [*planned.launcher_overrides, *more], RunMode.MULTIRUN, from_shell=False
+            )
             context = HydraContext(state.config_loader(), Callbacks())
-            jobs = [[override for override in job if not is_hydras(override.lstrip("+~"))] for job in planned.overrides]
+            jobs = [[override for override in job if not is_hydras(override.lstrip("+~"))] for job in planned.job_overrides]
             with launcher_errors(planned.launcher):
                 returned = Plugins.instance().instantiate_launcher(context, task, composed).launch(jobs, initial_job_idx=0)
         return [job.return_value for job in returned]  # raises the job's exception

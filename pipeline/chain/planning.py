@@ -61,7 +61,7 @@ def show_capacity(run: Run) -> None:
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)
-    next_steps.show(next_steps.after_making("capacity", run.typed))
+    next_steps.show(next_steps.after_making("capacity", run.arguments))
 
 
 def recommend_policy(run: Run) -> None:
@@ -77,7 +77,7 @@ def recommend_policy(run: Run) -> None:
         unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments
-    kept = [part for part in run.typed if not part.lstrip("+~").startswith(dropped)]
+    kept = [part for part in run.arguments if not part.lstrip("+~").startswith(dropped)]
     for line in (
         *tables.budget_lines(capacity)[:3],
         *tables.recommendation_lines(recommendation, [*kept, *_questions(config)]),
@@ -105,7 +105,7 @@ def _unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
     def refuses(policy: KVPolicy) -> bool:
         try:
             policy.check_shape(found.shape)
-            open_backend(config.backend).check_inputs(Job("build", policy, config.weights.format, found))
+            open_backend(config.backend).check_inputs(Job(policy, config.weights.format, found))
         except UserError:
             return True
         except MissingRequirement:  # the policy is not at fault
@@ -248,7 +248,7 @@ def tune(run: Run) -> None:
     chosen = next(one for one in report.measured if one.policy.name == report.chosen)
     console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
     own = folder if chosen.origin != "uniform" else None
-    next_steps.show(next_steps.after_tuning(run.config, report.chosen, own, run.typed))
+    next_steps.show(next_steps.after_tuning(run.config, report.chosen, own, run.arguments))
 
 
 def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:

@@ -41,7 +41,7 @@ class Run:
     label: str = ""
     """Display name of the candidate, unique within the sweep: the policy and the other overrides."""
 
-    typed: Sequence[str] = ()
+    arguments: Sequence[str] = ()
     """The user's arguments, which a next command repeats."""
     store: Store | None = None
     """The work directory's store if None."""

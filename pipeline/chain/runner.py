@@ -120,19 +120,19 @@ def run(planned: Plan, sweep: str) -> int:
         UserError, GateRefusal, MissingRequirement: The only job ended with a problem that a person or CI can act on.
         Exception: A defect.
     """
-    config, typed, sweeping = planned.jobs[0], planned.typed, planned.sweeping
+    config, arguments, sweeping = planned.jobs[0], planned.arguments, planned.sweeping
     with holding(config):  # held between the jobs of a sweep too
         start(planned)
         before = None
         if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
-            command = None if typed is None else next_steps.command_line(typed, sweep=sweeping)
+            command = None if arguments is None else next_steps.command_line(arguments, sweep=sweeping)
             before = summary.begin(config.work, sweep, planned.names, command=command)
         code, step = 0, None
         try:
             if sweeping:
                 code, step = _sweep(planned, sweep)
             else:
-                _run_alone(Run(config, sweep, planned.names[0], typed or ()))
+                _run_alone(Run(config, sweep, planned.names[0], arguments or ()))
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
             with warned("the interruption is not recorded"):
                 _conclude(planned, sweep, INTERRUPTED)
@@ -147,7 +147,7 @@ def run(planned: Plan, sweep: str) -> int:
                 console.ended_by(error)
                 return _conclude(planned, sweep, exit_code(error))
             with warned("the end of the command is not recorded"):
-                _conclude(planned, sweep, exit_code(error), _advice(config, error, typed or ()))
+                _conclude(planned, sweep, exit_code(error), _advice(config, error, arguments or ()))
             raise
         return _conclude(planned, sweep, code, step)
 
@@ -165,9 +165,9 @@ def _run_alone(job: Run) -> None:
                 serving.promote_from(job, last)
 
 
-def _advice(config: Config, error: Exception, typed: Sequence[str], *, sweep: bool = False) -> NextStep | None:
+def _advice(config: Config, error: Exception, arguments: Sequence[str], *, sweep: bool = False) -> NextStep | None:
     """Return the next step after the error of a job; None if the error calls for no command."""
-    return next_steps.after_weak(config, error, typed, sweep=sweep) if isinstance(error, CannotBeJudged) else None
+    return next_steps.after_weak(config, error, arguments, sweep=sweep) if isinstance(error, CannotBeJudged) else None
 
 
 @contextmanager
@@ -191,7 +191,7 @@ class Ended:
     """End of a sweep's job."""
 
     code: int
-    said: str = ""
+    message: str = ""
     """Message of the error."""
     step: NextStep | None = None
     """Next step after the error."""
@@ -202,7 +202,7 @@ def _sweep(planned: Plan, sweep: str) -> tuple[int, NextStep | None]:
 
     Return the worst exit code, and the next step after the first error that calls for one.
     """
-    task = Task(sweep, planned.names, tuple(planned.typed or ()))
+    task = Task(sweep, planned.names, tuple(planned.arguments or ()))
     if planned.launcher == BASIC:
         ended = [task.attempt(number, config) for number, config in enumerate(planned.jobs)]
     else:
@@ -211,7 +211,7 @@ def _sweep(planned: Plan, sweep: str) -> tuple[int, NextStep | None]:
             console.LOGGER.info("jobs write their output below %s", planned.jobs[0].work / LOGS)
         ended = launch(planned, task)
         for number, end in enumerate(ended) if has_logs else ():
-            for line in end.said.splitlines():  # refusals, which the jobs wrote to their log files
+            for line in end.message.splitlines():  # refusals, which the jobs wrote to their log files
                 console.error(f"{task.place(number, planned.jobs[number]).name}{line}", exit_code=end.code)
     step = next((end.step for end in ended if end.step is not None), None)
     return max((end.code for end in ended), key=SEVERITY.index), step
@@ -224,7 +224,7 @@ class Task:
     sweep: str
     names: tuple[str, ...]
     """Display names of all jobs."""
-    typed: tuple[str, ...]
+    arguments: tuple[str, ...]
     """The arguments of the sweep's command, which a next command repeats."""
 
     def __call__(self, composed: DictConfig) -> Ended:
@@ -245,17 +245,17 @@ class Task:
         """Run a job of the sweep, and return how it ended."""
         try:
             with _recorded(config, self.sweep, self.place(number, config, beside_others=beside_others)):
-                STAGES[config.stage](Run(config, self.sweep, self.names[number], self.typed))
+                STAGES[config.stage](Run(config, self.sweep, self.names[number], self.arguments))
         except Exception as error:
             console.ended_by(error)
-            return Ended(exit_code(error), redact_text(describe(error)), _advice(config, error, self.typed, sweep=True))
+            return Ended(exit_code(error), redact_text(describe(error)), _advice(config, error, self.arguments, sweep=True))
         finally:
             console.end()
         return Ended(0)
 
 
 def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None) -> int:
-    """Show the candidates of a command with the next step, and return the command's exit code.
+    """Show the results of a command with the next step, and return the command's exit code.
 
     `code` is the worst exit code of the jobs, or of the error that ended the command early. `step` is the next step after an
     error, which is shown if there are no candidates.
@@ -263,52 +263,72 @@ def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None
     Raises:
         GateRefusal: The candidate of the only job did not pass. A sweep prints its refusal.
     """
-    config, typed, sweeping = planned.jobs[0], planned.typed or (), planned.sweeping
-    if not config.facts.judges:
-        if config.stage in ("quantize", "build") and code == 0:
-            step = next_steps.after_making(config.stage, typed, sweep=sweeping)
+    config = planned.jobs[0]
+    if config.facts.judges:
+        last = summary.load(config.work, sweep)
+        write_junit(config.work / JUNIT, last)
+        return (_conclude_sweep if planned.sweeping else _conclude_job)(planned, last, code, step)
+    if config.stage in ("quantize", "build") and code == 0:
+        step = next_steps.after_making(config.stage, planned.arguments or (), sweep=planned.sweeping)
+    next_steps.show(step)
+    if config.facts.recorded:
+        summary.finish(config.work, None, code)
+    return code
+
+
+def _conclude_job(planned: Plan, last: summary.Summary, code: int, step: NextStep | None) -> int:
+    """Conclude an evaluation as `_conclude` does. Raises GateRefusal if its candidate did not pass."""
+    config, refusal = planned.jobs[0], None
+    if code == 0:
+        (candidate,) = last.candidates
+        step = next_steps.after_judging(config, last.candidates, planned.arguments or ())
+        if candidate.verdict not in _accepted(planned):
+            refusal = GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
+    if last.champion is None:  # else the promotion has shown the candidate
+        _show_candidates(config, last)
         next_steps.show(step)
-        if config.facts.recorded:
-            summary.finish(config.work, None, code)
-        return code
-    last = summary.load(config.work, sweep)
-    candidates, unfinished = last.candidates, last.unfinished
-    write_junit(config.work / JUNIT, last)
-    if not candidates:
-        remove_page(config.work)
-        next_steps.show(step)
-    elif last.champion is None:  # else the promotion has shown them
-        if sweeping:
-            tables.print_comparison(candidates)
-        show(config, candidates, sweep=sweep, unfinished=unfinished, command=last.command)
-        if sweeping:
-            compare_in_mlflow(config, candidates, sweep)
-        if sweeping or code == 0:
-            swept, missing = planned.swept, unfinished is not None
-            next_steps.show(next_steps.after_judging(config, candidates, typed, swept=swept, unfinished=missing))
-    refusal = _refusal(planned, last) if sweeping or code == 0 else None
-    codes = (code, last.exit_code, 0 if refusal is None else exit_code(refusal))
-    code = max(codes, key=SEVERITY.index)
-    if sweeping:
-        summary.note(config.work, sweep, exit_code=code)
-    else:
-        summary.finish(config.work, sweep, code)
-    if refusal is not None and not sweeping:
+    code = _worst(code, last.exit_code, refusal)
+    summary.finish(config.work, last.sweep, code)
+    if refusal is not None:
         raise refusal
+    return code
+
+
+def _conclude_sweep(planned: Plan, last: summary.Summary, code: int, step: NextStep | None) -> int:
+    """Conclude a sweep as `_conclude` does, and print why it does not exit with 0 although its jobs ended well."""
+    config, candidates = planned.jobs[0], last.candidates
+    refusal: Exception | None = None
+    if candidates:
+        tables.print_comparison(candidates)
+    _show_candidates(config, last)
+    if candidates:
+        compare_in_mlflow(config, candidates, last.sweep)
+        swept, unfinished = planned.swept_keys, last.unfinished is not None
+        step = next_steps.after_judging(config, candidates, planned.arguments or (), swept=swept, unfinished=unfinished)
+    next_steps.show(step)
+    if last.unfinished is not None:
+        refusal = MissingRequirement(f"{last.unfinished}; run it again to continue")
+    elif candidates and _accepted(planned).isdisjoint(candidate.verdict for candidate in candidates):
+        refusal = GateRefusal("no candidate of the sweep passed")
+    code = _worst(code, last.exit_code, refusal)
+    summary.note(config.work, last.sweep, exit_code=code)
     if refusal is not None:
         console.ended_by(refusal)
     return code
 
 
-def _refusal(planned: Plan, last: summary.Summary) -> Exception | None:
-    """Return the reason why a command whose jobs all ended well does not exit with 0."""
-    first_look = all(job.workloads.is_first_look for job in planned.jobs)
-    decent = {"PASS", "INCONCLUSIVE"} if first_look else {"PASS"}
-    if planned.sweeping and last.unfinished is not None:
-        return MissingRequirement(f"{last.unfinished}; run it again to continue")
-    if not decent.isdisjoint(candidate.verdict for candidate in last.candidates):
-        return None
-    if planned.sweeping:
-        return GateRefusal("no candidate of the sweep passed") if last.candidates else None
-    candidate = last.candidates[0]
-    return GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
+def _show_candidates(config: Config, last: summary.Summary) -> None:
+    """Write the page about the candidates of a command, or remove an earlier command's page if there are none."""
+    if last.candidates:
+        show(config, last.candidates, sweep=last.sweep, unfinished=last.unfinished, command=last.command)
+    else:
+        remove_page(config.work)
+
+
+def _accepted(planned: Plan) -> set[str]:
+    """Return the verdicts of which a command needs one to exit with 0. A first look never passes."""
+    return {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_first_look for job in planned.jobs) else {"PASS"}
+
+
+def _worst(code: int, recorded: int, refusal: Exception | None) -> int:
+    return max(code, recorded, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)

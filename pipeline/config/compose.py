@@ -1,7 +1,7 @@
 """Composition of command-line overrides into validated configurations. All jobs of a sweep are checked before the launch."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import islice, product
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -35,10 +36,10 @@ from pipeline.config.overrides import (
     OPTION,
     SEARCHPATH,
     as_text,
+    problem_of,
     readable,
     refuse_code,
     searching,
-    wrong,
 )
 from pipeline.config.policies import check_name
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
@@ -93,22 +94,24 @@ class Plan:
     """The validated jobs of one command line."""
 
     jobs: list[Config]
-    overrides: tuple[list[str], ...]
+    job_overrides: tuple[list[str], ...]
+    """Overrides of each job."""
     sweeping: bool = False
-    swept: tuple[str, ...] = ()
+    swept_keys: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
     launcher: str = BASIC
     launcher_config: Mapping[str, Any] = field(default_factory=dict)
     """The node `hydra.launcher`."""
-    given: tuple[str, ...] = ()
-    typed: tuple[str, ...] | None = None
+    launcher_overrides: tuple[str, ...] = ()
+    """Overrides of the whole sweep, from which a launcher composes its own configuration."""
+    arguments: tuple[str, ...] | None = None
     """The user's arguments, for repetition in a next command; None if kvgate is called from Python."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Display names of the jobs' candidates: the policy, its changed keys, and the keys that differ within the sweep."""
-        prefixes = ("kv.", *(f"{key}=" for key in self.swept if key != "kv"))
-        lines = ([part.lstrip("+").replace("'", "") for part in line] for line in self.overrides)
+        prefixes = ("kv.", *(f"{key}=" for key in self.swept_keys if key != "kv"))
+        lines = ([part.lstrip("+").replace("'", "") for part in line] for line in self.job_overrides)
         changes = ([part for part in line if part.startswith(prefixes)] for line in lines)
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, changes, strict=True))
 
@@ -118,11 +121,25 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
 
     `folders` have options of the user's own, as `--config-dir` names them.
     """
-    typed = (*(f"--config-dir={folder}" for folder in folders), *overrides)
-    planned = replace(_plan(overrides, multirun, searching(folders)), typed=typed)
+    places = searching(folders)
+    for override in overrides:
+        _refuse_override(override)
+    with initialized():
+        with _explained(overrides):
+            # with the loader, the parser can expand kv=glob(*)
+            loader: Any = SimpleNamespace(get_group_options=lambda group, **_: _options(group, places))
+            parser = OverridesParser.create(loader)
+            parsed, problems = _parse(overrides, places, parser)
+        try:
+            with _explained(overrides):
+                planned = _planned(parsed, multirun, parser)
+        except UserError as error:
+            raise UserError("\n".join([*problems, str(error)])) from error
+    if problems:
+        raise UserError("\n".join(problems))
     for job, name in zip(planned.jobs, planned.names, strict=True):
         check_name(job.kv, name)
-    return planned
+    return replace(planned, arguments=(*(f"--config-dir={folder}" for folder in folders), *overrides))
 
 
 def _refuse_override(override: str) -> None:
@@ -140,58 +157,56 @@ def _refuse_override(override: str) -> None:
         _refuse_secrets(value, redact_text(key.lstrip("+~")))
 
 
-def _plan(overrides: Sequence[str], multirun: bool, places: list[str]) -> Plan:
-    for override in overrides:
-        _refuse_override(override)
+@contextmanager
+def _explained(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn an error of Hydra's parser or composition into a UserError of one line."""
     try:
-        with initialized():
-            parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # with the loader, it can expand kv=glob(*)
-            overrides = [_added(readable(override, parser)) for override in overrides]
-            parsed = parser.parse_overrides(overrides)
-            problems = [wrong(override, lambda key: _options(key, places)) for override in parsed]
-            if any(problems):
-                try:  # the other overrides may have problems too
-                    _plan([line for line, problem in zip(overrides, problems, strict=True) if not problem], multirun, places)
-                except UserError as more:
-                    problems.append(str(more))
-                raise UserError("\n".join(filter(None, problems)))
-            overrides, parsed = [*places, *overrides], [*parser.parse_overrides(places), *parsed]
-            plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
-            swept = [o for o in parsed if o.is_sweep_override()]
-            hydras = [str(o.input_line) for o in parsed if is_hydras(o.key_or_group)]
-            plain, composed = _suited(plain)
-            refuse_code(composed.hydra)
-            typed = [o.key_or_group.removeprefix(LAUNCHER_KEYS) for o in parsed if o.key_or_group.startswith(LAUNCHER_KEYS)]
-            launcher, launcher_config = check_sweep(composed.hydra, typed)
-            sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
-            if not sweeping:
-                if swept:
-                    line = as_typed(str(swept[0].input_line))
-                    raise UserError(
-                        f"{line}: several values need a sweep; add -m, or quote one text with commas: {as_text(line)}"
-                    )
-                if launcher != BASIC:
-                    raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")
-                return Plan([to_config(composed)], (plain,))
-            params = composed.hydra.sweeper.params or {}
-            last = {o.key_or_group: o for o in parsed}
-            given = [
-                o
-                for o in parser.parse_overrides([f"{k}={v}" for k, v in params.items()]) + parsed
-                if not is_hydras(o.key_or_group)
-            ]
-            keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
-            each = tuple([*hydras, *job] for job in _jobs(given))
-            jobs, each = _configs(each)
-            alone = next((job for job in jobs if job.facts.alone), None)
-            if alone is not None:
-                raise UserError(f"stage={alone.stage}: {alone.facts.alone}")
-            return Plan(jobs, each, True, keys, launcher, launcher_config, tuple(overrides))
+        yield
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain_hydra(error, overrides)) from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
         raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deep; give less") from None
+
+
+def _parse(overrides: Sequence[str], places: list[str], parser: OverridesParser) -> tuple[list[Override], list[str]]:
+    """Return the overrides in `places` and the sound `overrides`, and a line for each problem of the others."""
+    parsed = parser.parse_overrides([_added(readable(override, parser)) for override in overrides])
+    checked = [(override, problem_of(override, lambda key: _options(key, places))) for override in parsed]
+    sound = [override for override, problem in checked if problem is None]
+    return [*parser.parse_overrides(places), *sound], [problem for _, problem in checked if problem is not None]
+
+
+def _planned(overrides: list[Override], multirun: bool, parser: OverridesParser) -> Plan:
+    plain, composed = _suited([str(o.input_line) for o in overrides if not o.is_sweep_override()])
+    refuse_code(composed.hydra)
+    keys = [o.key_or_group.removeprefix(LAUNCHER_KEYS) for o in overrides if o.key_or_group.startswith(LAUNCHER_KEYS)]
+    launcher, launcher_config = check_sweep(composed.hydra, keys)
+    if multirun or composed.hydra.mode == RunMode.MULTIRUN:
+        return replace(_sweep(overrides, composed.hydra, parser), launcher=launcher, launcher_config=launcher_config)
+    swept = next((as_typed(str(o.input_line)) for o in overrides if o.is_sweep_override()), None)
+    if swept is not None:
+        raise UserError(f"{swept}: several values need a sweep; add -m, or quote one text with commas: {as_text(swept)}")
+    if launcher != BASIC:
+        raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")
+    return Plan([to_config(composed)], (plain,))
+
+
+def _sweep(overrides: list[Override], hydra: DictConfig, parser: OverridesParser) -> Plan:
+    """Return the jobs of a sweep over the parameters of `hydra.sweeper` and of the overrides, which take precedence."""
+    lines = [str(o.input_line) for o in overrides]
+    parameters = parser.parse_overrides([f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()])
+    own = [o for o in [*parameters, *overrides] if not is_hydras(o.key_or_group)]
+    last = {o.key_or_group: o for o in own}
+    swept_keys = tuple(key for key, override in last.items() if override.is_sweep_override())
+    hydras = [line for line, o in zip(lines, overrides, strict=True) if is_hydras(o.key_or_group)]
+    jobs, job_overrides = _configs([*hydras, *job] for job in _jobs(own))
+    alone = next((job for job in jobs if not job.facts.sweepable), None)
+    if alone is not None and alone.facts.plans:
+        raise UserError(f"stage={alone.stage}: looks at every policy in one run; leave -m and experiment= out")
+    if alone is not None:
+        raise UserError(f"stage={alone.stage}: works on the whole work directory, so it cannot run as a sweep; leave -m out")
+    return Plan(jobs, job_overrides, sweeping=True, swept_keys=swept_keys, launcher_overrides=tuple(lines))
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
@@ -223,12 +238,12 @@ def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     return overrides, composed
 
 
-def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
+def _configs(jobs: Iterable[list[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
     """Compose and validate all jobs' configurations, and return them with the overrides after resolving `auto`."""
     configs, suited, problems = [], [], list[str]()
-    for overrides in given:
+    for overrides in jobs:
         try:
-            whole, composed = _suited(list(overrides))
+            whole, composed = _suited(overrides)
             configs.append(to_config(composed))
             suited.append(whole)
         except UserError as error:
@@ -244,9 +259,9 @@ def configurations(planned: Plan) -> Iterator[str]:
     In a sweep, a comment above the document lists the job's overrides.
     """
     with initialized():
-        for number, overrides in enumerate(planned.overrides, start=1):
+        for number, overrides in enumerate(planned.job_overrides, start=1):
             arguments = " ".join(map(as_typed, overrides))
-            head = f"---\n# job {number} of {len(planned.overrides)}: {arguments}\n" if planned.sweeping else ""
+            head = f"---\n# job {number} of {len(planned.job_overrides)}: {arguments}\n" if planned.sweeping else ""
             yield head + OmegaConf.to_yaml(compose("config", overrides=overrides))
 
 

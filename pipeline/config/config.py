@@ -30,6 +30,8 @@ class StageFacts:
 
     makes: bool = False
     """Whether it makes artifacts of a checkpoint."""
+    builds: bool = False
+    """Whether it builds an engine."""
     judges: bool = False
     """Whether it ends in a verdict."""
     plans: bool = False
@@ -40,31 +42,32 @@ class StageFacts:
     """Whether summary.json records its exit code."""
     reads: tuple[str, ...] = ()
     """Keys that other stages refuse."""
-    needs: str | None = None
-    """Description of the value of `reads[0]`, if the stage needs it."""
+    needs: tuple[str, str] | None = None
+    """A key that must have a value, and the description of this value."""
 
     @property
-    def alone(self) -> str | None:
-        """Why the stage cannot be a job of a sweep; None if it can."""
-        if self.tracked and not self.judges:
-            return "works on the whole work directory, so it cannot run as a sweep; leave -m out"
-        return "looks at every policy in one run; leave -m and experiment= out" if self.plans else None
+    def sweepable(self) -> bool:
+        """Whether the stage can be a job of a sweep."""
+        return self.judges or not (self.tracked or self.plans)
+
+
+JUDGING = StageFacts(makes=True, builds=True, judges=True, tracked=True, reads=("signing.key",))
 
 
 STAGES = {
     "quantize": StageFacts(makes=True),
-    "build": StageFacts(makes=True),
-    "evaluate": StageFacts(makes=True, judges=True, tracked=True, reads=("signing.key",)),
+    "build": StageFacts(makes=True, builds=True),
+    "evaluate": JUDGING,
     "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
     "rollback": StageFacts(tracked=True),
-    "verify": StageFacts(recorded=False, reads=("bundle",), needs="the directory of an engine, or of its evidence"),
+    "verify": StageFacts(recorded=False, reads=("bundle",), needs=("bundle", "the directory of an engine, or of its evidence")),
     "audit": StageFacts(recorded=False),
     "capacity": StageFacts(plans=True),
     "recommend": StageFacts(plans=True),
-    "all": StageFacts(makes=True, judges=True, tracked=True, reads=("signing.key",)),
+    "all": JUDGING,
     "tune": StageFacts(makes=True),
     "route": StageFacts(tracked=True, reads=("routing.routes", "routing.rollback")),
-    "monitor": StageFacts(tracked=True, reads=("monitor.snapshot",), needs="the JSON file of a snapshot"),
+    "monitor": StageFacts(tracked=True, reads=("monitor.snapshot",), needs=("monitor.snapshot", "the JSON file of a snapshot")),
     "status": StageFacts(tracked=True, recorded=False),
     "prune": StageFacts(tracked=True, recorded=False, reads=("prune.apply",)),
 }
@@ -187,8 +190,10 @@ class Config(StrictModel):
             if value not in (None, False):
                 only = " and ".join(f"stage={name}" for name, stage in STAGES.items() if key in stage.reads)
                 raise ValueError(f"{key}={written(value)}: only {only} read{'' if ' and ' in only else 's'} it; leave it out")
-        if self.facts.needs is not None and attrgetter(self.facts.reads[0])(self) is None:
-            raise ValueError(f"{self.facts.reads[0]}: missing; stage={self.stage} needs {self.facts.needs}")
+        if self.facts.needs is not None:
+            key, description = self.facts.needs
+            if attrgetter(key)(self) is None:
+                raise ValueError(f"{key}: missing; stage={self.stage} needs {description}")
         if self.stage == "route" and (self.routing.routes is None) == (self.routing.rollback is None):
             raise ValueError("routing: stage=route needs one of routing.routes={CLASS: ENGINE} and routing.rollback=CLASS")
         return self

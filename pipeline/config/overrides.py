@@ -81,12 +81,12 @@ def as_text(argument: str) -> str:
     return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
 
 
-def wrong(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
+def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
     """Return the problem of an option that does not exist, or of an override without effect or with a misleading meaning."""
     key, line = override.key_or_group, redact_text(as_typed(str(override.input_line)))
     if is_hydras(key):
         return _hydra_problem(override, line)
-    for wrong, problem in (
+    for applies, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
         (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),
@@ -95,7 +95,7 @@ def wrong(override: Override, options_of: Callable[[str], Sequence[str]]) -> str
         (key == "log" and override.is_sweep_override(), "a command speaks in one way; give one"),
         (key.startswith("tracking") and override.is_sweep_override(), "a sweep's candidates are in one registry; give one"),
     ):
-        if wrong:
+        if applies:
             return f"{line}: {problem}"
     options = options_of(key)
     if override.is_delete():

@@ -36,7 +36,7 @@ class Summary(StrictModel):
     schema_version: Literal[1] = 1
     sweep: str = ""
     began: float = 0.0
-    """Time when the sweep began, in seconds since 1970; 0 in old summaries."""
+    """Time when the sweep began, in seconds since 1970."""
     command: str | None = None
     """Complete command line that judged the candidates; null if kvgate was called from Python."""
     names: tuple[str, ...] = ()
@@ -131,25 +131,18 @@ def note(workdir: Path, sweep: str | None, **values: Any) -> Summary:
     return _update(workdir, sweep, lambda old: old.model_copy(update=values))
 
 
-def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> bytes | None:
+def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary | None:
     """Record the beginning of a sweep that judges, with the display names of its jobs: jobs that never end are noticed.
 
-    Return the previous content of `summary.json`, for `forget`; None if there was no file.
+    Return the summary in `summary.json` before, for `forget`; None if there was no file.
     """
-    before: bytes | None = None
-
-    def change(old: Summary) -> Summary:  # under the lock of the file
-        nonlocal before
-        before = (workdir / FILE).read_bytes() if (workdir / FILE).is_file() else None
-        known = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
-        return old.model_copy(update=known)
-
-    _update(workdir, sweep, change)
+    before = _read(workdir, FILE)
+    note(workdir, sweep, names=tuple(names), began=time.time(), command=command and redact_text(command))
     return before
 
 
-def forget(workdir: Path, sweep: str, before: bytes | None) -> None:
-    """Remove the summary of a sweep that started no job, and restore `summary.json` as `begin` returned it."""
+def forget(workdir: Path, sweep: str, before: Summary | None) -> None:
+    """Remove the summary of a sweep that started no job, and restore the summary that `begin` returned."""
     with locked(workdir / f".{FILE}.lock", FILE):
         (workdir / FOLDER / f"{sweep}.json").unlink()
         if load(workdir).sweep != sweep:  # another command has written it since
@@ -157,7 +150,7 @@ def forget(workdir: Path, sweep: str, before: bytes | None) -> None:
         if before is None:
             (workdir / FILE).unlink()
         else:
-            write_whole(workdir / FILE, before.decode())
+            write_whole(workdir / FILE, before.model_dump_json(indent=2) + "\n")
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:

@@ -31,19 +31,13 @@ TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 class Job:
     """A command's requirements on a backend, before any artifact exists."""
 
-    stage: str
     policy: KVPolicy
     weights: WeightsFormat
     checkpoint: CheckpointInfo
-
-    @property
-    def builds(self) -> bool:
-        return self.stage in ("build", "evaluate", "all")
-
-    @property
-    def judges(self) -> bool:
-        """Whether the command runs an engine on this machine."""
-        return self.stage in ("evaluate", "all")
+    builds: bool = True
+    """Whether the command builds an engine."""
+    judges: bool = False
+    """Whether the command runs an engine on this machine."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def test_arguments_that_the_release_lacks_or_changes_are_refused_in_the_build(
 
 def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path, tmp_path: Path) -> None:
     without = config_of("sglang", make_sglang_interpreter(tmp_path / "cpu", gpu=False))
-    job = Job("evaluate", SHIPPED["fp8_uncalibrated"], "none", inspect_checkpoint(tiny_checkpoint))
+    job = Job(SHIPPED["fp8_uncalibrated"], "none", inspect_checkpoint(tiny_checkpoint), judges=True)
     with pytest.raises(MissingRequirement, match="SGLang finds no GPU there"):
         SglangBackend(without).check_inputs(job)
     assert make_bundle("sglang", tiny_checkpoint, tmp_path / "bundle", "fp8_uncalibrated", str(without.python)).is_dir()

@@ -114,6 +114,6 @@ def test_without_evidence_nothing_is_recommended_and_no_store_is_made(
     """The printed command for the evidence repeats this command's options, except its policy."""
     own = ["stage=recommend", "gates.max_mean_kl=0.02", "kv=int8", "capacity.gpu_gib=80"]
     with pytest.raises(GateRefusal, match="no policy has evidence that covers this use: nothing is recommended"):
-        recommend_policy(Run(config_of(*asked, *own), typed=own))
+        recommend_policy(Run(config_of(*asked, *own), arguments=own))
     assert "-m gates.max_mean_kl=0.02 'workloads.lengths=[32768]' stage=evaluate kv=int4_streaming," in capsys.readouterr().out
     assert not list(tmp_path.rglob("mlflow.db"))

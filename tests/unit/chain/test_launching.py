@@ -31,7 +31,7 @@ def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
     monkeypatch.setitem(runner.STAGES, "all", evaluate)
     planned = plan([f"workdir={tmp_path}", *JOBLIB], multirun=True)
     ended = launching.launch(planned, runner.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
-    assert [(end.code, end.said) for end in ended] == [(3, "FP16 itself answers none")] * 2
+    assert [(end.code, end.message) for end in ended] == [(3, "FP16 itself answers none")] * 2
     for end in ended:
         assert end.step is not None
         assert end.step.wrong == ["copy-1: asked ..."]

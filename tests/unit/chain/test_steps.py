@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from helpers.commands.fake_stages import use_fake_stages
 from helpers.commands.jobs import configured
 from helpers.registry.stores import make_artifact
 
@@ -22,7 +23,7 @@ from pipeline.store import store as store_module
 from pipeline.store.store import Store
 from stages.core.artifact import Recipe
 from stages.core.digest import tree_files
-from stages.core.errors import UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import Sample
 from stages.evaluate.inputs.tokens import EncodedSample
 
@@ -101,19 +102,27 @@ def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
     assert (advice in said) is noted
 
 
-def test_without_compared_requests_no_reference_engine_is_built() -> None:
-    (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
-    steps = Run(job).verdict_steps
-    vars(steps).update(encoded_samples=Mock())
-    vars(steps.chain).update(bundle=Mock())
-    assert "reference" not in steps.inputs(job.kv, None)
-    steps.chain.bundle.assert_called_once_with(job.kv)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("compared", [0, 1])
+def test_without_compared_requests_no_reference_engine_is_built(
+    compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_stages(monkeypatch)
+    steps = Run(configured(tmp_path, "kv=int8", f"workloads.conformance_samples={compared}")).verdict_steps
+    steps.report()
+    titles = [title for title, _ in steps.chain.finished]
+    assert ("build int8 as torch" in titles) is (compared > 0)
 
 
-def test_a_sweep_of_a_stage_that_judges_nothing_keeps_the_last_candidates(tmp_path: Path) -> None:
+def test_a_sweep_of_a_stage_that_judges_nothing_keeps_the_last_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(_: Run) -> None:
+        raise MissingRequirement("no compiler")
+
+    monkeypatch.setitem(runner.STAGES, "build", build)
     summary.begin(tmp_path, "judged", ["fp8"])
     planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
-    assert runner._conclude(planned, "built", 4) == 4
+    assert runner.run(planned, "built") == 4
     last = summary.load(tmp_path)
     assert (last.sweep, last.exit_code) == ("judged", 4)
     assert [path.name for path in (tmp_path / "summaries").iterdir()] == ["judged.json"]

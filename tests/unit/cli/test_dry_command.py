@@ -16,6 +16,7 @@ from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import STAGES
 from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.summary import new_sweep
 from pipeline.registry.tracking import locate
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
@@ -41,15 +42,14 @@ def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
 def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
     """Run the jobs; return the requested artifacts as (job number, title, whether it was reused)."""
     found: list[tuple[int, str, bool]] = []
-    for number, (config, overrides) in enumerate(zip(jobs.jobs, jobs.overrides, strict=True), start=1):
 
-        def noted(title: str, _: Path, seconds: float | None, number: int = number) -> None:
-            found.append((number, title, seconds is None))
+    def noted(title: str, _: Path, seconds: float | None) -> None:
+        assert console.HANDLER.job is not None
+        found.append((console.HANDLER.job.number, title, seconds is None))
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(console, "step", noted)
-            with suppress(GateRefusal):
-                run(Plan([config], (overrides,), swept=jobs.swept), "20260101-000000-1-a")
+    with pytest.MonkeyPatch.context() as patch, suppress(GateRefusal):
+        patch.setattr(console, "step", noted)
+        run(jobs, new_sweep())
     return found
 
 

@@ -298,4 +298,5 @@ def test_a_folder_named_like_a_key_stays_in_the_command(monkeypatch: pytest.Monk
     shutil.copy(Path(__file__).parents[3] / "conf/kv/fp8.yaml", tmp_path / "kv/kv/my_fp8.yaml")
     planned = _planned(["--config-dir", "kv", "kv=my_fp8", "stage=status", f"workdir={tmp_path}"])
     assert not isinstance(planned, int)
-    assert "--config-dir=kv" in shlex.split(next_steps.command_line(planned.typed or (), "kv=int8"))
+    assert "--config-dir=kv" in shlex.split(next_steps.command_line(planned.arguments or (), "kv=int8"))
+    assert len(plan(["kv=glob(my_*)"], multirun=True, folders=["kv"]).jobs) == 1

@@ -175,7 +175,7 @@ def test_a_backend_that_is_not_known_to_keep_to_windows_refuses_the_model(backen
     policy = "fp8_uncalibrated" if backend in ("vllm", "sglang") else "fp8"
     (config,) = plan([f"kv={policy}", *f"backend={backend}".split()], multirun=False).jobs
     with pytest.raises(UserError, match=message):
-        open_backend(config.backend).check_inputs(Job("all", config.kv, "none", model(tmp_path, 32)))
+        open_backend(config.backend).check_inputs(Job(config.kv, "none", model(tmp_path, 32), judges=True))
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "vllm", "sglang"])
@@ -191,7 +191,7 @@ def test_an_eviction_is_refused_with_the_backend_that_holds_it(
     eviction: Eviction, holder: str, backend: str, tmp_path: Path
 ) -> None:
     (config,) = plan(["kv=fp8_uncalibrated", f"backend={backend}"], multirun=False).jobs
-    job = Job("all", config.kv.model_copy(update={"eviction": eviction}), "none", model(tmp_path, None))
+    job = Job(config.kv.model_copy(update={"eviction": eviction}), "none", model(tmp_path, None), judges=True)
     with pytest.raises(UserError, match=holder):
         open_backend(config.backend).check_inputs(job)
     reached = ["backend=onnxruntime"] if "onnxruntime" in holder else ["backend=torch", "backend.device=cpu"]

@@ -213,7 +213,7 @@ def test_only_policies_that_the_backend_serves_are_suggested(
     monkeypatch.delenv("KVGATE_VLLM_PYTHON", raising=False)
     longer = ["capacity.contexts=[{tokens: 900, requests: 1}]", "backend=vllm", "backend.max_model_len=1024"]
     with pytest.raises(GateRefusal):
-        recommend_policy(Run(config_of(*asked, *longer), typed=[*asked, *longer]))
+        recommend_policy(Run(config_of(*asked, *longer), arguments=[*asked, *longer]))
     printed = capsys.readouterr().out
     (command,) = [line.strip() for line in printed.splitlines() if " stage=evaluate kv=" in line]
     given = dict(part.split("=", 1) for part in shlex.split(command)[4:])
