@@ -8,6 +8,7 @@ stand-in has made-up digests that depend only on its recipe: the second job of a
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -60,18 +61,24 @@ class DryStore(Store):
     def making(self, recipe: Recipe, *, resumable: bool = False) -> Iterator[Entry]:  # noqa: ARG002
         path, key = self.path(recipe), recipe.key
         files = defaultdict[str, str](lambda: key)
-        yield Entry(self.verified(recipe) or StandIn(path, recipe.stage, key, key, files, recipe.parts, False, 0.0), path)
+        stand_in = StandIn(path=path, stage=recipe.stage, key=key, digest=key, files=files, parts=recipe.parts)
+        yield Entry(self.verified(recipe) or stand_in, path)
 
 
-def foretell(planned: Plan) -> int:
-    """Print the artifacts that the jobs would make or reuse, and their failures.
+@dataclass
+class Forecast:
+    """The artifacts, verdicts and failures that a dry run foresees. Jobs are numbered from 1."""
 
-    Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
-    """
-    problems: dict[tuple[int, str], list[int]] = {}  # (exit code, line of the message) -> numbers of the affected jobs
-    every = list(range(1, len(planned.jobs) + 1))
+    artifacts: list[tuple[int, str, Artifact]] = field(default_factory=list)
+    """Numbers of jobs, with the titles and artifacts of their steps."""
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    """Display names of jobs that are judged already -> their verdicts."""
+    too_few: list[str] = field(default_factory=list)
+    """Problems of jobs that ask too few questions for a PASS."""
+    problems: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    """(exit code, line of the message) -> numbers of the affected jobs."""
 
-    def look(job: int, check: Callable[[], object]) -> int:
+    def check(self, job: int, check: Callable[[], object]) -> int:
         """Run a check, record its error and return its exit code: 0 if the check passes. Defects are raised."""
         try:
             with required_libraries():
@@ -81,62 +88,91 @@ def foretell(planned: Plan) -> int:
             if code == DEFECT:
                 raise
             for line in describe(error).splitlines():
-                jobs = problems.setdefault((code, line), [])
+                jobs = self.problems.setdefault((code, line), [])
                 jobs += [job] if job not in jobs else []
             return code
         return 0
 
-    rows, verdicts, short, seen = list[list[Value]](), dict[str, Verdict](), list[str](), set[str]()
-    store = DryStore(planned.jobs[0].artifacts)
+    def add(self, job: int, run: Run) -> None:
+        """Take all steps of a job that makes artifacts, and record what they find."""
+        if self.check(job, partial(self._walk, run)) == 0 and run.config.facts.judges:
+            if job == 1:
+                self.check(job, partial(_say_questions, run))
+            self.too_few += [run.verdict_steps.too_few] if run.verdict_steps.too_few is not None else []
+        self.artifacts += [(job, title, artifact) for title, artifact in run.engine_steps.finished]
+
+    def _walk(self, run: Run) -> None:
+        steps, policy = run.engine_steps, run.config.kv
+        if not run.config.facts.judges:
+            if run.config.stage == "tune":
+                steps.tuned()
+            else:
+                (steps.bundle if run.config.facts.builds else steps.exports)(policy)
+            return
+        evaluation = run.verdict_steps.report()
+        if evaluation.exists:
+            verdict = decide(load_report(evaluation.path), load_rows(evaluation.path), run.config.gates)
+            self.verdicts[run.label] = verdict
+            if all(artifact.exists for _, artifact in steps.finished):  # the identity binds every artifact
+                run.verdict_steps.identity(evaluation, verdict)
+
+    def decide(self, planned: Plan) -> None:
+        """Record the refusal of a command that cannot end in a PASS."""
+        jobs, refusal = list(range(1, len(planned.jobs) + 1)), None
+        if len(self.verdicts) == len(jobs) and "PASS" not in [verdict.status for verdict in self.verdicts.values()]:
+            (label, verdict), *_ = self.verdicts.items()
+            one = not_passed(label, verdict.status, verdict.checks)
+            refusal = "no candidate of the sweep passed" if planned.sweeping else one
+        elif len(self.too_few) == len(jobs):
+            refusal = f"workloads: {self.too_few[0]}"
+        if refusal is not None:
+            self.problems[EXIT_CODES[GateRefusal], refusal] = jobs
+
+    @property
+    def rows(self) -> list[list[Value]]:
+        """Rows of the table of artifacts."""
+        rows, made = list[list[Value]](), set[str]()
+        for job, title, artifact in self.artifacts:
+            rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in made else "made"])
+            made.add(artifact.key)
+        return rows
+
+    @property
+    def exit_code(self) -> int:
+        return max((code for code, _ in self.problems), key=SEVERITY.index, default=0)
+
+
+def foretell(planned: Plan) -> int:
+    """Print the artifacts that the jobs would make or reuse, and their failures.
+
+    Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
+    """
+    forecast, store = Forecast(), DryStore(planned.jobs[0].artifacts)
     opened = set[Path]()  # a sweep has one work directory
-    for job, config, label in zip(every, planned.jobs, planned.names, strict=True):
-        codes = {look(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
+    for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
+        codes = {forecast.check(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if not config.facts.makes:
-            console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
+            console.say(f"stage={config.stage} makes no artifacts: only its inputs were checked")
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
-            run = Run(config, label=label, store=store)
-            if look(job, partial(_walk, run, verdicts)) == 0 and config.facts.judges:
-                if job == 1:
-                    look(job, partial(_say_questions, run))
-                short += [run.verdict_steps.too_few] if run.verdict_steps.too_few is not None else []
-            for title, artifact in run.engine_steps.finished:
-                rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in seen else "made"])
-                seen.add(artifact.key)
+            forecast.add(job, Run(config, label=label, store=store))
+    forecast.decide(planned)
+    _print(forecast, sweeping=planned.sweeping)
+    return forecast.exit_code
+
+
+def _print(forecast: Forecast, *, sweeping: bool) -> None:
+    rows = forecast.rows
     if rows:
         console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
         counts = Counter(word for *_, word in rows)
         console.say(f"{counts['reused']} reused, {counts['made']} made, later rounds run only if the gates are undecided")
-    for label, verdict in verdicts.items():
+    for label, verdict in forecast.verdicts.items():
         console.say(f"{escape(label)} is judged already: {verdict.status}")
-    if len(verdicts) == len(every) and "PASS" not in [verdict.status for verdict in verdicts.values()]:
-        (label, verdict), *_ = verdicts.items()
-        no = "no candidate of the sweep passed" if planned.sweeping else not_passed(label, verdict.status, verdict.checks)
-        problems[EXIT_CODES[GateRefusal], no] = every
-    elif len(short) == len(every):
-        problems[EXIT_CODES[GateRefusal], f"workloads: {short[0]}"] = every
-    for (_, line), jobs in problems.items():
-        console.error(f"job {', '.join(map(str, jobs))}: {line}" if planned.sweeping else line)
+    for (_, line), jobs in forecast.problems.items():
+        console.error(f"job {', '.join(map(str, jobs))}: {line}" if sweeping else line)
     console.say("dry=true: nothing was written")
-    return max((code for code, _ in problems), key=SEVERITY.index, default=0)
-
-
-def _walk(run: Run, verdicts: dict[str, Verdict]) -> None:
-    """Take all steps of a job's stage, and record the verdict if it is already known."""
-    match run.config.stage:
-        case "quantize":
-            run.engine_steps.exports(run.config.kv)
-        case "build":
-            run.engine_steps.bundle(run.config.kv)
-        case "tune":
-            run.engine_steps.tuned()
-        case _:
-            last = run.verdict_steps.report()
-            if last.exists:
-                verdicts[run.label] = decide(load_report(last.path), load_rows(last.path), run.config.gates)
-            if all(artifact.exists for _, artifact in run.engine_steps.finished):  # the identity binds every artifact
-                run.verdict_steps.identity(last, verdicts[run.label])
 
 
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
@@ -161,12 +197,12 @@ def _say_questions(run: Run) -> None:
     """Print the number of samples per workload, and the time and memory of a verdict with the default engine."""
     workloads, path = run.config.workloads, locate_checkpoint(run.config.model.path)
     counts = Counter(sample.workload for sample in run.verdict_steps.samples if not sample.workload.startswith(LONG))
-    documents = f"{workloads.length_documents} documents with {LONG_QUESTIONS} questions each"
-    kinds = [f"{count:,} of {name}" for name, count in counts.items()]
-    kinds += [f"{documents} of {length:,} tokens" for length in workloads.lengths]
+    kinds = [f"{count:,} {name} samples" for name, count in counts.items()]
+    documents = f"{workloads.length_documents} documents"
+    kinds += [f"{documents} of {length:,} tokens with {LONG_QUESTIONS} questions each" for length in workloads.lengths]
     rounds = assign_rounds(run.verdict_steps.samples, workloads.rounds)
-    said = f"asks {', '.join(kinds)}, in {len(rounds)} rounds at most"
-    console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
+    few_shot = "" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template"
+    console.say(escape(f"{', '.join(kinds)} in at most {len(rounds)} round{'s' if len(rounds) > 1 else ''}{few_shot}"))
     model = read_model(path)
     backend = run.config.backend
     if isinstance(backend, OnnxRuntimeConfig) and model.parameters is not None:

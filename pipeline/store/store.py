@@ -120,7 +120,7 @@ class Store:
         scratch.chmod(0o755)  # mkdtemp makes it private to this user
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 
-    def verified(self, recipe: Recipe, reused: bool = True) -> Artifact | None:
+    def verified(self, recipe: Recipe, *, reused: bool = True) -> Artifact | None:
         """Return the artifact of `recipe`, or None unless its manifest has this key and every file still has its digest."""
         target = self.path(recipe)
         manifest = read_manifest(target)
@@ -130,7 +130,14 @@ class Store:
             return None
         files = manifest["files"]
         return Artifact(
-            target, recipe.stage, recipe.key, files_digest(files), files, manifest["parts"], reused, manifest["seconds"]
+            path=target,
+            stage=recipe.stage,
+            key=recipe.key,
+            digest=files_digest(files),
+            files=files,
+            parts=manifest["parts"],
+            reused=reused,
+            seconds=manifest["seconds"],
         )
 
 
@@ -182,7 +189,7 @@ def check_store(root: Path) -> None:
     try:
         version = parse_json(read_file(path, MOST_BYTES))["schema_version"]
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: says no schema_version; restore it, or give another workdir") from error
+        raise UserError(f"{path}: has no schema_version; restore it, or give another workdir") from error
     if type(version) is not int or version != STORE_VERSION:
         raise UserError(f"{path}: the store is of a newer kvgate (schema_version {version}); use that one, or another workdir")
 

@@ -17,7 +17,7 @@ SCHEMA = 1
 """Version of manifests and recipes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Artifact:
     """A finished directory of the store. `digest` covers all of its files."""
 
@@ -30,8 +30,8 @@ class Artifact:
     files: dict[str, str]
     parts: dict[str, object]
     """The values whose digest is the key (`Recipe.parts`)."""
-    reused: bool
-    seconds: float
+    reused: bool = False
+    seconds: float = 0.0
     """Time that making the artifact took, also if it is reused."""
 
     def digest_under(self, folder: str) -> str:

@@ -68,7 +68,7 @@ def test_a_dry_run_says_that_few_questions_cannot_pass_and_exits_with_3(
     monkeypatch.setattr("helpers.commands.fake_stages.QUESTIONS", questions(8, 8, "copy"))
     assert foretell(planned(tmp_path, "kv=int8", "dry=true")) == 3
     said = capsys.readouterr()
-    assert "asks 8 of copy, in 1 rounds at most" in said.out
+    assert "8 copy samples in at most 1 round" in said.out
     assert "workloads: cannot pass: 8 of 60 questions, 8 of 15 documents of copy; ask 60, better 300" in said.err
     assert foretell(planned(tmp_path, "kv=int8", "dry=true", "workloads.conformance_samples=0")) == 0
 
