@@ -2,17 +2,16 @@
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import weight_bytes
 from pipeline.cli import console
 from pipeline.config.config import Config
 from pipeline.evidence.identity import Link, answers_input, make_identity, round_input, write_identity
-from pipeline.loading import open_backend
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Recipe
@@ -20,6 +19,7 @@ from stages.core.digest import json_digest
 from stages.core.memory import collect_memory, return_large_blocks
 from stages.core.records import Sample
 from stages.engines.backend import TORCH
+from stages.engines.cuda.backend import TorchBackend
 from stages.engines.interface import Engine
 from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
 from stages.verdict.gates import decide, is_final
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from stages.evaluate.conformance.engine import ReferenceEngine
     from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
     from stages.evaluate.joining import JoinedEvaluation
+
+
+MEASURED_ONCE = frozenset({"stress_test", "load"})
+"""Keys of `workloads` on which no round depends, so that new values repeat no round."""
 
 
 @dataclass
@@ -77,7 +81,7 @@ class VerdictSteps:
     @cached_property
     def encoded_samples(self) -> Artifact:
         """The tokens of every sample, shared by the engines of all policies."""
-        recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.chain.bundle(FP16_POLICY)})
+        recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.chain.bundle(FP16_POLICY)}, exclude=MEASURED_ONCE)
         with self.chain.making(recipe) as entry:
             if entry.artifact is None:
                 from stages.evaluate.inputs.tokens import encode_rounds, write_encoded
@@ -92,7 +96,7 @@ class VerdictSteps:
         """
         stage = "baseline" if baseline is None else "round"
         workloads = self.config.workloads
-        recipe = self.recipe(stage, "measure", self.inputs(policy, baseline), round=number)
+        recipe = self.recipe(stage, "measure", self.inputs(policy, baseline), exclude=MEASURED_ONCE, round=number)
         with self.chain.making(recipe, policy, f" {number}/{self._rounds}", resumable=True) as entry:
             if entry.artifact is None:
                 from stages.evaluate.measure import measure
@@ -157,15 +161,14 @@ class VerdictSteps:
             inputs["reference"] = self.chain.bundle(policy, self.chain.reference_config)
         return {**inputs, "encoded": self.encoded_samples}
 
-    def recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
-        """Return the recipe of an artifact that a module of `stages.evaluate` makes."""
-        workloads, backend = self.config.workloads, self.chain.backend
+    def recipe(
+        self, stage: str, module: str, inputs: Mapping[str, Artifact], *, exclude: Set[str] = frozenset(), **config: object
+    ) -> Recipe:
+        """Return the recipe of an artifact of a module of `stages.evaluate`, without the keys `exclude` of workloads."""
+        backend, workloads = self.chain.backend, self.config.workloads.model_dump(exclude=set(exclude))
         digests = {name: artifact.digest for name, artifact in inputs.items()} | self._given_digests
         # Some workloads quote the documentation of the Python that runs.
-        python = platform.python_version()
-        # Rounds do not depend on the stress test and the load: new settings there repeat no round.
-        apart = {"stress_test", "load"} if module in ("measure", "inputs.tokens") else set[str]()
-        parts = {"workloads": workloads.model_dump(exclude=apart), "python": python, **backend.run_parts(), **config}
+        parts = {"workloads": workloads, "python": platform.python_version(), **backend.run_parts(), **config}
         if "reference" in inputs and self.reference_device == "cuda":
             from stages.engines.reference.device import gpu_identity
 
@@ -275,25 +278,27 @@ class VerdictSteps:
 
 @dataclass
 class EnginePair:
-    """An engine, and its reference engine, which is loaded on first use."""
+    """An engine and its reference engine, each loaded on first use."""
 
     steps: VerdictSteps
     policy: KVPolicy
 
-    def __post_init__(self) -> None:
-        # The engine is loaded before its reference engine: on a GPU it may claim a share of all memory.
-        self.engine: Engine = self.steps.chain.backend.load(self.steps.chain.bundle(self.policy).path)
+    @cached_property
+    def engine(self) -> Engine:
+        return self.steps.chain.backend.load(self.steps.chain.bundle(self.policy).path)
 
     @cached_property
     def reference(self) -> "ReferenceEngine":
         from stages.evaluate.conformance.engine import ReferenceEngine
 
-        steps, own = self.steps, self.steps.chain.backend
-        backend: Any = open_backend(steps.chain.reference_config)
-        bundle = steps.chain.bundle(self.policy, steps.chain.reference_config)
-        torch_engine = backend.load_reference(bundle.path, steps.reference_device)
-        quantized = inspect_checkpoint(steps.chain.checkpoint).quantized
-        other = quantized is not None and quantized.inputs == "other"  # the reference engine does not round such inputs
-        # Queries in 8-bit blocks may get neighbouring codes, as the cache may, but no engine shows them.
-        other = other or (torch_engine.rounds_queries and not own.measures_rounding)
-        return ReferenceEngine(torch_engine, None if other else own.rounding, own.measures_rounding)
+        chain, backend = self.steps.chain, self.steps.chain.backend
+        assert self.engine is not None, "it is loaded first: on a GPU it may claim a share of all memory"
+        bundle = chain.bundle(self.policy, chain.reference_config)
+        torch_engine = TorchBackend(chain.reference_config).load_reference(bundle.path, self.steps.reference_device)
+        quantized = inspect_checkpoint(chain.checkpoint).quantized
+        # The reference engine does not round inputs of another type. Queries in 8-bit blocks may get neighbouring codes, as the
+        # cache may, but no engine shows them.
+        by_design = (quantized is not None and quantized.inputs == "other") or (
+            torch_engine.rounds_queries and not backend.measures_rounding
+        )
+        return ReferenceEngine(torch_engine, None if by_design else backend.rounding, backend.measures_rounding)

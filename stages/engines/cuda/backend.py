@@ -1,6 +1,7 @@
 """backend=torch: the reference engine on a CPU, the engine over the attention kernels on a GPU. Both load the same bundles."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stages.checkpoints.description import refuse_other_attention
 from stages.core.errors import MissingRequirement
@@ -8,6 +9,9 @@ from stages.engines.backend import ROUNDING, TORCH, Artifacts, Backend, Job, Sou
 from stages.engines.cuda.config import TorchConfig
 from stages.engines.interface import Engine
 from stages.policies.policy import KVPolicy
+
+if TYPE_CHECKING:
+    from stages.engines.reference.engine import TorchEngine
 
 FLOAT16_WEIGHTS = 2.0**-17
 """Rounding error of float32 activations: the kernels round attention weights to float16 before they multiply the values. It is
@@ -71,7 +75,7 @@ class TorchBackend(Backend[TorchConfig]):
 
         return load_engine(bundle, threads=self.config.threads, compute_dtype=self.config.compute_dtype)
 
-    def load_reference(self, bundle: Path, device: str) -> Engine:
+    def load_reference(self, bundle: Path, device: str) -> "TorchEngine":
         """Load a bundle as the reference engine on `cpu` or `cuda`."""
         import torch
 

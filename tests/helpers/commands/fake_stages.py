@@ -205,8 +205,9 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "stages.report.page.draw_charts", checked("report.charts", "draw_charts", lambda _: {})
     )  # a process that imports Vega
-    for module in (dry, engine_steps, inputs, verdict_steps):
+    for module in (dry, engine_steps, inputs):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
+    monkeypatch.setattr(verdict_steps, "TorchBackend", FakeBackend)
 
 
 def _export(_: Path, __: Path, ___: Path, out: Path, **____: object) -> None:
