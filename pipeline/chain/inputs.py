@@ -158,22 +158,31 @@ def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
 
 def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
     """Refuse a load or lengths that exceed the model, the engine, the memory or the texts, or too few documents for a PASS."""
-    workloads, load, (limit, limited) = config.workloads, config.workloads.load, _context(config, checkpoint)
+    workloads, load = config.workloads, config.workloads.load
     together = -(-workloads.batch_size // LONG_QUESTIONS) + 1  # documents whose questions are decoded or wait at the same time
-    asked = [("workloads.load.context_tokens", load.context_tokens, load.tokens, load.batch, ", or lower workloads.load.batch")]
-    asked += [("workloads.lengths", length, length, together, "") for length in workloads.lengths]
-    for key, value, tokens, count, otherwise in asked:
-        if tokens > limit:
-            raise UserError(f"{key}={value}: {limited} tokens, this has {tokens:,}: {tokens - limit:,} too many; lower it")
-        if config.backend.in_process:
-            cache = count * max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
-            check_memory(f"{key}={value}: with {count} sequences of {tokens:,} tokens", cache, tokens, otherwise)
+    key = f"workloads.load.context_tokens={load.context_tokens}"
+    _check_context(config, checkpoint, key, load.tokens, load.batch, "workloads.load.batch")
+    for length in workloads.lengths:
+        _check_context(config, checkpoint, f"workloads.lengths={length}", length, together, "workloads.batch_size")
     if workloads.lengths and workloads.length_documents < config.gates.min_samples:
         raise UserError(
             f"workloads.length_documents={workloads.length_documents}: no length can pass with fewer than gates.min_samples "
             f"documents ({config.gates.min_samples}); give at least that many"
         )
     document_words(workloads)
+
+
+def _check_context(config: Config, checkpoint: CheckpointInfo, key: str, tokens: int, sequences: int, batch_key: str) -> None:
+    """Refuse sequences that are longer than the model or the engine permits, or whose cache exceeds this machine's memory.
+
+    `key` sets their length with its value, and `batch_key` their number.
+    """
+    limit, limited = _context(config, checkpoint)
+    if tokens > limit:
+        raise UserError(f"{key}: {limited} tokens, this has {tokens:,}: {tokens - limit:,} too many; lower it")
+    if config.backend.in_process:
+        cache = sequences * max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
+        check_memory(key, cache, sequences, tokens, batch_key)
 
 
 def _check_shortest(config: Config, checkpoint: CheckpointInfo) -> None:
@@ -247,7 +256,7 @@ def check_draft(path: str, target: Path) -> None:
         check_weights(drafter, expected_tensors)
         check_opens(drafter)
     except Refusal as error:
-        raise error.with_message(str(error).replace("model.path=", key)) from None
+        raise type(error)(str(error).replace("model.path=", key)) from None
     wanted, unused = _vocabulary(target, f"model.path={target}")
     offered, _ = _vocabulary(draft, f"{key}{path}")
     tokens = (wanted | offered).keys() - unused

@@ -70,7 +70,7 @@ def make_plan(config: Config) -> PrunePlan:
     found = find(config)
     for problem in found.problems:
         line = str(problem).splitlines()[0]
-        raise problem.with_message(f"stage=prune: {line}; repair it or remove it: it may name needed artifacts")
+        raise type(problem)(f"stage=prune: {line}; repair it or remove it: it may name needed artifacts")
     _check_known(config, found)
     reasons = needs_of(found, config.prune.keep_sweeps)
     order = {kind: number for number, kind in enumerate(FIRST)}

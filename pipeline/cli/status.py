@@ -37,7 +37,7 @@ def show_status(config: Config) -> None:
         console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
     if found.problems:
         lines = "\n".join(str(problem).splitlines()[0] for problem in found.problems)
-        raise found.problems[0].with_message(lines)
+        raise type(found.problems[0])(lines)
 
 
 def _show_model(model: RegisteredModel, found: Found) -> None:

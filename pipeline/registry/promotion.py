@@ -205,7 +205,7 @@ class Engines:
         try:
             self._verify(best)
         except (GateRefusal, MissingRequirement) as error:
-            raise error.with_message(f"{best.name} is not promoted: {error}") from error
+            raise type(error)(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
             now = registry.read()
             old = now.aliases.get("champion")
@@ -281,7 +281,7 @@ class Engines:
             try:
                 self.find(version).verify()
             except (GateRefusal, MissingRequirement) as error:
-                raise error.with_message(f"stage=rollback: version {previous} does not serve again: {error}") from error
+                raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
             if bad in now.versions:
                 gone = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None}
                 registry.set_tags(bad, {**gone, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()})

@@ -205,7 +205,7 @@ def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
             prove(engine, workload)
         except (GateRefusal, MissingRequirement) as error:
             where = f"routing.routes.{workload}={engine.candidate.name}"
-            raise error.with_message(f"{where}: version {engine.candidate.version} is not proven: {error}") from error
+            raise type(error)(f"{where}: version {engine.candidate.version} is not proven: {error}") from error
         before = route_of(engines.model, workload)
         after = before.moved_to(engine.candidate.version)
         if after != before:

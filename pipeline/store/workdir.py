@@ -65,23 +65,27 @@ COPIES = 2
 def check_room(work: Path, given: str, weight_bytes: int) -> None:
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if weight_bytes > memory:
-        raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))
+        raise MissingRequirement(
+            f"model.path: its weights take {decimal(weight_bytes)}, this machine has {decimal(memory)} of memory: "
+            f"{decimal(weight_bytes - memory)} are missing"
+        )
     if (work / ARTIFACTS).exists():  # earlier artifacts are reused
         return
     free = shutil.disk_usage(next(place for place in (work, *work.parents) if place.is_dir())).free
-    if COPIES * weight_bytes > free:
-        problem = lacks("the model's artifacts take", COPIES * weight_bytes, "its disk has", free, "free")
-        raise MissingRequirement(f"workdir={given}: {problem}; free some, or give another workdir")
+    needed = COPIES * weight_bytes
+    if needed > free:
+        raise MissingRequirement(
+            f"workdir={given}: the model's artifacts take {decimal(needed)}, its disk has {decimal(free)} free: "
+            f"{decimal(needed - free)} are missing; free some, or give another workdir"
+        )
 
 
-def check_memory(key: str, cache_bytes: int, tokens: int, otherwise: str) -> None:
-    """Refuse sequences whose cache exceeds this machine's memory. `key` and `otherwise` begin and end the message."""
+def check_memory(key: str, cache_bytes: int, sequences: int, tokens: int, batch_key: str) -> None:
+    """Refuse sequences whose cache exceeds this machine's memory. `key` sets their length, `batch_key` their number."""
     memory = psutil.virtual_memory().total
     if cache_bytes > memory:
-        problem = lacks(f"{key} the cache takes", cache_bytes, "this machine has", memory, "of memory")
-        raise UserError(f"{problem}; lower it: about {tokens * memory // cache_bytes:,} tokens fit{otherwise}")
-
-
-def lacks(what: str, needed: int, where: str, there: int, of: str) -> str:
-    """Return a message that the `needed` bytes exceed the `there` bytes."""
-    return f"{what} {decimal(needed)}, {where} {decimal(there)} {of}: {decimal(needed - there)} are missing"
+        raise UserError(
+            f"{key}: with {sequences} sequences of {tokens:,} tokens the cache takes {decimal(cache_bytes)}, this machine has "
+            f"{decimal(memory)} of memory: {decimal(cache_bytes - memory)} are missing; lower it: about "
+            f"{tokens * memory // cache_bytes:,} tokens fit, or lower {batch_key}"
+        )

@@ -2,19 +2,12 @@
 
 import errno
 from collections.abc import Sequence
-from typing import Self
 
 from stages.core.redaction import printable, redact_text
 
 
 class Refusal(Exception):
     """Base class of the errors that a user or CI can act on."""
-
-    def with_message(self, message: str) -> Self:
-        """Return a copy of this error with another message, without calling the constructor of its class."""
-        other = type(self).__new__(type(self), message)
-        vars(other).update(vars(self))
-        return other
 
 
 class UserError(Refusal, ValueError):
