@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.recording import ROOT, log
-from stages.core.records import in_threads
+from stages.core.threads import in_threads
 
 TINY = ROOT / "stages" / "tiny" / "checkpoint"
 SHAPES: dict[str, dict[str, Any]] = {

@@ -22,8 +22,8 @@ from stages.core.child import in_child
 from stages.core.digest import file_digest, files_digest, json_digest
 from stages.core.errors import UserError
 from stages.core.memory import collect_memory
-from stages.core.records import in_threads
-from stages.engines.backend import TORCH, Backend
+from stages.core.threads import in_threads
+from stages.engines.backend import TORCH, Artifacts, Backend
 from stages.engines.config import BackendConfig
 from stages.engines.cuda.config import TorchConfig
 from stages.policies.formats import Rotation
@@ -39,8 +39,8 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 @dataclass
-class EngineSteps:
-    """The artifacts of one configuration (`stages.engines.backend.Artifacts`), up to its engine."""
+class EngineSteps(Artifacts):
+    """The artifacts of one configuration, up to its engine."""
 
     config: Config
     store: Store
@@ -50,7 +50,6 @@ class EngineSteps:
     """The user's files whose digest names artifacts -> their state before they were read."""
 
     def digest_of(self, path: Path) -> str:
-        """Return the digest of a user's file. The command fails if the file changes before its artifact is made."""
         self.watch(path)
         return file_digest(path)
 
@@ -70,7 +69,6 @@ class EngineSteps:
 
     @property
     def given(self) -> Path:
-        """The directory or GGUF that model.path names."""
         return locate_checkpoint(self.config.model.path)
 
     @property
@@ -120,7 +118,6 @@ class EngineSteps:
         return entry.made
 
     def weights(self) -> Artifact:
-        """Return the quantized weights that the baseline and every candidate share."""
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
         with self.making(Recipe("weights", ("stages.quantize.run",), self._quantizing, inputs, MODELOPT)) as entry:
             if entry.artifact is None:
@@ -145,7 +142,6 @@ class EngineSteps:
         return entry.made
 
     def quantized(self, policy: KVPolicy) -> Artifact:
-        """Return the policy and its static scales."""
         calibrated = [] if self._carries_scales(policy) else [form for _, form in policy.formats if form.scale == "calibrated"]
         inputs = self._quantized_inputs()
         extremes = {rotation: self.extremes(rotation) for rotation in sorted({form.rotation for form in calibrated})}
@@ -176,7 +172,6 @@ class EngineSteps:
         return own_scales(info.path, policy, info.shape) is not None
 
     def exports(self, policy: KVPolicy) -> Artifact:
-        """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
         weights, scales = self.weights(), self.quantized(policy)
         config = {**self._quantizing, "kv": policy.model_dump()}
         inputs = self._quantized_inputs() | {"quantized": scales.digest}
@@ -240,7 +235,6 @@ class EngineSteps:
         return texts
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
-        """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
         backend = self.backend if config is None else open_backend(config)
         note = "" if config is None or config.name == self.config.backend.name else f" as {config.name}"
         source, quantized = backend.source(self, policy), self.quantized(policy)
@@ -257,11 +251,7 @@ class EngineSteps:
     def making(
         self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
     ) -> Iterator[Entry]:
-        """Yield the entry of a step's artifact, which the block fills if it is missing, and show the progress on the console.
-
-        An artifact is verified once per job, because verification reads every byte. `policy` and `note` complete its title on
-        the console. `Store.making` explains `resumable`.
-        """
+        # An artifact is verified once per job, because verification reads every byte.
         known = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if known is not None:
             yield Entry(known, known.path)

@@ -5,8 +5,8 @@ import numpy.typing as npt
 
 from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.files import refusal, safetensors_header
-from stages.core.records import in_threads
 from stages.core.redaction import printable
+from stages.core.threads import in_threads
 
 EXPONENTS = {
     "F64": ("<u8", 0x7FF0000000000000),

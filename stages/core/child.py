@@ -21,6 +21,12 @@ PR_SET_PDEATHSIG = 1
 """Option of `prctl` from <sys/prctl.h>: Linux sends the child a signal if its parent dies in any way."""
 
 
+def die_with_parent() -> None:
+    """Let Linux kill this process when its parent dies. Other systems do not support this."""
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:
     """Call a module's function in a child process, show its progress, and raise its exception here.
 
@@ -62,8 +68,7 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
 
 def main(writing: int, parent: int) -> None:
     """Run in the child: read a call from stdin, and write progress, then the result or exception, to descriptor `writing`."""
-    if hasattr(libc := ctypes.CDLL(None), "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         return
     gc.set_threshold(100_000)  # tracing makes a million objects, and almost no garbage

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import CodeType
 
-from stages.core.records import in_threads
+from stages.core.threads import in_threads
 
 FIRST_PARTY = ("pipeline", "stages", "plugins")
 IMPORT = re.compile(

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stages.core.digest import file_digest
-from stages.core.records import in_threads
+from stages.core.threads import in_threads
 
 ARTIFACTS = "artifacts"
 """Folder of a work directory with its store of artifacts."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 Progress = Callable[[str, int, int], None]
 """Callback that reports progress: (label, units done, total units). The label may end with the unit in brackets, for example
@@ -120,18 +116,3 @@ class ServedRequest:
     """Prompt tokens that were reused from earlier requests."""
     pages: tuple[int, ...]
     """Numbers of the pages that the request held at its end."""
-
-
-def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Call `function` for each item, with one thread per core, and return the results in order.
-
-    For functions that release the GIL: hashing, copying, and NumPy over large arrays. Raises the error of the first call that
-    fails, and cancels the calls that are still waiting.
-    """
-    items = list(items)
-    if len(items) < 2:
-        return [function(item) for item in items]
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(function, items))

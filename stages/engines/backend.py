@@ -57,25 +57,32 @@ class Artifacts(Protocol):
         ...
 
     def digest_of(self, path: Path) -> str:
-        """Return the digest of a user's file. The file must not change before its artifact is made."""
+        """Return the digest of a user's file. The command fails if the file changes before its artifact is made."""
         ...
 
     def weights(self) -> Artifact:
-        """Return the quantized weights, as a checkpoint that the baseline and every candidate have."""
+        """Return the quantized weights, a checkpoint that the baseline and every candidate share."""
         ...
 
     def quantized(self, policy: KVPolicy) -> Artifact:
         """Return the policy and its static scales."""
         ...
 
-    def exports(self, policy: KVPolicy) -> Artifact: ...
+    def exports(self, policy: KVPolicy) -> Artifact:
+        """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
+        ...
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
         ...
 
-    def making(self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "") -> AbstractContextManager[Entry]:
-        """Yield the entry of an artifact, which the block fills if it is missing. `policy` and `note` complete its title."""
+    def making(
+        self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
+    ) -> AbstractContextManager[Entry]:
+        """Yield the entry of an artifact, which the block fills if it is missing. `policy` and `note` complete its title.
+
+        `pipeline.store.store.Store.making` explains `resumable`.
+        """
         ...
 
 

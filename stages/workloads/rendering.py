@@ -4,7 +4,6 @@ A template is a program by the model's author. No Python signal handler interrup
 integers, so only the kernel can stop it.
 """
 
-import ctypes
 import json
 import os
 import random
@@ -19,6 +18,7 @@ from pathlib import Path
 from threading import Timer
 from typing import NoReturn
 
+from stages.core.child import die_with_parent
 from stages.core.errors import UserError
 
 RENDER_SECONDS = 5.0
@@ -29,8 +29,6 @@ RENDER_CHARACTERS = 16 << 20
 """Maximum characters of a rendered conversation."""
 ANSWER_BYTES = 16 * RENDER_CHARACTERS
 """Maximum bytes of the child's JSON message, which needs up to 12 bytes per character."""
-PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a child gets when its parent dies."""
 
 
 def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
@@ -73,7 +71,7 @@ def _answer(reads: Connection, child: int) -> str:
 def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
     """Send a JSON message for each text; stop after the first refused text. Runs in the child and never returns."""
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops the child
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
