@@ -40,8 +40,6 @@ from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
 TAG_CHARS = 5000
-OLD = ("mlflow.kvgate.", "move-")
-"""Prefixes of tags that older releases wrote to the registered model."""
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file in `Location.runs`."""
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -170,11 +168,6 @@ class MlflowStore(RegistryReader):
             with suppress(MlflowException):  # it exists already
                 said = "Engines with a quantized KV cache; the alias champion serves."
                 self.client.create_registered_model(location.model_name, description=said)
-            if any(name.startswith(OLD) for name in self.client.get_registered_model(location.model_name).tags):
-                raise UserError(
-                    f"{named(location)}: an older kvgate moved the aliases of {location.model_name}, by a log that this kvgate "
-                    "does not read; register in another model: tracking.model_name=NAME"
-                )
         self._locks = location.runs / self.experiment_id
         with locked(self.lock, "closing runs"):  # of dead processes; other work directories' runs are unknown
             for lock in self._locks.glob("*"):
@@ -263,9 +256,9 @@ class MlflowStore(RegistryReader):
             tags=[RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in tags.items()],
         )
 
-    def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
+    def register(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
         """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its version."""
-        version, model_id = self._register(candidate, run_id)
+        version, model_id = self._add_version(candidate, run_id)
         tables = {name: table for name, table in pages.run_tables(candidate, rows).items() if table}
         model, about = self.location.model_name, pages.description(candidate)
         fetch = f"mlflow artifacts download --artifact-uri models:/{model}/{version} --dst-path engine"
@@ -289,7 +282,7 @@ class MlflowStore(RegistryReader):
 
     # Engines
 
-    def _register(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
+    def _add_version(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
         """Register the engine with its evidence, unless a version with the same citations exists.
 
         The version becomes an output of the run `run_id`. The alias `candidate` moves to the version unless it failed. Return

@@ -43,7 +43,7 @@ class Candidate(StrictModel):
     covered: str | None = None
     """Limits of the verdict: `up to 1,024 tokens, batch 16`."""
     checks: tuple[Check, ...] = ()
-    """All lines of the verdict, including context bins. Old summaries have none."""
+    """All lines of the verdict, including context bins."""
     warnings: tuple[str, ...] = ()
     """Reasons of the checks with a WARNING, which do not affect the verdict."""
     samples_needed: Mapping[str, int] = {}
@@ -57,7 +57,7 @@ class Candidate(StrictModel):
     identity: Cited
     """identity.json. The evidence that a replay reads is in the same folder."""
     checkpoint: str | None = None
-    """Digest of the checkpoint; null in old summaries."""
+    """Digest of the checkpoint."""
     run_id: str = ""
     """Id of the MLflow run that judged the engine; "" if the engine is not registered."""
     version: str = ""

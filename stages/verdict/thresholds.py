@@ -163,6 +163,6 @@ class Verdict(Record):
     round: int = 1
     """Number of the last look at the samples, from 1; 0 if there was no look."""
     covered: str | None = None
-    """Limits of the verdict: `up to 1,024 tokens, batch 16`. Old evidence lacks this field."""
-    rules: int = 1
-    """`RULES` of the gates that decided. Old evidence lacks this field."""
+    """Limits of the verdict: `up to 1,024 tokens, batch 16`."""
+    rules: int = RULES
+    """`RULES` of the gates that decided."""

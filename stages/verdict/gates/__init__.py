@@ -20,7 +20,7 @@ from dataclasses import replace
 from stages.verdict.gate import NONE_OF, Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, RULES, Check, Gate, Status, Thresholds, Verdict
+from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, Check, Gate, Status, Thresholds, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
@@ -133,5 +133,4 @@ def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) ->
         warnings=[check.reason for check in checks if check.status == "WARNING"],
         samples_needed=dict(numbers) if status == "INCONCLUSIVE" else {},
         round=looks,
-        rules=RULES,
     )

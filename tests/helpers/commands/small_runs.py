@@ -86,7 +86,7 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
         )
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
         candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
-        done = opened.conclude(run, candidate)
+        done = opened.register(run, candidate)
     summary.record(work, sweep, done)
     summary.finish(work, sweep, 0)
     assert done.version

@@ -50,7 +50,7 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
     """Judge and register an engine, leaving the same files as `stage=evaluate`."""
     candidate = candidate_of(judged_engine(work / "artifacts", kv=kv)).model_copy(update={"version": ""})
     with store.candidate(sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
-        done = store.conclude(run, candidate)
+        done = store.register(run, candidate)
     summary.begin(work, sweep, [done.name])
     summary.record(work, sweep, done)
     summary.finish(work, sweep, 0)

@@ -45,7 +45,7 @@ def judged(folder: Path, kv: str, verdict: Status = "PASS", **metrics: float) ->
 
 def track_one(store: MlflowStore, candidate: Candidate, sweep: str) -> Candidate:
     with store.candidate(sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
-        return store.conclude(run, candidate)
+        return store.register(run, candidate)
 
 
 def version(store: MlflowStore, candidate: Candidate) -> Version:
@@ -62,7 +62,7 @@ def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_e
 ) -> None:
     figures: dict[str, Any] = {"quality/kl_mean": 0.01, "baseline/kib_per_token": 4.0}
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        done = store.conclude(run, judged(tmp_path, "fp8", "PASS", **figures))
+        done = store.register(run, judged(tmp_path, "fp8", "PASS", **figures))
     track_one(store, judged(tmp_path, "int4", "FAIL", **figures).model_copy(update={"baseline": done.baseline}), "s1")
     runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
     assert runs.keys() == {"fp8: PASS", "int4: FAIL", "fp16: baseline"}
@@ -80,7 +80,7 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     reasons = (f"cannot read https://u:{SECRET}@host",)
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
     with store.candidate("secrets", "int4", "onnxruntime", config) as run:
-        store.conclude(run, candidate, [row("copy", 1, True, False, candidate_generation=f"api_key={SECRET}")])
+        store.register(run, candidate, [row("copy", 1, True, False, candidate_generation=f"api_key={SECRET}")])
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
@@ -134,7 +134,7 @@ def test_other_evidence_is_another_version_and_the_alias_candidate_is_never_on_a
 
 def test_a_run_has_its_report_and_its_samples(store: MlflowStore, tmp_path: Path) -> None:
     with store.candidate("a", "described", "onnxruntime", {}) as run:
-        done = store.conclude(run, judged(tmp_path, "described"), [row("copy", 1, True, False)])
+        done = store.register(run, judged(tmp_path, "described"), [row("copy", 1, True, False)])
     files = artifacts(store, done.run_id)
     assert files.keys() >= {"report.json", "samples.json"}
     table = json.loads(files["samples.json"].read_text())
@@ -223,17 +223,6 @@ def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(tmp_path: Pat
     assert moved.download(moved.read().versions["1"], tmp_path).is_dir()
     track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
     assert not old.exists()
-
-
-@pytest.mark.parametrize("tag", ["mlflow.kvgate.move-000001", "move-000001"])
-def test_a_registered_model_with_the_log_of_an_older_release_is_refused(store: MlflowStore, tag: str) -> None:
-    store.client.set_registered_model_tag("kvgate-tiny", tag, "{}")
-    try:
-        with pytest.raises(UserError, match=r"an older kvgate moved the aliases of kvgate-tiny, .*tracking\.model_name=NAME$"):
-            MlflowStore(store.location)
-    finally:
-        store.client.delete_registered_model_tag("kvgate-tiny", tag)
-    MlflowStore(store.location)
 
 
 def test_files_that_were_moved_without_their_store_are_refused(tmp_path: Path) -> None:

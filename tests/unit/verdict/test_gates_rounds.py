@@ -141,7 +141,6 @@ def test_a_plan_without_a_round_is_no_report(planned: float) -> None:
 
 def test_a_verdict_names_the_rules_that_made_it() -> None:
     assert verdict(answered("copy", 60)).rules == RULES
-    assert Verdict.model_validate({"status": "PASS", "reasons": [], "checks": [], "samples_needed": {}}).rules == 1
 
 
 def test_following_the_advice_spends_the_rest_of_the_first_evaluations_level() -> None:
