@@ -9,7 +9,7 @@ from typing import Any, Self, overload
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle, read_lineage
-from pipeline.evidence.reading import bundle_of
+from pipeline.evidence.reading import bundle_directory, bundle_of
 from pipeline.loading import open_backend, required_libraries
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
@@ -144,7 +144,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
     if not isinstance(bundle, str | Path):
         raise UserError(f"bundle={bundle!r}: is no path; give the directory of an engine")
-    directory = _engine_directory(Path(bundle).expanduser())
+    directory = _engine_directory(bundle_directory(str(bundle)))
     record = read_bundle(directory)
     name = record.get("backend")
     values: dict[str, object] = {"stage": "build", "backend": name}
@@ -165,8 +165,6 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
 
 def _engine_directory(directory: Path) -> Path:
     """Return the engine's directory, given the engine itself, a copy with its evidence, or evidence in a store."""
-    if not directory.is_dir():
-        raise UserError(f"bundle={directory}: no such directory; give an engine's directory, or of its evidence")
     if not (directory / IDENTITY_FILE).is_file():
         if (directory / BUNDLE_FILE).is_file():
             return directory

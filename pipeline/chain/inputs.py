@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
+from pipeline.evidence.reading import bundle_directory
 from pipeline.loading import open_backend, required_libraries
 from pipeline.registry import summary
 from pipeline.registry.monitors import read_snapshot
@@ -50,7 +51,7 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
     if config.tracking.enabled and config.facts.tracked:
         yield partial(locate, config.tracking, config.work, config.model.label)
     if config.stage == "verify":
-        yield partial(_check_bundle, config)
+        yield partial(bundle_directory, str(config.bundle))
     if config.stage == "monitor":
         yield partial(read_snapshot, config.monitor)
     if config.facts.plans:
@@ -66,11 +67,6 @@ def _check_registered(config: Config) -> None:
     store = locate(config.tracking, config.work, config.model.label).file
     if store is not None and not store.exists():
         raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")
-
-
-def _check_bundle(config: Config) -> None:
-    if not Path(str(config.bundle)).is_dir():
-        raise UserError(f"bundle={config.bundle}: no such directory; give an engine's directory, or of its evidence")
 
 
 def _check_budget(config: Config) -> None:

@@ -33,7 +33,7 @@ from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.files import write_whole
 from stages.engines.backend import Job
-from stages.planning.capacity import Capacity, measure
+from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import Judged, recommend
 from stages.planning.tuning import TUNE_FILE, TuneReport
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
@@ -132,7 +132,7 @@ def _questions(config: Config) -> list[str]:
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
     model = read_model(locate_checkpoint(config.model.path))
     policies = labelled([config.kv, *judged])
-    return measure(config.model.label, model, config.capacity, config.weights.format, policies)
+    return measure_capacity(config.model.label, model, config.capacity, config.weights.format, policies)
 
 
 def _require_room(capacity: Capacity) -> None:

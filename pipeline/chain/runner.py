@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -19,7 +18,7 @@ from pipeline.chain import serving
 from pipeline.chain.launching import LauncherRefusal, launch, start
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.run import Run, open_store
-from pipeline.chain.showing import compare_in_mlflow, remove_page, show, warned
+from pipeline.chain.showing import compare_in_mlflow, remove_page, show_page, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
@@ -29,7 +28,7 @@ from pipeline.config.compose import Plan, to_config
 from pipeline.config.config import Config
 from pipeline.config.launchers import BASIC, LOGS
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.evidence.reading import judged_candidate
+from pipeline.evidence.reading import bundle_directory, judged_candidate
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.store.store import used
@@ -81,7 +80,7 @@ def evaluate(run: Run) -> None:
         candidate = candidate.model_copy(update={"name": run.label})
         if store is not None:
             with console.progress("registering the engine"):
-                candidate = store.conclude(run_id, candidate, rows)
+                candidate = store.register(run_id, candidate, rows)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, first_look=config.workloads.is_first_look)
 
@@ -106,7 +105,7 @@ def holding(config: Config) -> AbstractContextManager[None]:
         return nullcontext()
     root = config.artifacts
     if config.stage == "verify":  # the bundle may be outside of any work directory
-        store = store_of(Path(str(config.bundle)).resolve() / BUNDLE_FILE)
+        store = store_of(bundle_directory(str(config.bundle)).resolve() / BUNDLE_FILE)
         return used(store, make=False) if store is not None else nullcontext()
     return used(root, make=config.facts.makes or root.is_dir())
 
@@ -161,7 +160,7 @@ def _run_alone(job: Run) -> None:
             last = summary.load(config.work, job.sweep)
             if last.candidates[0].verdict == "PASS":
                 with console.silent():  # a killed promotion leaves the page of its candidate
-                    show(config, last.candidates, sweep=job.sweep, command=last.command)
+                    show_page(config, last.candidates, sweep=job.sweep, command=last.command)
                 serving.promote_from(job, last)
 
 
@@ -320,7 +319,7 @@ def _conclude_sweep(planned: Plan, last: summary.Summary, code: int, step: NextS
 def _show_candidates(config: Config, last: summary.Summary) -> None:
     """Write the page about the candidates of a command, or remove an earlier command's page if there are none."""
     if last.candidates:
-        show(config, last.candidates, sweep=last.sweep, unfinished=last.unfinished, command=last.command)
+        show_page(config, last.candidates, sweep=last.sweep, unfinished=last.unfinished, command=last.command)
     else:
         remove_page(config.work)
 

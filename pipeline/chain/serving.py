@@ -1,16 +1,15 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from rich.markup import escape
 
 from pipeline.chain.run import Run
-from pipeline.chain.showing import compare_in_mlflow, show, warned
+from pipeline.chain.showing import compare_in_mlflow, show_page, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
-from pipeline.evidence.reading import find_evidence, read_evidence
+from pipeline.evidence.reading import bundle_directory, find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_backend
 from pipeline.registry import routing, summary
@@ -83,7 +82,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
         for rejected, reason in passed_over.items():
             console.result("not_chosen", f"  not {escape(rejected)}: {escape(reason)}", candidate=rejected, reason=reason)
-        show(
+        show_page(
             config,
             candidates,
             sweep=last.sweep,
@@ -130,7 +129,7 @@ def _say(lines: Iterable[str]) -> None:
 
 def verify(run: Run) -> None:
     """Replay the evidence of an engine, offline and read-only."""
-    directory = Path(str(run.config.bundle))
+    directory = bundle_directory(str(run.config.bundle))
     signing = run.config.signing
     with console.progress("replaying the evidence"):
         replays = [(evidence, replay(evidence, signing)) for evidence in map(read_evidence, find_evidence(directory))]

@@ -53,7 +53,7 @@ def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore |
     return open_store(config.tracking, config.work, candidates[0].model) if tracked else None
 
 
-def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occasion: Any) -> None:
+def show_page(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occasion: Any) -> None:
     """Write the page about candidates and attach it to their runs.
 
     The page decides nothing, so a failure is only a warning. `occasion` holds fields of `stages.report.exhibit.Occasion`.

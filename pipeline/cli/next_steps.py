@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 from rich.markup import escape
@@ -177,24 +177,34 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
     alpha = config.gates.pass_alpha if following is None else following.pass_alpha
     more = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
-    changes, own, most = _more_questions(config, needed, more)
-    if following is not None and not (changes or own):
+    questions = _more_questions(config, needed, more)
+    changes = questions.overrides
+    if following is not None and not (changes or questions.own_too_few):
         stuck += [*(check.reason for check in still_open), "no check was recorded"]
     if stuck:
         return NextStep(why=f"{said}; more questions would not decide: {stuck[0]}; see docs/verdict.md#inconclusive-what-now")
-    if following is None or most > MOST_QUESTIONS:
+    if following is None or questions.largest > MOST_QUESTIONS:
         step = _finer(config, undecided, base, swept)
         return step.model_copy(update={"why": f"{said}, and another attempt would not decide it: {step.why}"})
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
-    add = f"; add questions to {config.workloads.jsonl}" if own else ""
+    add = f"; add questions to {config.workloads.jsonl}" if questions.own_too_few else ""
     command = command_line(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
     return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
 
 
-def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> tuple[list[str], bool, int]:
-    """Return overrides for `more` times the questions or `needed`, if larger; whether own ones are too few; the most."""
+class MoreQuestions(NamedTuple):
+    overrides: list[str]
+    """Overrides for more generated questions."""
+    own_too_few: bool
+    """Whether the user's own questions are too few."""
+    largest: int
+    """Largest number of questions of one workload."""
+
+
+def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> MoreQuestions:
+    """Return `more` times the configured questions of each workload, or `needed` if this is more."""
     counts = {
         name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
         for name, count in config.workloads.samples.items()
@@ -205,8 +215,8 @@ def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> t
     if config.workloads.lengths:
         now = math.ceil(more * config.workloads.length_documents) * LONG_QUESTIONS
         changes += more_documents({**needed, LONG: now})
-    own = any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
-    return changes, own, max((*counts.values(), *needed.values()), default=0)
+    own_too_few = any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
+    return MoreQuestions(changes, own_too_few, max((*counts.values(), *needed.values()), default=0))
 
 
 def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:

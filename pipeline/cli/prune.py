@@ -117,11 +117,11 @@ def remove(root: Path, gone: Sequence[Piece]) -> None:
 
 def _print(plan: PrunePlan, *, applied: bool) -> None:
     if plan.gone:
-        console.show("pruned", sizes("Removed" if applied else "Would go", plan.gone))
+        console.show("pruned", sizes("Removed" if applied else "To remove", plan.gone))
         console.say(f"{decimal(plan.freed_bytes)} {'are' if applied else 'would be'} free: kinds share files")
     else:
-        console.say("Nothing goes: everything is needed")
+        console.say("Nothing to remove: everything is needed")
     for who, count in plan.stays.items():
         console.say(f"stays: {count} for {escape(who)}")
     for version in plan.left_behind:
-        console.say(f"[yellow]note:[/] {escape(version)} can be promoted no more without being judged again")
+        console.say(f"[yellow]note:[/] {escape(version)} must be judged again before it can be promoted")

@@ -13,7 +13,7 @@ from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
 from stages.checkpoints.shapes import ModelShape
 from stages.core.memory import GIB
-from stages.engines.config import serves_last
+from stages.engines.config import is_least_preferred
 from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
@@ -136,13 +136,13 @@ def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[st
 
 
 def _reason(candidate: Candidate, champion: Candidate | None) -> str:
-    """Return the reason why `promotion.choose` did not take a candidate."""
+    """Return the reason why `promotion.choose_champion` did not take a candidate."""
     if candidate.verdict != "PASS" or champion is None:
         return f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
         return f"passed, but the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
-    if serves_last(candidate.backend) and not serves_last(champion.backend):
+    if is_least_preferred(candidate.backend) and not is_least_preferred(champion.backend):
         return "passed, but the reference engine does not serve where another engine holds the same number of tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
     return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}) at equally many tokens in the same memory"

@@ -49,6 +49,14 @@ class Evidence:
     baseline: Path | None
 
 
+def bundle_directory(path: str) -> Path:
+    """Return the directory that `bundle=` names. Raises UserError if it does not exist."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise UserError(f"bundle={path}: no such directory; give an engine's directory, or of its evidence")
+    return directory
+
+
 def find_evidence(directory: Path) -> list[Path]:
     """Return the directories with evidence about an engine.
 

@@ -1,7 +1,7 @@
 """`routing.*` and `monitor.*`, the snapshot of a fleet, and what its monitors read.
 
-A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at ALPHA). It is
-**broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
+A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at MONITOR_ALPHA).
+It is **broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
 **unknown**: the number of requests is insufficient. Noise moves nothing. The bounds assume independent requests.
 """
 
@@ -19,7 +19,7 @@ MAX_AGE_S = 900
 """Maximum seconds between now and `taken_at` of a snapshot."""
 PREVIOUS = "-previous"
 """Ending of the alias of a route's previous engine. No class name may have this ending."""
-ALPHA = 0.001
+MONITOR_ALPHA = 0.001
 """One-sided error per monitor and snapshot: how often a class that is exactly at a limit counts as broken."""
 
 
@@ -63,7 +63,7 @@ class MonitorConfig(StrictModel):
     """Maximum share of live tokens among the tokens that fit. A larger share is memory pressure."""
 
 
-class Share(StrictModel):
+class GoodRequests(StrictModel):
     """Number of good requests, out of all counted requests."""
 
     good: Count
@@ -76,7 +76,7 @@ class Share(StrictModel):
         return self
 
 
-class Latency(Share):
+class Latency(GoodRequests):
     """Good requests took at most `limit_ms`."""
 
     limit_ms: Annotated[float, Field(gt=0)]
@@ -98,8 +98,8 @@ class ClassSnapshot(StrictModel):
 
     version: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}$")]
     latency: Latency
-    json_validity: Share | None
-    canaries: Share | None
+    json_validity: GoodRequests | None
+    canaries: GoodRequests | None
     memory: Memory
 
 
@@ -142,14 +142,14 @@ def quality_holds(readings: Sequence[Reading]) -> bool:
     return {reading.status for reading in readings if reading.kind == "quality"} == {"holds"}
 
 
-def _share_reading(kind: Literal["latency", "quality"], name: str, share: Share, least: float) -> Reading:
+def _share_reading(kind: Literal["latency", "quality"], name: str, counted: GoodRequests, least: float) -> Reading:
     from scipy.special import betaincinv
 
-    good, bad = share.good, share.of - share.good
-    lower = float(betaincinv(good, bad + 1, ALPHA)) if good else 0.0
-    upper = float(betaincinv(good + 1, bad, 1 - ALPHA)) if bad else 1.0
-    bounds = f"{100 * (1 - ALPHA):g} % bounds {lower:.4f} to {upper:.4f}"
-    text = f"{good:,} of {share.of:,}, {bounds}, least {least:g}"
+    good, bad = counted.good, counted.of - counted.good
+    lower = float(betaincinv(good, bad + 1, MONITOR_ALPHA)) if good else 0.0
+    upper = float(betaincinv(good + 1, bad, 1 - MONITOR_ALPHA)) if bad else 1.0
+    bounds = f"{100 * (1 - MONITOR_ALPHA):g} % bounds {lower:.4f} to {upper:.4f}"
+    text = f"{good:,} of {counted.of:,}, {bounds}, least {least:g}"
     return Reading(kind, name, "broken" if upper < least else "holds" if lower >= least else "unknown", text)
 
 

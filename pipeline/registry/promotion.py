@@ -31,7 +31,7 @@ from pipeline.registry.tracking import RegisteredModel, Version
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.redaction import redact_text
-from stages.engines.config import serves_last
+from stages.engines.config import is_least_preferred
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
@@ -195,10 +195,10 @@ class Engines:
             MissingRequirement: the replay needs a library that is not installed.
         """
         registry, candidates = self.registry, self._judged_again(listed, model, name)
-        best = choose(candidates, {} if name is not None else self._rolled_back(self.model))
+        best = choose_champion(candidates, {} if name is not None else self._rolled_back(self.model))
         rival = self._incumbent(candidates) if name is None else None
         compared = tuple(candidates if rival is None else [*candidates, rival])
-        if rival is not None and choose([best, rival]) is rival:
+        if rival is not None and choose_champion([best, rival]) is rival:
             with suppress(GateRefusal, MissingRequirement):  # without valid evidence, a champion cannot block a promotion
                 self._verify(rival)
                 return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion", compared)
@@ -290,7 +290,7 @@ class Engines:
         return PromotionMove(version.name, f"{version.name} (version {previous}) is the champion again, version {bad} is not")
 
 
-def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingProxyType({})) -> Candidate:
+def choose_champion(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingProxyType({})) -> Candidate:
     """Return the best candidate that passed. Raises GateRefusal if all are excluded.
 
     The candidate with the most live tokens wins. Between equals, other engines win over the reference engine, then the lowest
@@ -298,7 +298,7 @@ def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingPro
     """
     best = max(
         (candidate for candidate in candidates if candidate.verdict == "PASS" and candidate.report.digest not in left),
-        key=lambda c: (live_tokens(c), not serves_last(c.backend), -c.metric("quality/kl_mean"), c.name),
+        key=lambda c: (live_tokens(c), not is_least_preferred(c.backend), -c.metric("quality/kl_mean"), c.name),
         default=None,
     )
     if best is not None:

@@ -23,7 +23,7 @@ class BackendConfig(StrictModel):
     name: str
     in_process: ClassVar[bool] = False
     """Whether engines open in seconds in this process, on any CPU, and keep their cache in this machine's memory."""
-    serves_last: ClassVar[bool] = False
+    least_preferred: ClassVar[bool] = False
     """Whether an equally good engine of another backend is preferred (true for the reference engine)."""
     takes_quantized: ClassVar[bool] = False
     """Whether engines can load a checkpoint's quantized weights without dequantizing them."""
@@ -61,10 +61,10 @@ class InProcessConfig(BackendConfig):
         return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
-def serves_last(backend: str) -> bool:
+def is_least_preferred(backend: str) -> bool:
     """Return whether an equally good engine of another backend is preferred to an engine of `backend`."""
     config = backend_configs().get(backend)
-    return config is not None and config.serves_last
+    return config is not None and config.least_preferred
 
 
 @cache

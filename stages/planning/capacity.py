@@ -169,7 +169,7 @@ def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat
     return budget
 
 
-def measure(
+def measure_capacity(
     name: str, model: ModelShape, use: CapacityConfig, weights: WeightsFormat, policies: Sequence[tuple[str, KVPolicy]]
 ) -> Capacity:
     """Compute the capacity of every policy. `policies` are display names and policies; `name` is the model's.

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from stages.core.strict import StrictModel
-from stages.engines.config import serves_last
+from stages.engines.config import is_least_preferred
 from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.use import CapacityConfig
 from stages.policies.policy import KVPolicy, whole_pages
@@ -107,7 +107,9 @@ def recommend(
         for entry in ordered
     ]
     covering = [(entry, one) for entry, one, reason in assessed if one is not None and reason is None]
-    best = max(covering, key=lambda pair: (*_order(pair[0]), not serves_last(pair[1].backend), -pair[1].kl_mean), default=None)
+    best = max(
+        covering, key=lambda pair: (*_order(pair[0]), not is_least_preferred(pair[1].backend), -pair[1].kl_mean), default=None
+    )
     passed = []
     for entry, one, reason in assessed:
         if reason is None and best is not None and entry is not best[0]:

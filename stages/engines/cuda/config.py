@@ -10,7 +10,7 @@ from stages.engines.config import InProcessConfig
 class TorchConfig(InProcessConfig):
     """Configuration of backend=torch: the reference engine on a CPU, the attention kernels on a GPU."""
 
-    serves_last = True
+    least_preferred = True
     name: Literal["torch"]
     device: Literal["auto", "cpu", "cuda"]
     """Device of the engine; auto means cuda if torch finds a GPU, else cpu."""

@@ -1,12 +1,12 @@
 """The engine bundle of backend=onnxruntime on disk, and the check that it is unchanged since the build."""
 
 from pathlib import Path
-from typing import Literal
 
 from stages.core.errors import UserError
 from stages.core.strict import StrictModel
 from stages.engines import bundle as bundles
 from stages.engines.bundle import BUNDLE_FILE, ModelRecord
+from stages.engines.onnx.config import ComputeDType
 from stages.policies.policy import KVPolicy, KVShape
 from stages.policies.scales import KVScales
 
@@ -26,7 +26,7 @@ class ModelInfo(StrictModel):
     """`model.json` of the decoder skeleton."""
 
     model_type: str
-    compute_dtype: Literal["float32", "float16", "bfloat16"]
+    compute_dtype: ComputeDType
     """Type of weights and activations. Only TensorRT runs bfloat16: ONNX Runtime lacks bfloat16 kernels for most operators."""
     layers: int
     q_heads: int

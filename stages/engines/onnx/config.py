@@ -4,11 +4,13 @@ from typing import Literal
 
 from stages.engines.config import BackendConfig, InProcessConfig
 
+ComputeDType = Literal["float32", "float16", "bfloat16"]
+
 
 class GraphConfig(BackendConfig):
     """A backend whose engines are built from the exported ONNX decoder."""
 
-    compute_dtype: Literal["float32", "float16", "bfloat16"]
+    compute_dtype: ComputeDType
     """Type of activations and weights; part of the graph's digest. Only TensorRT runs bfloat16. bfloat16 graphs compute
     quantization, and attention outside the plugin, in float32."""
 

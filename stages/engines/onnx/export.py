@@ -8,7 +8,7 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 import torch
@@ -23,11 +23,10 @@ from stages.core.memory import collect_memory
 from stages.core.records import Progress
 from stages.engines.bundle import copy_tokenizer
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
+from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.weights import store_weights
 from stages.engines.reference.model import head, no_mask, options_of
 from stages.policies.onnx_body import DOMAIN
-
-ComputeDType = Literal["float32", "float16", "bfloat16"]
 
 _ATTENTION = "kvgate_skeleton"
 

@@ -13,8 +13,8 @@ from onnx import helper
 from stages.engines.base import Mode
 from stages.engines.onnx.build import IR_VERSION
 from stages.engines.onnx.bundle import ModelInfo
+from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import GraphSession
-from stages.engines.onnx.export import ComputeDType
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function
 from stages.engines.onnx.native.compiler import compiled_kernel

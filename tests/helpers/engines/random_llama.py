@@ -21,8 +21,9 @@ from stages.core.records import no_progress
 from stages.engines.interface import Engine
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.bundle import GRAPHS
+from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import OnnxEngine, load_engine
-from stages.engines.onnx.export import ComputeDType, export_decoder
+from stages.engines.onnx.export import export_decoder
 from stages.engines.reference.build import build_bundle as build_reference_bundle
 from stages.engines.reference.engine import TorchEngine
 from stages.policies.formats import Format, Granularity, ScaleSource

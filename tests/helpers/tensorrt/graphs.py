@@ -12,8 +12,8 @@ from onnx import helper
 
 from helpers.engines.random_llama import BY_NAME, INT4, fmt, int4_groups, make_bundle, once, shared_decoder
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle, open_onnx_bundle
+from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
-from stages.engines.onnx.export import ComputeDType
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.plugin import use_plugin
 from stages.engines.tensorrt.shapes import PlanLimits

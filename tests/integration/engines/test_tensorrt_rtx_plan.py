@@ -20,8 +20,8 @@ from stages.core.errors import MissingRequirement, UserError
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import open_onnx_bundle
+from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
-from stages.engines.onnx.export import ComputeDType
 from stages.engines.tensorrt import engine as engine_module
 from stages.engines.tensorrt.build import GraphRefusal, build, parse
 from stages.engines.tensorrt.bundle import PlanRecord, load_weights

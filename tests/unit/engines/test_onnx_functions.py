@@ -17,6 +17,7 @@ from helpers.policies.shipped import SHIPPED
 from onnx import helper
 
 from stages.engines.onnx.build import IR_VERSION
+from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import quantize_function
@@ -29,10 +30,11 @@ from stages.policies.scales import KVScales, SideScales
 
 UNIT = SideScales(scale=(1.0,))
 FLOAT = onnx.TensorProto.FLOAT
-Compute = Literal["float32", "float16", "bfloat16"]
 
 
-def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, compute: Compute = "float32") -> list[np.ndarray]:
+def quantize(
+    x: np.ndarray, form: Format, static: SideScales | None = None, compute: ComputeDType = "float32"
+) -> list[np.ndarray]:
     """Run the quantization function on x (B, H, S, D); return the stored arrays in the order of SideCodec.arrays."""
     codec = SideCodec(Side.KEY, form, x.shape[1], x.shape[3])
     function = quantize_function(0, codec, compute)
@@ -78,7 +80,7 @@ TURBOQUANT = Format(dtype="int4", granularity="per_token", symmetric=False, scal
 NVFP4S = [SHIPPED["nvfp4"].key.model_copy(update={"rotation": rotation}) for rotation in ("none", "hadamard")]
 
 
-def assert_stores_what_the_reference_stores(form: Format, compute: Compute = "float32", head_dim: int = 64) -> None:
+def assert_stores_what_the_reference_stores(form: Format, compute: ComputeDType = "float32", head_dim: int = 64) -> None:
     """Compare bit for bit. For rotations, the order of the sum may move a value across the border between two codes."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 3, 40, head_dim)).astype(np.float32) * np.exp2(rng.integers(-9, 4, (2, 3, 40, 1)))

@@ -15,7 +15,7 @@ from pipeline.config.policies import labelled, shipped_policies
 from stages.checkpoints.shapes import read_model
 from stages.core.errors import UserError
 from stages.core.memory import GIB
-from stages.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure, memory_budget
+from stages.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure_capacity, memory_budget
 from stages.planning.use import CapacityConfig
 from stages.policies.policy import KVShape
 
@@ -46,7 +46,7 @@ MEASURED: dict[tuple[str, ...], Capacity] = {}
 def capacity(folder: Path, config: dict[str, Any], *overrides: str) -> Capacity:
     asked = (json.dumps(config), *overrides)
     if asked not in MEASURED:
-        MEASURED[asked] = measure("model", read_model(written(folder, config)), use(*overrides), "none", SHIPPED)
+        MEASURED[asked] = measure_capacity("model", read_model(written(folder, config)), use(*overrides), "none", SHIPPED)
     return MEASURED[asked]
 
 

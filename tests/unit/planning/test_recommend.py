@@ -19,7 +19,7 @@ from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
 from stages.checkpoints.shapes import ModelShape
 from stages.core.errors import GateRefusal
-from stages.planning.capacity import Capacity, measure
+from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import NOT_SERVED, Judged, Recommendation, recommend
 from stages.policies.policy import KVShape
 from stages.verdict.coverage import Exercised, Limits
@@ -33,7 +33,7 @@ USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{toke
 @cache
 def capacity(*overrides: str) -> Capacity:
     asked = plan([*USE, *overrides], multirun=False).jobs[0].capacity
-    return measure("some-llm", MODEL, asked, "none", labelled([]))
+    return measure_capacity("some-llm", MODEL, asked, "none", labelled([]))
 
 
 def judged(policy: str, **changes: object) -> Judged:

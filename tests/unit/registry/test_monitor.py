@@ -10,7 +10,7 @@ from helpers.registry.routes import Fleet
 
 from pipeline.config.compose import plan
 from pipeline.registry.monitors import (
-    ALPHA,
+    MONITOR_ALPHA,
     ClassSnapshot,
     MonitorConfig,
     Reading,
@@ -86,7 +86,7 @@ def test_a_monitor_breaks_if_its_bound_shows_it_and_few_requests_are_unknown(goo
 def test_a_fleet_at_the_limit_is_taken_for_broken_no_more_often_than_alpha() -> None:
     n, least = 300, LIMITS.min_json_validity
     broken = [good for good in range(n + 1) if validity(good, n) == "broken"]
-    assert 0 < sum(math.comb(n, good) * least**good * (1 - least) ** (n - good) for good in broken) <= ALPHA
+    assert 0 < sum(math.comb(n, good) * least**good * (1 - least) ** (n - good) for good in broken) <= MONITOR_ALPHA
 
 
 def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is_not_shown_to_hold() -> None:

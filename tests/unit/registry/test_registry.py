@@ -8,7 +8,7 @@ import pytest
 from helpers.refusals import refused
 from helpers.registry.candidates import MemoryRegistry, decide_pass, engines_of, evidence_digest, judged_candidate
 
-from pipeline.registry.promotion import Finding, PromotionMove, choose
+from pipeline.registry.promotion import Finding, PromotionMove, choose_champion
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
@@ -114,9 +114,9 @@ def test_live_tokens_decide_then_the_lower_mean_kl_and_unknown_figures_lose(fp8:
         known = {"memory/max_live_tokens": tokens, "quality/kl_mean": kl}
         return changed(fp8, name=name, metrics={key: value for key, value in known.items() if value is not None}, **changes)
 
-    assert choose([one("a", 10.0, 0.1), one("b", 12.0, 0.2), one("c", None, 0.0)]).name == "b"
-    assert choose([one("z", 9.0, 0.02), one("zz", 9.0, None), one("a", 9.0, 0.01)]).name == "a"
-    assert choose([one("reference", 9.0, 0.0, backend="torch"), one("a", 9.0, 0.1)]).name == "a"
+    assert choose_champion([one("a", 10.0, 0.1), one("b", 12.0, 0.2), one("c", None, 0.0)]).name == "b"
+    assert choose_champion([one("z", 9.0, 0.02), one("zz", 9.0, None), one("a", 9.0, 0.01)]).name == "a"
+    assert choose_champion([one("reference", 9.0, 0.0, backend="torch"), one("a", 9.0, 0.1)]).name == "a"
 
 
 def test_nothing_is_promoted_when_none_passed(tmp_path: Path, registry: MemoryRegistry) -> None:

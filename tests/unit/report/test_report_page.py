@@ -239,7 +239,7 @@ def config_at(work: Path) -> Config:
 def show(work: Path, shown: Candidate, store: Runs | None) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(showing, "open_store", lambda *_: store)
-        showing.show(config_at(work), [shown], sweep="s")
+        showing.show_page(config_at(work), [shown], sweep="s")
 
 
 def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) -> None:
@@ -262,7 +262,7 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
 def test_no_store_is_opened_without_a_registered_candidate(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = candidate(judged_engine(work / "artifacts"), version="")
     monkeypatch.setattr(showing, "open_store", lambda *_: pytest.fail("opened"))
-    showing.show(config_at(work), [shown], sweep="s")
+    showing.show_page(config_at(work), [shown], sweep="s")
     assert (work / showing.PAGE).is_file()
 
 
