@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -142,7 +143,7 @@ def signature(module: str, name: str) -> inspect.Signature:
         listed = ast.unparse(node.args)
     else:  # a dataclass
         listed = ", ".join(ast.unparse(n) for n in body if isinstance(n, ast.AnnAssign))
-    made = defaultdict[str, Any](object)  # names of defaults are any objects
+    made = defaultdict[str, Any](MagicMock)  # names of defaults are any objects
     exec(compile(f"def real({listed}): ...", source, "exec", __future__.annotations.compiler_flag), {}, made)
     real = inspect.signature(made["real"])
     return real.replace(parameters=[one for one in real.parameters.values() if one.name not in ("self", "cls")])
