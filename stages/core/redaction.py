@@ -24,12 +24,16 @@ _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "im
 _HARMLESS_KEYS = {"kv", "artifact", "cache", "public"}
 """Words before `key` that indicate an attention key or an identifier, not a secret."""
 
-_USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s:@\"'<>]*:[^\s\"'<>]*|[^/\s\"'<>]*)@")
+_USERINFO = re.compile(r"(?<=[a-zA-Z0-9+.-]://)(?:[^/\s:@\"'<>]*:[^\s\"'<>]*|[^/\s\"'<>]*)@")
 """A password may contain a slash, so after a colon everything up to the last @ counts as the password."""
-_ASSIGNED = re.compile(  # `api_key_env` names a variable, `password_file` a file
-    r"(?i)\b(?![\w-]*_(?:env|file|path)\b)([\w-]*(?:passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token)[\w-]*)"
-    r"(\s*[=:]\s*|\"\s*:\s*\")([^\s&\"',;]+)"
+_ASSIGNED = re.compile(r"(?<![\w-])([\w-]++)(\s*+[=:]\s*+|\"\s*+:\s*+\")(?=[^\s&\"',;])")
+"""A name, and the separator before its value. Possessive quantifiers keep the search linear."""
+_VALUE = re.compile(r"[^\s&\"',;]+")
+_SECRET_NAME = re.compile(
+    r"passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token", re.IGNORECASE
 )
+_REFERENCES = ("_env", "_file", "_path")
+"""Endings of names that are no secrets: `api_key_env` names a variable, `password_file` a file."""
 _OF_A_PATH = re.compile(r"[/\\=][\w.~+%@-]*$")
 """End of a text before a name that is part of a path or a value, for example `/etc/` before `passwd: is a file`."""
 LONGEST = 4096
@@ -54,7 +58,7 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     raw = getattr(environ, "_data", environ)  # os.environ decodes all variables at each access
     for secret in _secrets(tuple(raw.items())):
         text = text.replace(secret, MASK)
-    text = _USERINFO.sub(rf"\1{MASK}@", text)
+    text = _USERINFO.sub(f"{MASK}@", text)
     text = _without_assigned(text)
     text = _QUERY.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1{MASK}", text)
@@ -63,14 +67,19 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 def _without_assigned(text: str) -> str:
     """Return a text without assigned passwords. A path or a value followed by `: message` is kept."""
-    parts, at = [], 0
-    while assigned := _ASSIGNED.search(text, at):
-        spared = re.fullmatch(r":\s+", assigned[2]) and _OF_A_PATH.search(
-            text, max(0, assigned.start() - LONGEST), assigned.start()
-        )
-        parts += [text[at : assigned.end(2)], "" if spared else MASK]
-        at = assigned.end(2 if spared else 3)
-    return "".join([*parts, text[at:]])
+    parts, done = [], 0
+    for assigned in _ASSIGNED.finditer(text):
+        name, separator = assigned.groups()
+        if assigned.start() < done or name.lower().endswith(_REFERENCES) or not _SECRET_NAME.search(name):
+            continue
+        begin = max(done, assigned.start() - LONGEST)
+        if re.fullmatch(r":\s+", separator) and _OF_A_PATH.search(text, begin, assigned.start()):
+            continue
+        parts += [text[done : assigned.end()], MASK]
+        value = _VALUE.match(text, assigned.end())
+        assert value is not None, "_ASSIGNED ends before a value"
+        done = value.end()
+    return "".join([*parts, text[done:]])
 
 
 def printable(text: str) -> str:
