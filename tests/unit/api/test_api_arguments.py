@@ -155,7 +155,7 @@ def test_a_downloaded_champion_without_its_engine_or_with_needless_samples_is_re
         champion("tiny", workdir=tmp_path / "elsewhere", samples="mine.jsonl")
 
 
-def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record_next_to_its_evidence(tmp_path: Path) -> None:
+def test_a_downloaded_champion_is_loaded_from_its_engine_folder(tmp_path: Path) -> None:
     """MLflow stores `bundle.json` next to `identity.json`, and the command that stage=verify prints loads this directory."""
     copy = exported(judged_engine(tmp_path / "store"), tmp_path / "copy", "engine")
     shutil.copyfile(copy / "engine" / "bundle.json", copy / "bundle.json")

@@ -96,7 +96,7 @@ def test_the_job_of_a_candidate_that_did_not_pass_has_the_exit_code_of_the_comma
 
 
 @pytest.mark.parametrize("judged", [False, True])
-def test_the_advice_after_any_weak_baseline_of_a_sweep_ends_its_output_if_there_is_no_candidate(
+def test_advice_after_a_weak_baseline_ends_the_output_of_a_sweep_without_candidates(
     judged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judging(monkeypatch, "FAIL")

@@ -175,7 +175,7 @@ def test_a_copy_without_its_identity_names_the_missing_file(copy: Path) -> None:
         find_evidence(copy)
 
 
-def test_the_users_own_samples_travel_with_the_evidence_are_compared_and_not_read_through_a_link(tmp_path: Path) -> None:
+def test_the_users_samples_travel_with_the_evidence_and_are_not_read_through_a_link(tmp_path: Path) -> None:
     samples = tmp_path / "mine.jsonl"
     samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
     judged = judged_engine(tmp_path / "store", ["workloads=jsonl", f"workloads.jsonl={samples}"])

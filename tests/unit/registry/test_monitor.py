@@ -89,7 +89,7 @@ def test_a_fleet_at_the_limit_is_taken_for_broken_no_more_often_than_alpha() -> 
     assert 0 < sum(math.comb(n, good) * least**good * (1 - least) ** (n - good) for good in broken) <= MONITOR_ALPHA
 
 
-def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is_not_shown_to_hold() -> None:
+def test_quality_is_not_shown_to_hold_without_json_and_canaries() -> None:
     readings = read(json_validity=None, canaries=None)
     assert [(reading.name, reading.status) for reading in readings] == [("latency within 800 ms", "holds"), ("memory", "holds")]
     assert not quality_holds(readings)
@@ -224,7 +224,7 @@ def test_a_snapshot_that_is_not_of_now_is_refused(fleet: Fleet, seconds: int) ->
         read_snapshot(limits(fleet, {**fresh, "taken_at": (now + timedelta(seconds=seconds)).isoformat()}))
 
 
-def test_a_class_without_a_route_and_a_version_that_does_not_exist_are_bad_input_and_nothing_moves(fleet: Fleet) -> None:
+def test_unknown_classes_and_versions_are_refused_and_move_nothing(fleet: Fleet) -> None:
     int8_then_fp8(fleet)
     fleet.registry.moves.clear()
     for name, version, expected in (

@@ -81,7 +81,7 @@ def test_files_that_are_no_sweeps_are_ignored(tmp_path: Path) -> None:
     assert last_judged(tmp_path) is None
 
 
-def test_a_sweep_that_started_no_job_leaves_the_summary_as_it_was_unless_another_has_written_it(tmp_path: Path) -> None:
+def test_a_sweep_that_started_no_job_restores_the_summary_unless_another_wrote_it(tmp_path: Path) -> None:
     none = begin(tmp_path, "20260101", ["fp8"])
     note(tmp_path, None, champion="a rolled-back champion")  # only in summary.json
     known = (tmp_path / "summary.json").read_bytes()

@@ -116,9 +116,7 @@ def test_the_same_engine_with_the_same_evidence_is_registered_once(store: Mlflow
     assert [output.model_id for output in outputs] == [model.model_id]
 
 
-def test_other_evidence_is_another_version_and_the_alias_candidate_is_never_on_an_engine_that_failed(
-    store: MlflowStore, tmp_path: Path
-) -> None:
+def test_other_evidence_is_another_version_and_no_failed_engine_is_the_candidate(store: MlflowStore, tmp_path: Path) -> None:
     good, bad = judged(tmp_path, "good"), judged(tmp_path, "bad", "FAIL")
     passed = track_one(store, good, "a")
     track_one(store, bad, "a")
@@ -142,9 +140,7 @@ def test_a_run_has_its_report_and_its_samples(store: MlflowStore, tmp_path: Path
     assert [line[:2] for line in table["data"]] == [["lost", "copy"]]
 
 
-def test_a_version_carries_its_digests_its_evidence_and_the_bundle_if_the_configuration_says_so(
-    store: MlflowStore, work: Path, tmp_path: Path
-) -> None:
+def test_a_version_carries_its_evidence_and_if_configured_its_bundle(store: MlflowStore, work: Path, tmp_path: Path) -> None:
     done = track_one(store, judged(tmp_path, "bundle"), "a")
     found = version(store, done)
     assert found.tags == {"kv": done.name, "verdict": done.verdict, "identity_digest": done.identity.digest}

@@ -69,13 +69,13 @@ def test_what_was_altered_is_noticed_and_made_again(tmp_path: Path, alter: Calla
 
 
 def test_an_artifact_that_changes_while_it_is_finished_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seal = Store._seal
+    rename = Path.rename
 
-    def altered(store: Store, scratch: Path, made: Recipe, seconds: float) -> None:
-        seal(store, scratch, made, seconds)
-        (scratch / "sub" / "one.txt").write_text("two")
+    def altered(path: Path, target: Path) -> Path:
+        (path / "sub" / "one.txt").write_text("two")
+        return rename(path, target)
 
-    monkeypatch.setattr(Store, "_seal", altered)
+    monkeypatch.setattr(Path, "rename", altered)
     with pytest.raises(UserError, match="was changed while this command finished it; run the command again"):
         make_artifact(Store(tmp_path), recipe(), write_one)
     monkeypatch.undo()
