@@ -252,9 +252,9 @@ class EngineSteps(Artifacts):
         self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
     ) -> Iterator[Entry]:
         # An artifact is verified once per job, because verification reads every byte.
-        known = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
-        if known is not None:
-            yield Entry(known, known.path)
+        finished = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
+        if finished is not None:
+            yield Entry(finished, finished.path)
             return
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
         with console.progress(title) as progress, self.store.making(recipe, resumable=resumable) as entry:

@@ -135,9 +135,9 @@ def start_ray(launcher: Mapping[str, Any]) -> None:
     except SystemExit as error:  # Ray's reaction to SIGTERM
         raise KeyboardInterrupt from error
     except Exception as error:  # Ray has no specific class for a failed start
-        said = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
+        detail = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
         raise MissingRequirement(
-            f"hydra/launcher=ray: Ray did not start ({said}); run fewer other programs, or mend "
+            f"hydra/launcher=ray: Ray did not start ({detail}); run fewer other programs, or mend "
             f"hydra.launcher.ray.init.* or the installation ({install(RAY)})"
         ) from error
     signal.signal(signal.SIGTERM, terminated)  # Ray's handler would abort this process

@@ -70,9 +70,9 @@ def recommend_policy(run: Run) -> None:
     with console.progress("reading the evidence"):
         files, notes = _checkpoint_digests(config)
         model = read_model(locate_checkpoint(config.model.path)).kv
-        found = [_judged(config, model, files, directory) for directory in identities(config.artifacts).values()]
-        judged = [one for one in found if one is not None]
-    capacity = _capacity(config, [one.policy for one in judged])
+        evaluations = [_judged(config, model, files, directory) for directory in identities(config.artifacts).values()]
+        judged = [evaluation for evaluation in evaluations if evaluation is not None]
+    capacity = _capacity(config, [evaluation.policy for evaluation in judged])
     with console.progress("asking the backend which policies it serves"):
         unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
@@ -98,14 +98,14 @@ def _unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
     """Return the names of the policies that the backend refuses for this model; none if it refuses the 16-bit cache too."""
     path = locate_checkpoint(config.model.path)
     try:
-        found = inspect_gguf(path).info if path.is_file() else describe_checkpoint(path, read_config(path), (), ())
+        checkpoint = inspect_gguf(path).info if path.is_file() else describe_checkpoint(path, read_config(path), (), ())
     except UserError:  # a family whose cache can be counted but not judged
         return set()
 
     def refuses(policy: KVPolicy) -> bool:
         try:
-            policy.check_shape(found.shape)
-            open_backend(config.backend).check_inputs(Job(policy, config.weights.format, found))
+            policy.check_shape(checkpoint.shape)
+            open_backend(config.backend).check_inputs(Job(policy, config.weights.format, checkpoint))
         except UserError:
             return True
         except MissingRequirement:  # the policy is not at fault
@@ -136,12 +136,12 @@ def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
 
 
 def _require_room(capacity: Capacity) -> None:
-    asked = capacity.use.concurrency
+    needed = capacity.use.concurrency
     most = max(capacity.policies, key=lambda entry: (entry.requests, -entry.mix_bytes))
-    if most.requests < asked:
+    if most.requests < needed:
         raise GateRefusal(
-            f"capacity.concurrency={asked}: no policy admits this many requests, {most.name} {most.requests} as the most; give "
-            "more memory, shorter capacity.contexts, or ask fewer"
+            f"capacity.concurrency={needed}: no policy admits this many requests, {most.name} {most.requests} as the most; "
+            "give more memory, shorter capacity.contexts, or ask fewer"
         )
 
 
@@ -220,13 +220,13 @@ def _other_use(config: Config, files: dict[str, str], identity: Identity) -> str
             return f"it is of another {name} than model.path={config.model.path}"
     engine = identity.link("engine").parts["config"]
     quantized = next((link.parts["config"] for link in identity.chain if link.parts["stage"] == "quantize"), {})
-    for name, judged, asked in (
+    for name, judged, configured in (
         ("with backend=", identity.backend, config.backend.name),
         ("with weights=", quantized.get("weights"), config.weights.format),
         ("with capacity.tensor_parallel=", engine.get("tensor_parallel_size", 1), config.capacity.tensor_parallel),
     ):
-        if judged != asked:
-            return f"it was judged {name}{judged}, not {asked}"
+        if judged != configured:
+            return f"it was judged {name}{judged}, not {configured}"
     return None
 
 
@@ -239,16 +239,17 @@ def tune(run: Run) -> None:
     console.say("")
     console.show("tuned", tuned_table(report, shape))
     if report.chosen is None:
-        known = [(one.kl, one.policy.name) for one in report.measured if one.kl is not None and one.policy.quantized]
-        found = "the least is {:.1e}, of {}".format(*min(known)) if known else "none has a finite KL"
+        quantized = [entry for entry in report.measured if entry.policy.quantized]
+        distances = [(entry.kl, entry.policy.name) for entry in quantized if entry.kl is not None]
+        closest = "the least is {:.1e}, of {}".format(*min(distances)) if distances else "none has a finite KL"
         raise GateRefusal(
-            f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has so small a KL; {found}. Raise it, or add "
-            "finer formats to tune.policies"
+            f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has so small a KL; {closest}. Raise it, or "
+            "add finer formats to tune.policies"
         )
-    chosen = next(one for one in report.measured if one.policy.name == report.chosen)
+    chosen = next(entry for entry in report.measured if entry.policy.name == report.chosen)
     console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
-    own = folder if chosen.origin != "uniform" else None
-    next_steps.show(next_steps.after_tuning(run.config, report.chosen, own, run.arguments))
+    options = folder if chosen.origin != "uniform" else None
+    next_steps.show(next_steps.after_tuning(run.config, report.chosen, options, run.arguments))
 
 
 def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:
@@ -257,13 +258,12 @@ def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{TUNED}-", dir=folder.parent) as scratch:
         new = Path(scratch) / TUNED
         (new / "kv").mkdir(parents=True)
-        for one in report.measured:
-            if one.origin == "uniform":
+        for entry in report.measured:
+            if entry.origin == "uniform":
                 continue
-            comment = (
-                f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {one.kl:.1e} on the texts that chose it."
-            )
-            (new / "kv" / f"{one.policy.name}.yaml").write_text(policy_yaml(one.policy, comment), encoding="utf-8")
+            size = f"{entry.bytes_per_token} bytes a token"
+            comment = f"Found by stage=tune: {size}, mean KL {entry.kl:.1e} on the texts that chose it."
+            (new / "kv" / f"{entry.policy.name}.yaml").write_text(policy_yaml(entry.policy, comment), encoding="utf-8")
         shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
@@ -278,7 +278,7 @@ def tuned_table(report: TuneReport, shape: KVShape) -> Grid:
         Column("kl", "mean\nKL", ".1e"),
     )
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    measured = sorted(report.measured, key=lambda one: -one.bytes_per_token)
-    rows = [[one.policy.name, one.bytes_per_token, 8 * one.bytes_per_token / numbers, one.kl] for one in measured]
+    measured = sorted(report.measured, key=lambda entry: -entry.bytes_per_token)
+    rows = [[entry.policy.name, entry.bytes_per_token, 8 * entry.bytes_per_token / numbers, entry.kl] for entry in measured]
     title = f"Mean KL from the FP16 cache on {report.tokens['check']:,} scored tokens, on the texts that chose the mixes"
     return Grid(title, columns, rows, {str(report.chosen): "bold"})

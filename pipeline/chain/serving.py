@@ -68,9 +68,9 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
     listed = candidates_of(config, last)
-    known = [candidate.name for candidate in listed]
-    if name is not None and name not in known:
-        raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, known)}")
+    names = [candidate.name for candidate in listed]
+    if name is not None and name not in names:
+        raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, names)}")
     engines = run.engines()
     with console.progress("replaying the evidence"):
         move = engines.promote(listed, model, name)
@@ -110,11 +110,11 @@ def rollback(run: Run) -> None:
 
 
 def route(run: Run) -> None:
-    asked = run.config.routing
-    if asked.rollback is not None:
-        _say(routing.roll_back(run.engines(), asked.rollback))
+    config = run.config.routing
+    if config.rollback is not None:
+        _say(routing.roll_back(run.engines(), config.rollback))
     else:
-        _say(routing.route(run.engines(), asked.routes or {}))
+        _say(routing.route(run.engines(), config.routes or {}))
 
 
 def monitor(run: Run) -> None:
@@ -147,17 +147,17 @@ def audit(run: Run) -> None:
         UserError: if the checkpoint cannot be read, or the backend does not load a checkpoint's scales.
     """
     config = run.config
-    found = open_backend(config.backend).audit(locate_checkpoint(config.model.path))
-    lines = [*scale_findings(found.layers), *found.problems]
-    sides = 2 * len(found.layers)
+    audited = open_backend(config.backend).audit(locate_checkpoint(config.model.path))
+    lines = [*scale_findings(audited.layers), *audited.problems]
+    sides = 2 * len(audited.layers)
     _say(lines)
     if lines:
         raise GateRefusal(
-            f"model.path={config.model.path}: {len(lines)} findings on {sides} scales of {len(found.layers)} layers "
-            f"({found.engine}); stage=build backend={config.backend.name} writes a checkpoint whose scales it loads"
+            f"model.path={config.model.path}: {len(lines)} findings on {sides} scales of {len(audited.layers)} layers "
+            f"({audited.engine}); stage=build backend={config.backend.name} writes a checkpoint whose scales it loads"
         )
-    used = [scale for layer in found.layers for scales in layer.used.values() for scale in scales]
-    _say([f"{found.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}"])
+    used = [scale for layer in audited.layers for scales in layer.used.values() for scale in scales]
+    _say([f"{audited.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}"])
 
 
 STAGES = {"promote": promote, "rollback": rollback, "verify": verify, "audit": audit, "route": route, "monitor": monitor}

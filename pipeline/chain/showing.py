@@ -96,7 +96,7 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         evidence = read_evidence(candidate.identity.path.parent)
     except UserError as error:
         return Exhibit(candidate, problem=str(error))
-    problem, own, samples = evidence.problem, set[str](), list[Sample]()
+    problem, private, samples = evidence.problem, set[str](), list[Sample]()
     try:
         workloads = requested_workloads(evidence)
         samples = load_samples(workloads)
@@ -107,9 +107,9 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
             samples = fit_lengths(samples, BundleTokenizer(candidate.engine.path), workloads)
         if workloads.jsonl is not None:
             generated = load_samples(workloads.model_copy(update={"jsonl": None}))
-            own = {sample.id for sample in samples} - {sample.id for sample in generated}
+            private = {sample.id for sample in samples} - {sample.id for sample in generated}
         elif workloads.documents is not None:
-            own = {sample.id for sample in samples}
+            private = {sample.id for sample in samples}
     except Refusal as error:
         problem = problem or f"its prompts cannot be made again: {error}"
     return Exhibit(
@@ -118,6 +118,6 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         report=evidence.report,
         rows=evidence.rows,
         samples=samples,
-        own=own,
+        own=private,
         evidence=evidence.directory,
     )

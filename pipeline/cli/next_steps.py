@@ -62,8 +62,8 @@ def standing(config: Config, stage: str, *changes: str) -> str:
     if stage != "promote":
         return command_line(carried(config), f"stage={stage}", *changes)
     python = config.backend.python if isinstance(config.backend, InterpreterConfig) else None
-    known = [] if python is None else [f"backend={config.backend.name}", f"backend.python={written(python)}"]
-    return command_line(carried(config, "gates"), "stage=promote", *known, *changes)
+    python_keys = [] if python is None else [f"backend={config.backend.name}", f"backend.python={written(python)}"]
+    return command_line(carried(config, "gates"), "stage=promote", *python_keys, *changes)
 
 
 def carried(config: Config, *groups: str) -> list[str]:
@@ -171,7 +171,8 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     needed = dict(sorted(item for candidate in undecided for item in candidate.samples_needed.items()))
     still_open = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
     titles = dict.fromkeys(check.gate.heading for check in still_open)
-    said = f"{', '.join(candidate.name for candidate in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
+    names, gates = (candidate.name for candidate in undecided), (title[0].lower() + title[1:] for title in titles)
+    state = f"{', '.join(names)}: open is {', '.join(gates)}"
     stuck = [check.reason for check in still_open if not needed and check.bound is None]  # such as the engine's own noise
     following = config.gates.next_attempt
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
@@ -182,25 +183,24 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     if following is not None and not (changes or questions.own_too_few):
         stuck += [*(check.reason for check in still_open), "no check was recorded"]
     if stuck:
-        return NextStep(why=f"{said}; more questions would not decide: {stuck[0]}; see docs/verdict.md#inconclusive-what-now")
+        return NextStep(why=f"{state}; more questions would not decide: {stuck[0]}; see docs/verdict.md#inconclusive-what-now")
     if following is None or questions.largest > MOST_QUESTIONS:
         step = _finer(config, undecided, base, swept)
-        return step.model_copy(update={"why": f"{said}, and another attempt would not decide it: {step.why}"})
+        return step.model_copy(update={"why": f"{state}, and another attempt would not decide it: {step.why}"})
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
     add = f"; add questions to {config.workloads.jsonl}" if questions.own_too_few else ""
     command = command_line(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
-    return NextStep(why=f"{said}{add}; ask enough questions to decide it", command=command)
+    return NextStep(why=f"{state}{add}; ask enough questions to decide it", command=command)
 
 
 class MoreQuestions(NamedTuple):
+    """Overrides for more generated questions, whether the user's own are too few, and the largest number of a workload."""
+
     overrides: list[str]
-    """Overrides for more generated questions."""
     own_too_few: bool
-    """Whether the user's own questions are too few."""
     largest: int
-    """Largest number of questions of one workload."""
 
 
 def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> MoreQuestions:
@@ -221,8 +221,8 @@ def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> M
 
 def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
-    known, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
-    least = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & known))))
+    shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
+    least = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
     ladder = load_policies("kv", config.backend.finer)
     finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > least and policy.name not in names), None)
     if finer is not None:
@@ -263,7 +263,7 @@ def after_promotion(config: Config, engine: Path) -> NextStep:
 
 def after_tuning(config: Config, chosen: str, folder: Path | None, base: Sequence[str]) -> NextStep:
     """Return the step that judges the chosen policy, from the configuration folder `folder` or, if None, from conf/."""
-    own = [part for part in base or carried(config) if not part.lstrip("+~").startswith("tune.")]
-    if folder is not None and f"--config-dir={folder}" not in own:
-        own = [f"--config-dir={folder}", *own]
-    return NextStep(why=f"judge {chosen}", command=command_line(own, "stage=evaluate", f"kv={chosen}"))
+    arguments = [part for part in base or carried(config) if not part.lstrip("+~").startswith("tune.")]
+    if folder is not None and f"--config-dir={folder}" not in arguments:
+        arguments = [f"--config-dir={folder}", *arguments]
+    return NextStep(why=f"judge {chosen}", command=command_line(arguments, "stage=evaluate", f"kv={chosen}"))

@@ -91,10 +91,10 @@ def make_plan(config: Config) -> PrunePlan:
 
 def _check_known(config: Config, found: Found) -> None:
     """Refuse a tracking store that does not know the engines which were registered from this work directory."""
-    known = {version.identity_digest for model in found.models for version in model.versions.values()}
-    candidates = [one for sweep in found.sweeps for one in sweep.candidates if one.version]
-    for model in sorted({one.model for one in candidates}):
-        if known.isdisjoint(one.identity.digest for one in candidates if one.model == model):
+    registered = {version.identity_digest for model in found.models for version in model.versions.values()}
+    candidates = [candidate for sweep in found.sweeps for candidate in sweep.candidates if candidate.version]
+    for model in sorted({candidate.model for candidate in candidates}):
+        if registered.isdisjoint(candidate.identity.digest for candidate in candidates if candidate.model == model):
             raise UserError(
                 f"stage=prune: engines of model {model} were registered from {config.work}, but not in the tracking store of "
                 "this command, so it is unknown which engines serve; leave tracking on, and name the right store with "

@@ -196,11 +196,11 @@ def _sweep(overrides: list[Override], hydra: DictConfig, parser: OverridesParser
     """Return the jobs of a sweep over the parameters of `hydra.sweeper` and of the overrides, which take precedence."""
     lines = [str(o.input_line) for o in overrides]
     parameters = parser.parse_overrides([f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()])
-    own = [o for o in [*parameters, *overrides] if not is_hydras(o.key_or_group)]
-    last = {o.key_or_group: o for o in own}
+    ours = [o for o in [*parameters, *overrides] if not is_hydras(o.key_or_group)]
+    last = {o.key_or_group: o for o in ours}
     swept_keys = tuple(key for key, override in last.items() if override.is_sweep_override())
     hydras = [line for line, o in zip(lines, overrides, strict=True) if is_hydras(o.key_or_group)]
-    jobs, job_overrides = _configs([*hydras, *job] for job in _jobs(own))
+    jobs, job_overrides = _configs([*hydras, *job] for job in _jobs(ours))
     alone = next((job for job in jobs if not job.facts.sweepable), None)
     if alone is not None and alone.facts.plans:
         raise UserError(f"stage={alone.stage}: looks at every policy in one run; leave -m and experiment= out")
@@ -218,9 +218,9 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
     except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # ValueError: not UTF-8, or a huge integer
         if isinstance(error, OSError) and error.errno is not None:  # without errno: OmegaConf's, for a file with a single value
             raise
-        said = printable(" ".join(str(error).split()))[:300]
+        detail = printable(" ".join(str(error).split()))[:300]
         where = "--config-dir: a file in it" if any(SEARCHPATH in override for override in overrides) else " ".join(overrides)
-        raise UserError(f"{short(where, 200)} cannot be read ({said}); correct it") from error
+        raise UserError(f"{short(where, 200)} cannot be read ({detail}); correct it") from error
 
 
 def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:

@@ -63,17 +63,17 @@ def check_sweep(hydra: DictConfig, typed: Collection[str]) -> tuple[str, dict[st
     if sweeper != BASIC_SWEEPER:
         raise UserError(f"hydra.sweeper._target_={sweeper}: {NO_NUMBER}")
     target = str(hydra.launcher.get("_target_"))
-    nodes = {one: ConfigStore.instance().load(f"hydra/launcher/{one}.yaml").node for one in installed()}
-    plugins = {one: dict(leaves(OmegaConf.to_container(node))) for one, node in nodes.items()}
-    name = next((one for one, keys in plugins.items() if keys["_target_"] == target), None)
+    nodes = {option: ConfigStore.instance().load(f"hydra/launcher/{option}.yaml").node for option in installed()}
+    plugins = {option: dict(leaves(OmegaConf.to_container(node))) for option, node in nodes.items()}
+    name = next((option for option, keys in plugins.items() if keys["_target_"] == target), None)
     if name is None:
         raise UserError(f"hydra.launcher._target_={target}: is no launcher; choose hydra/launcher={'|'.join(plugins)}")
     launcher: Any = OmegaConf.to_container(hydra.launcher)
-    own, composed = plugins[name], dict(leaves(launcher))
-    for key in {**own, **composed}:
-        changed = key not in own or key not in composed or composed[key] != own[key]
+    shipped, composed = plugins[name], dict(leaves(launcher))
+    for key in {**shipped, **composed}:
+        changed = key not in shipped or key not in composed or composed[key] != shipped[key]
         if changed and key.rpartition(".")[2] == "_target_":
             raise UserError(f"hydra.launcher.{key}: names code; leave it out")
-        if changed and not any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in typed):
+        if changed and not any(f"{key}.".startswith(f"{option}.") or option.startswith(f"{key}.") for option in typed):
             raise UserError(f"hydra.launcher.{key}: is set by a file, and could name a command; give it on the command line")
     return name, launcher

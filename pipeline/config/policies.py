@@ -40,14 +40,14 @@ def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
     The display name of a policy that was changed on the command line includes the change: `fp8 kv.sink_tokens=4`.
     """
     by_name = {policy.name: policy for policy in shipped_policies()}
-    found = list(by_name.items())
+    policies = list(by_name.items())
     for policy in others:
-        if any(policy == known for _, known in found):
+        if any(policy == listed for _, listed in policies):
             continue
         origin = by_name.get(policy.name)
         changes = [] if origin is None else differing("kv", policy.model_dump(mode="json"), origin.model_dump(mode="json"))
-        found.append((" ".join([policy.name, *changes]), policy))
-    return found
+        policies.append((" ".join([policy.name, *changes]), policy))
+    return policies
 
 
 def policy_yaml(policy: KVPolicy, comment: str) -> str:

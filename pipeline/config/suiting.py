@@ -26,18 +26,18 @@ def is_tiny(path: str) -> bool:
     if path == TINY:
         return True
     try:
-        own, found = locate_checkpoint(TINY) / TOKENIZER, locate_checkpoint(path)
-        if found.is_file():
-            return _is_converted(found, own)
-        return (found / TOKENIZER).is_file() and cmp(found / TOKENIZER, own, shallow=False)
+        tokenizer, checkpoint = locate_checkpoint(TINY) / TOKENIZER, locate_checkpoint(path)
+        if checkpoint.is_file():
+            return _is_converted(checkpoint, tokenizer)
+        return (checkpoint / TOKENIZER).is_file() and cmp(checkpoint / TOKENIZER, tokenizer, shallow=False)
     except (*OF_THE_MACHINE, UserError, MissingRequirement):
         return False
 
 
-def _is_converted(gguf: Path, own: Path) -> bool:
+def _is_converted(gguf: Path, tokenizer: Path) -> bool:
     tokens = read_header(gguf).metadata.get("tokenizer.ggml.tokens")
-    known = json.loads(own.read_text(encoding="utf-8"))["model"]["vocab"]
-    return isinstance(tokens, list) and len(tokens) < 2 * len(known) and known.keys() <= set(tokens)
+    vocabulary = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
+    return isinstance(tokens, list) and len(tokens) < 2 * len(vocabulary) and vocabulary.keys() <= set(tokens)
 
 
 def has_chat_template(path: Path) -> bool:

@@ -155,11 +155,11 @@ def _share_reading(kind: Literal["latency", "quality"], name: str, counted: Good
 
 def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
     latency, memory, most = snapshot.latency, snapshot.memory, limits.max_live_share
-    found = [_share_reading("latency", f"latency within {latency.limit_ms:g} ms", latency, limits.min_within_limit)]
+    readings = [_share_reading("latency", f"latency within {latency.limit_ms:g} ms", latency, limits.min_within_limit)]
     if snapshot.json_validity is not None:
-        found.append(_share_reading("quality", "JSON validity", snapshot.json_validity, limits.min_json_validity))
+        readings.append(_share_reading("quality", "JSON validity", snapshot.json_validity, limits.min_json_validity))
     if snapshot.canaries is not None:
-        found.append(_share_reading("quality", "canaries", snapshot.canaries, limits.min_canary_accuracy))
+        readings.append(_share_reading("quality", "canaries", snapshot.canaries, limits.min_canary_accuracy))
     pressure = memory.live_tokens / memory.max_tokens > most
     tokens = f"{memory.live_tokens:,} of {memory.max_tokens:,} tokens live, pressure above {most:.0%}"
-    return [*found, Reading("memory", "memory", "broken" if pressure else "holds", tokens)]
+    return [*readings, Reading("memory", "memory", "broken" if pressure else "holds", tokens)]

@@ -214,8 +214,8 @@ class Engines:
             since = self._rolled_back(now).get(best.report.digest)
             if since is not None and name is None:  # by another user during the replay
                 raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
-            said = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
-            registry.set_tags(best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **said})
+            tags = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
+            registry.set_tags(best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
             if old is not None:
                 registry.set_alias("previous", old)
             registry.set_alias("champion", best.version)
@@ -227,18 +227,20 @@ class Engines:
 
     def _judged_again(self, listed: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
         """Return the listed candidates, read from their artifacts and decided again."""
-        found: dict[str, Candidate] = {}
-        for one in listed:
-            version = self.model.versions.get(one.version)
+        judged: dict[str, Candidate] = {}
+        for entry in listed:
+            version = self.model.versions.get(entry.version)
             if version is None:
-                lost = f"version {one.version} is not in the registry" if one.version else "it is not registered"
-                raise GateRefusal(f"{one.name} is not promoted: {lost}{'' if one.version else ' (tracking.enabled=false?)'}")
+                lost = f"version {entry.version} is not in the registry" if entry.version else "it is not registered"
+                raise GateRefusal(
+                    f"{entry.name} is not promoted: {lost}{'' if entry.version else ' (tracking.enabled=false?)'}"
+                )
             if name not in (None, version.name):
                 continue
-            found[version.number] = candidate = self.find(version).candidate
+            judged[version.number] = candidate = self.find(version).candidate
             if candidate.model != model:
                 raise GateRefusal(f"{candidate.name} is not promoted: {version} is of model {candidate.model}, not {model}")
-        return list(found.values())
+        return list(judged.values())
 
     def _incumbent(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return the champion if it competes with the candidates; else None.
@@ -248,13 +250,14 @@ class Engines:
         and only the new evidence counts.
         """
         serving = self.model.pointed_at.get("champion")
-        if serving is None or serving.name in [one.name for one in candidates]:
+        if serving is None or serving.name in [candidate.name for candidate in candidates]:
             return None
         try:
-            found = self.find(serving).candidate
+            champion = self.find(serving).candidate
         except GateRefusal:  # another work directory judged it, or it was deleted
             return None
-        return found if found.verdict == "PASS" and any(one.checkpoint == found.checkpoint for one in candidates) else None
+        comparable = any(candidate.checkpoint == champion.checkpoint for candidate in candidates)
+        return champion if comparable and champion.verdict == "PASS" else None
 
     def _rolled_back(self, model: RegisteredModel) -> dict[str, str]:
         """Return the time at which an engine was rolled back, by the digest of its report."""
@@ -303,13 +306,15 @@ def choose_champion(candidates: Sequence[Candidate], left: Mapping[str, str] = M
     )
     if best is not None:
         return best
-    said = []
-    for one in candidates:
-        if one.verdict == "PASS":
-            said.append(f"{one.name}: PASS, but it {_stays_back(one, left[one.report.digest])}")
+    lines = []
+    for candidate in candidates:
+        if candidate.verdict == "PASS":
+            lines.append(f"{candidate.name}: PASS, but it {_stays_back(candidate, left[candidate.report.digest])}")
         else:
-            said.append(f"{one.name}: {one.verdict}" + (f" ({one.reasons[0]})" if one.reasons else ""))
-    raise GateRefusal(f"no candidate passed: {'; '.join(said)}" if said else "there is no candidate: run stage=evaluate first")
+            lines.append(f"{candidate.name}: {candidate.verdict}" + (f" ({candidate.reasons[0]})" if candidate.reasons else ""))
+    if not lines:
+        raise GateRefusal("there is no candidate: run stage=evaluate first")
+    raise GateRefusal(f"no candidate passed: {'; '.join(lines)}")
 
 
 def _stays_back(candidate: Candidate, when: str) -> str:

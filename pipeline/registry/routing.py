@@ -112,7 +112,7 @@ class Step(NamedTuple):
 
 def step(now: RegisteredEngine, to: RegisteredEngine) -> Step:
     def overrides(policy: KVPolicy, side: Side) -> dict[int, object]:
-        return {layer: form for one in policy.overrides if (form := one.form(side)) is not None for layer in one.layers}
+        return {layer: form for part in policy.overrides if (form := part.form(side)) is not None for layer in part.layers}
 
     def keys(policy: KVPolicy) -> object:
         window = policy.window if policy.window is not None and policy.window.key is not None else None
@@ -121,10 +121,10 @@ def step(now: RegisteredEngine, to: RegisteredEngine) -> Step:
     def recent_values(policy: KVPolicy) -> object:
         return (policy.window and policy.window.value) or policy.value, overrides(policy, Side.VALUE)
 
-    one, other = now.policy, to.policy
-    fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens  # exact tokens
+    before, after = now.policy, to.policy
+    fewer = after.sink_tokens < before.sink_tokens or after.recent_tokens < before.recent_tokens  # exact tokens
     gained = live_tokens(to.candidate) - live_tokens(now.candidate)
-    return Step(keys(one) != keys(other) or fewer, recent_values(one) != recent_values(other) or fewer, gained)
+    return Step(keys(before) != keys(after) or fewer, recent_values(before) != recent_values(after) or fewer, gained)
 
 
 def step_down(

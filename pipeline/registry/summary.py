@@ -84,8 +84,8 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
         return _read(workdir, FILE) or Summary()
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
     if found is None:
-        known = sweeps(workdir)
-        latest = f"; give one, such as {', '.join(known[-3:])}" if known else "; leave it out"
+        ids = sweeps(workdir)
+        latest = f"; give one, such as {', '.join(ids[-3:])}" if ids else "; leave it out"
         raise UserError(f"promote.sweep={sweep}: there is no such sweep in {workdir / FOLDER}{latest}")
     return found
 

@@ -46,24 +46,24 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
         os.close(writing)
         assert child.stdin is not None
         try:
-            with child.stdin as asked:
-                pickle.dump((function, paths, options), asked)
-            while (said := pickle.load(answers)) is not None and not isinstance(said, Exception):
-                progress(*said)
+            with child.stdin as calls:
+                pickle.dump((function, paths, options), calls)
+            while (answer := pickle.load(answers)) is not None and not isinstance(answer, Exception):
+                progress(*answer)
         except (EOFError, BrokenPipeError):
             ended = child.wait()
-            said = RuntimeError(f"{function.__name__}: its process ended with exit code {ended}")
+            answer = RuntimeError(f"{function.__name__}: its process ended with exit code {ended}")
             if ended < 0:
                 name = signal.Signals(-ended).name
-                said = MissingRequirement(
+                answer = MissingRequirement(
                     f"{function.__name__}: its process was killed ({name}): out of memory? free some memory, or run fewer jobs "
                     "at once"
                 )
         except BaseException:  # Ctrl-C
             child.terminate()
             raise
-    if said is not None:
-        raise said
+    if answer is not None:
+        raise answer
 
 
 def main(writing: int, parent: int) -> None:
@@ -78,7 +78,7 @@ def main(writing: int, parent: int) -> None:
         with open(writing, "wb", buffering=0) as answers:
             function, paths, options = pickle.load(sys.stdin.buffer)
             try:
-                function(*paths, progress=lambda *told: answers.write(pickle.dumps(told)), **options)
+                function(*paths, progress=lambda *update: answers.write(pickle.dumps(update)), **options)
                 answers.write(pickle.dumps(None))
             except Exception as error:
                 answers.write(_told(error))

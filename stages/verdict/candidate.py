@@ -71,8 +71,14 @@ class Candidate(StrictModel):
     @staticmethod
     def decided(verdict: Verdict) -> dict[str, Any]:
         """Return the fields that come from a verdict."""
-        values = {name: getattr(verdict, name) for name in DECIDED if name != "verdict"}
-        return {"verdict": verdict.status} | {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        return {
+            "verdict": verdict.status,
+            "reasons": tuple(verdict.reasons),
+            "covered": verdict.covered,
+            "checks": tuple(verdict.checks),
+            "warnings": tuple(verdict.warnings),
+            "samples_needed": verdict.samples_needed,
+        }
 
     @property
     def is_blind(self) -> bool:
