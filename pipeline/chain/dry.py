@@ -116,13 +116,15 @@ class Forecast:
             if all(artifact.exists for _, artifact in steps.finished):  # the identity binds every artifact
                 run.verdict_steps.identity(evaluation, verdict)
 
-    def decide(self, planned: Plan) -> None:
+    def add_refusal(self, planned: Plan) -> None:
         """Record the refusal of a command that cannot end in a PASS."""
         jobs, refusal = list(range(1, len(planned.jobs) + 1)), None
-        if len(self.verdicts) == len(jobs) and "PASS" not in [verdict.status for verdict in self.verdicts.values()]:
-            (label, verdict), *_ = self.verdicts.items()
-            one = not_passed(label, verdict.status, verdict.checks)
-            refusal = "no candidate of the sweep passed" if planned.sweeping else one
+        if len(self.verdicts) == len(jobs) and planned.accepted.isdisjoint(
+            verdict.status for verdict in self.verdicts.values()
+        ):
+            label, verdict = next(iter(self.verdicts.items()))
+            only = not_passed(label, verdict.status, verdict.checks)
+            refusal = "no candidate of the sweep passed" if planned.sweeping else only
         elif len(self.too_few) == len(jobs):
             refusal = f"workloads: {self.too_few[0]}"
         if refusal is not None:
@@ -157,7 +159,7 @@ def foretell(planned: Plan) -> int:
             number = f"job {job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
             forecast.add(job, Run(config, label=label, store=store))
-    forecast.decide(planned)
+    forecast.add_refusal(planned)
     _print(forecast, sweeping=planned.sweeping)
     return forecast.exit_code
 

@@ -281,7 +281,7 @@ def _conclude_job(planned: Plan, last: summary.Summary, code: int, step: NextSte
     if code == 0:
         (candidate,) = last.candidates
         step = next_steps.after_judging(config, last.candidates, planned.arguments or ())
-        if candidate.verdict not in _accepted(planned):
+        if candidate.verdict not in planned.accepted:
             refusal = GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
     if last.champion is None:  # else the promotion has shown the candidate
         _show_candidates(config, last)
@@ -307,7 +307,7 @@ def _conclude_sweep(planned: Plan, last: summary.Summary, code: int, step: NextS
     next_steps.show(step)
     if last.unfinished is not None:
         refusal = MissingRequirement(f"{last.unfinished}; run it again to continue")
-    elif candidates and _accepted(planned).isdisjoint(candidate.verdict for candidate in candidates):
+    elif candidates and planned.accepted.isdisjoint(candidate.verdict for candidate in candidates):
         refusal = GateRefusal("no candidate of the sweep passed")
     code = _worst(code, last.exit_code, refusal)
     summary.note(config.work, last.sweep, exit_code=code)
@@ -322,11 +322,6 @@ def _show_candidates(config: Config, last: summary.Summary) -> None:
         show_page(config, last.candidates, sweep=last.sweep, unfinished=last.unfinished, command=last.command)
     else:
         remove_page(config.work)
-
-
-def _accepted(planned: Plan) -> set[str]:
-    """Return the verdicts of which a command needs one to exit with 0. A first look never passes."""
-    return {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_first_look for job in planned.jobs) else {"PASS"}
 
 
 def _worst(code: int, recorded: int, refusal: Exception | None) -> int:

@@ -94,6 +94,7 @@ def test_a_finished_first_look_exits_with_0_and_says_that_it_decides_nothing(
     assert "FIRST LOOK int8" in said.out
     assert "decides nothing" in said.out
     assert "INCONCLUSIVE" not in said.out.partition("KV caches against")[0]
+    assert foretell(planned(tmp_path / "look", "experiment=quick", policies, sweeping=sweeping)) == 0
     if sweeping:
         return
     assert run_command(planned(tmp_path / "own", policies, "workloads.conformance_samples=0")) == 0
