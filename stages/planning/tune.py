@@ -20,7 +20,6 @@ from stages.engines.reference.model import shape_for
 from stages.evaluate.distances.distance import Array
 from stages.planning.tune_measure import CHECK, SEARCH, Bench, parts
 from stages.planning.tuning import (
-    SIDES,
     TUNE_FILE,
     MeasuredPolicy,
     Place,
@@ -32,7 +31,7 @@ from stages.planning.tuning import (
     mixed_scales,
 )
 from stages.policies.formats import Format
-from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape
+from stages.policies.policy import FP16_POLICY, SIDES, KVPolicy, KVShape
 from stages.policies.scales import KVScales
 from stages.verdict.record import finite
 

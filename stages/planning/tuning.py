@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from stages.core.errors import UserError
 from stages.core.strict import StrictModel
 from stages.policies.formats import Format
-from stages.policies.policy import KVPolicy, KVShape, LayerOverride, Side
+from stages.policies.policy import SIDES, KVPolicy, KVShape, LayerOverride, Side
 from stages.policies.scales import KVScales, SideScales
 from stages.verdict.record import Number, Record, or_infinite
 from stages.workloads.config import Workload
@@ -22,8 +22,6 @@ TUNE_FILE = "tune.json"
 
 MAX_LENGTH = 512
 """Maximum tokens per text. Longer texts are cut."""
-
-SIDES = (Side.KEY, Side.VALUE)
 
 Place = tuple[int, Side]
 

@@ -48,6 +48,9 @@ class Side(StrEnum):
         return Side.WINDOW_KEY if self.is_key else Side.WINDOW_VALUE
 
 
+SIDES = (Side.KEY, Side.VALUE)
+
+
 @dataclass(frozen=True)
 class KVShape:
     """Dimensions of a model that determine the shape of its cache."""
@@ -170,7 +173,7 @@ class KVPolicy(StrictModel):
 
     @model_validator(mode="after")
     def _one_override_a_layer(self) -> Self:
-        for side in (Side.KEY, Side.VALUE):
+        for side in SIDES:
             layers = [layer for override in self.overrides if override.form(side) for layer in override.layers]
             twice = sorted({layer for layer in layers if layers.count(layer) > 1})
             if twice:
@@ -206,7 +209,7 @@ class KVPolicy(StrictModel):
             formats |= {Side.WINDOW_KEY: self.window.key} if self.window.key is not None else {}
             formats |= {Side.WINDOW_VALUE: self.window.value} if self.window.value is not None else {}
         for override in self.overrides:
-            for side in (Side.KEY, Side.VALUE):
+            for side in SIDES:
                 form = override.form(side)
                 if layer in override.layers and form is not None:
                     formats[side] = form

@@ -24,10 +24,10 @@ from stages.checkpoints.rope import rope_at_top_level
 from stages.core.errors import UserError
 from stages.engines.reference.formats import hadamard
 from stages.policies.formats import Rotation
+from stages.policies.policy import SIDES
 from stages.quantize.recipe import (
     NOTHING,
     SHARED_INPUTS,
-    SIDES,
     Attributes,
     Place,
     QuantizationRecipe,

@@ -26,7 +26,6 @@ SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (
 """Linear layers that read the same input. Engines fuse them. A fused layer has one input scale, one smoothing factor per
 input channel, and with FP8 one weight scale."""
 
-SIDES = (Side.KEY, Side.VALUE)
 Place = tuple[int, Side]
 """(layer, side): a layer's keys or values, which are the input of one quantizer."""
 KV_QUANTIZER: dict[Side, str] = {Side.KEY: "k_bmm_quantizer", Side.VALUE: "v_bmm_quantizer"}

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from stages.checkpoints.exports import algorithm
 from stages.policies.formats import WeightsFormat
-from stages.policies.policy import KVPolicy, Side
+from stages.policies.policy import SIDES, KVPolicy, Side
 from stages.policies.scales import KVScales
 
 RELATIVE_TOLERANCE = 1e-6
@@ -60,7 +60,7 @@ def validate_tensorrt_llm(directory: Path, policy: KVPolicy, weights: WeightsFor
         raise ExportMismatch(f"{file}: num_hidden_layers is {config.get('num_hidden_layers')}, not {layers}")
     _check_declared(file, config.get("quantization") or {}, policy, weights)
     floor = TENSORRT_LLM_FP8_FLOOR if algorithm(policy.key) == "FP8" else 0.0
-    key, value = ([max(scale, floor) for scale in _static(scales, side)] for side in (Side.KEY, Side.VALUE))
+    key, value = ([max(scale, floor) for scale in _static(scales, side)] for side in SIDES)
     shared = [max(pair) for pair in zip(key, value, strict=True)]
     cache = {f"attention.{name}_cache_scaling_factor": of for name, of in (("k", key), ("v", value), ("kv", shared))}
     _check_cache(directory, policy, layers, "transformer.layers.{}.", cache)

@@ -7,7 +7,7 @@ then judge a cache that is not the requested one.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from stages.policies.policy import Side
+from stages.policies.policy import SIDES, Side
 from stages.policies.scales import LayerDelivery
 from stages.verdict.record import Record
 from stages.verdict.thresholds import ScaleChangeKind
@@ -58,7 +58,7 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
 def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
     """Yield one line for each scale that is not used as carried, or that no calibration would produce."""
     whole = {
-        number: [side for side in (Side.KEY, Side.VALUE) if all(map(math.isfinite, layer.carried.get(side, ())))]
+        number: [side for side in SIDES if all(map(math.isfinite, layer.carried.get(side, ())))]
         for number, layer in enumerate(layers)
     }
     for change in scale_changes(layers, whole):

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from stages.core.errors import UserError
 from stages.engines.reference.attention import Fed, Span
 from stages.engines.reference.cache import LayerStorage, layer_storages
-from stages.engines.reference.heavy import SIDES, HeavyCache, HeavyView
+from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import LayerAttention
-from stages.policies.policy import Eviction, KVPolicy, KVShape
+from stages.policies.policy import SIDES, Eviction, KVPolicy, KVShape
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 EVICTION = Eviction(window_tokens=64, heavy_tokens=64)

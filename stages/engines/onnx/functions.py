@@ -26,7 +26,7 @@ from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec, read_scores, read_values
 from stages.policies.onnx_body import Body
-from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side
+from stages.policies.policy import PAGE_TOKENS, SIDES, KVPolicy, KVShape, Side
 
 MASKED = {"float32": -1e30, "float16": -6e4}
 """Score of a masked position: exp underflows to 0, and unlike -inf it never results in NaN."""
@@ -88,7 +88,7 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     group = spec.q_heads // heads
     query, key, value = (body.from_activations(name) for name in ("query", "key", "value"))
     q = body.op("Mul", body.reshape(query, 0, heads, -1, dim), body.real(spec.scaling))
-    keys, values = (_regions(body, spec, side) for side in (Side.KEY, Side.VALUE))
+    keys, values = (_regions(body, spec, side) for side in SIDES)
     exact = spec.policy.exact_tokens
     low = _first_positions(body, spec, group)
     masks = _pool_masks(body, spec, low)

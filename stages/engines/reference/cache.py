@@ -15,7 +15,7 @@ from stages.engines.reference.attention import Copies, Sources
 from stages.engines.reference.formats import CPU, dequantize, quantize, static_scales
 from stages.policies.arithmetic_torch import Static, Stored, concatenated, each
 from stages.policies.formats import Format
-from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side, page_count
+from stages.policies.policy import PAGE_TOKENS, SIDES, KVPolicy, KVShape, Side, page_count
 from stages.policies.scales import KVScales
 
 
@@ -156,7 +156,7 @@ class LayerCache:
         self.policy, self.shape = policy, shape
         sinks = {side: 0 if side.in_window else policy.sink_pages for side in storages}
         self.pages = {side: StoredTokens(storage, sinks[side]) for side, storage in storages.items()}
-        self.exact = {side: ExactTokens(policy, shape, device) for side in (Side.KEY, Side.VALUE)}
+        self.exact = {side: ExactTokens(policy, shape, device) for side in SIDES}
 
     @property
     def length(self) -> int:

@@ -23,9 +23,7 @@ from stages.engines.reference.cache import LayerStorage, page_bytes
 from stages.engines.reference.formats import CPU
 from stages.engines.reference.model import LayerAttention
 from stages.policies.arithmetic_torch import Stored, concatenated, each
-from stages.policies.policy import Eviction, KVPolicy, KVShape, Side, page_count
-
-SIDES = (Side.KEY, Side.VALUE)
+from stages.policies.policy import SIDES, Eviction, KVPolicy, KVShape, Side, page_count
 
 
 @dataclass(frozen=True)

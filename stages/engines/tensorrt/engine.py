@@ -10,6 +10,7 @@ import torch
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.hardware import gpus
+from stages.core.memory import GIB
 from stages.core.records import PREFILL_CHUNK, StoredCopy
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
@@ -190,9 +191,8 @@ class PlanEngine(PagedEngine):
 def _too_large(limits: PlanLimits, shape: KVShape, activations: int) -> UserError:
     policy = limits.policy
     pool = policy.pool_bytes(shape, limits.pages) + policy.exact_bytes(shape, limits.max_batch)
-    gib = 1 << 30
     return UserError(
         f"backend.max_batch={limits.max_batch}, backend.max_tokens={limits.max_tokens}: the GPU has no room for the cache of "
-        f"so many sequences of such a length ({pool / gib:.1f} GiB) and the plans' activations ({activations / gib:.1f} GiB) "
+        f"so many sequences of such a length ({pool / GIB:.1f} GiB) and the plans' activations ({activations / GIB:.1f} GiB) "
         "beside the weights; lower one of the two and build again, or free the GPU's memory"
     )

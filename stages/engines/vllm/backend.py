@@ -14,6 +14,7 @@ from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.exports import beyond_one_format, describe_format
 from stages.checkpoints.quantized import Quantized
 from stages.core.errors import MissingRequirement, UserError
+from stages.core.memory import GIB
 from stages.core.strict import StrictModel
 from stages.engines.backend import ROUNDING, Audit, Job
 from stages.engines.bundle import read_scales
@@ -238,7 +239,7 @@ def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = (
     if skipped:
         arguments["kv_cache_dtype_skip_layers"] = list(skipped)
     if config.kv_cache_gib is not None:
-        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
     return arguments
 
 

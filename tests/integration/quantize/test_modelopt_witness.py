@@ -29,8 +29,8 @@ from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.formats import dequantize, hadamard, quantize, static_scales
 from stages.policies.arithmetic_torch import Static, Stored
 from stages.policies.formats import Format, Rotation
-from stages.policies.policy import FP16_POLICY, KVPolicy, Side
-from stages.quantize.recipe import SIDES, quantizer_name
+from stages.policies.policy import FP16_POLICY, SIDES, KVPolicy, Side
+from stages.quantize.recipe import quantizer_name
 from stages.quantize.run import load_model
 
 NVFP4 = SHIPPED["nvfp4"].key

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from pipeline.config.policies import load_policies, policy_yaml
 from stages.planning.tune import fewest_bytes
-from stages.planning.tuning import SIDES, MeasuredPolicy, choose, mixed_policy, mixed_scales
-from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
+from stages.planning.tuning import MeasuredPolicy, choose, mixed_policy, mixed_scales
+from stages.policies.policy import FP16_POLICY, SIDES, KVPolicy, KVShape, LayerOverride, Side
 from stages.policies.scales import KVScales, SideScales
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
