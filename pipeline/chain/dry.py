@@ -130,19 +130,6 @@ class Forecast:
         if refusal is not None:
             self.problems[EXIT_CODES[GateRefusal], refusal] = jobs
 
-    @property
-    def rows(self) -> list[list[Value]]:
-        """Rows of the table of artifacts."""
-        rows, made = list[list[Value]](), set[str]()
-        for job, title, artifact in self.artifacts:
-            rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in made else "made"])
-            made.add(artifact.key)
-        return rows
-
-    @property
-    def exit_code(self) -> int:
-        return max((code for code, _ in self.problems), key=SEVERITY.index, default=0)
-
 
 def foretell(planned: Plan) -> int:
     """Print the artifacts that the jobs would make or reuse, and their failures.
@@ -161,11 +148,14 @@ def foretell(planned: Plan) -> int:
             forecast.add(job, Run(config, label=label, store=store))
     forecast.add_refusal(planned)
     _print(forecast, sweeping=planned.sweeping)
-    return forecast.exit_code
+    return max((code for code, _ in forecast.problems), key=SEVERITY.index, default=0)
 
 
 def _print(forecast: Forecast, *, sweeping: bool) -> None:
-    rows = forecast.rows
+    rows, made = list[list[Value]](), set[str]()
+    for job, title, artifact in forecast.artifacts:
+        rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in made else "made"])
+        made.add(artifact.key)
     if rows:
         console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
         counts = Counter(word for *_, word in rows)

@@ -55,7 +55,7 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
     if config.stage == "monitor":
         yield partial(read_snapshot, config.monitor)
     if config.facts.plans:
-        yield partial(_check_budget, config)
+        yield lambda: memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
     if config.facts.makes:
         yield partial(_check_model, config, opened)
     if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
@@ -67,10 +67,6 @@ def _check_registered(config: Config) -> None:
     store = locate(config.tracking, config.work, config.model.label).file
     if store is not None and not store.exists():
         raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")
-
-
-def _check_budget(config: Config) -> None:
-    memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
 
 
 def _check_model(config: Config, opened: set[Path]) -> None:

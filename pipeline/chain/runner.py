@@ -286,7 +286,7 @@ def _conclude_job(planned: Plan, last: summary.Summary, code: int, step: NextSte
     if last.champion is None:  # else the promotion has shown the candidate
         _show_candidates(config, last)
         next_steps.show(step)
-    code = _worst(code, last.exit_code, refusal)
+    code = max(code, last.exit_code, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
     summary.finish(config.work, last.sweep, code)
     if refusal is not None:
         raise refusal
@@ -309,7 +309,7 @@ def _conclude_sweep(planned: Plan, last: summary.Summary, code: int, step: NextS
         refusal = MissingRequirement(f"{last.unfinished}; run it again to continue")
     elif candidates and planned.accepted.isdisjoint(candidate.verdict for candidate in candidates):
         refusal = GateRefusal("no candidate of the sweep passed")
-    code = _worst(code, last.exit_code, refusal)
+    code = max(code, last.exit_code, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
     summary.note(config.work, last.sweep, exit_code=code)
     if refusal is not None:
         console.ended_by(refusal)
@@ -322,7 +322,3 @@ def _show_candidates(config: Config, last: summary.Summary) -> None:
         show_page(config, last.candidates, sweep=last.sweep, unfinished=last.unfinished, command=last.command)
     else:
         remove_page(config.work)
-
-
-def _worst(code: int, recorded: int, refusal: Exception | None) -> int:
-    return max(code, recorded, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
