@@ -200,12 +200,12 @@ def _planned(overrides: list[Override], multirun: bool, parser: OverridesParser)
 def _sweep(overrides: list[Override], hydra: DictConfig, parser: OverridesParser) -> Plan:
     """Return the jobs of a sweep over the parameters of `hydra.sweeper` and of the overrides, which take precedence."""
     lines = [str(o.input_line) for o in overrides]
-    parameters = parser.parse_overrides([f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()])
+    parameters = parser.parse_overrides([f"{key}={value}" for key, value in _swept(hydra).items()])
     ours = [o for o in [*parameters, *overrides] if not is_hydras(o.key_or_group)]
     last = {o.key_or_group: o for o in ours}
     swept_keys = tuple(key for key, override in last.items() if override.is_sweep_override())
     hydras = [line for line, o in zip(lines, overrides, strict=True) if is_hydras(o.key_or_group)]
-    jobs, job_overrides = _configs([*hydras, *job] for job in _jobs(ours))
+    jobs, job_overrides = _configs(([*hydras, *job] for job in _jobs(ours)), _swept(hydra))
     alone = next((job for job in jobs if not job.facts.sweepable), None)
     if alone is not None and alone.facts.plans:
         raise UserError(f"stage={alone.stage}: looks at every policy in one run; leave -m and experiment= out")
@@ -243,12 +243,22 @@ def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     return overrides, composed
 
 
-def _configs(jobs: Iterable[list[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
-    """Compose and validate all jobs' configurations, and return them with the overrides after resolving `auto`."""
+def _swept(hydra: DictConfig) -> dict[str, Any]:
+    """Return the sweep of the chosen experiment, key -> values."""
+    return dict(hydra.sweeper.params or {})
+
+
+def _configs(jobs: Iterable[list[str]], swept: dict[str, Any]) -> tuple[list[Config], tuple[list[str], ...]]:
+    """Compose and validate all jobs' configurations, and return them with the overrides after resolving `auto`.
+
+    `swept` is the sweep that all jobs share; the sweep of a job's own experiment would be ignored, so it is refused.
+    """
     configs, suited, problems = [], [], list[str]()
     for overrides in jobs:
         try:
             whole, composed = _suited(overrides)
+            if _swept(composed.hydra) != swept:
+                raise UserError(f"experiment={composed.hydra.runtime.choices.experiment}: is a sweep itself; give it alone")
             configs.append(to_config(composed))
             suited.append(whole)
         except UserError as error:

@@ -137,6 +137,8 @@ def _check_option(path: Path, folder: Path) -> None:
         for event in yaml.parse(read_file(path, MOST_BYTES).decode()):
             if isinstance(event, yaml.AliasEvent):
                 raise Unreadable("uses a YAML alias (*name); write the value out")
+            if depth == 0 and isinstance(event, yaml.SequenceStartEvent | yaml.ScalarEvent):
+                raise Unreadable("has no keys; write KEY: VALUE")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_DEPTH:
                 raise Unreadable(f"nested more than {MOST_DEPTH} deep")

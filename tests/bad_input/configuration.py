@@ -99,6 +99,7 @@ OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
         "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
         ("--config-dir", "mine.yaml", "alias"),
     ),
+    ("a list", "kv/mine.yaml", "- name: mine", ("--config-dir", "mine.yaml", "KEY: VALUE")),
     ("no UTF-8", "kv/mine.yaml", "name: mine".encode("utf-16"), ("--config-dir", "mine.yaml", "utf-8")),
     ("deep nesting", "kv/mine.yaml", "a: " + "[" * 20_000, ("--config-dir", "mine.yaml", "nested more than 100 deep")),
     ("no character", "kv/mine.yaml", r'name: "\UFFFFFFFF"', ("--config-dir", "mine.yaml", "cannot be read")),

@@ -76,6 +76,12 @@ def test_the_last_value_of_a_key_counts_as_it_does_for_hydra() -> None:
     assert plan(["experiment=demo", "kv=fp8"], multirun=False).names == ("fp8",)
 
 
+def test_the_sweep_of_an_experiment_is_not_lost_among_other_experiments() -> None:
+    with pytest.raises(UserError, match=r"^experiment=demo: is a sweep itself; give it alone$"):
+        plan(["experiment=quick,demo"], multirun=True)
+    assert len(plan(["experiment=quick", "kv=fp8,int8"], multirun=True).jobs) == 2
+
+
 @pytest.mark.parametrize(
     "asked",
     [["hydra/launcher=joblib", "hydra.launcher.n_jobs=-1"], ["hydra/launcher=submitit_local"], SLURM],
