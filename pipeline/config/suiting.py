@@ -46,4 +46,5 @@ def has_chat_template(path: Path) -> bool:
         return "tokenizer.chat_template" in read_header(path).metadata
     if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    return "chat_template" in read_json(path, "tokenizer_config.json")
+    name = "tokenizer_config.json"
+    return (path / name).is_file() and bool(read_json(path, name).get("chat_template"))

@@ -15,6 +15,7 @@ from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import STAGES
+from pipeline.config.suiting import has_chat_template
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.summary import new_sweep
 from pipeline.registry.tracking import locate
@@ -214,3 +215,9 @@ def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytes
     assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,fp8", sweeping=True)) == 0
     assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,int8", sweeping=True)) == 0  # int8 may pass
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_tokenizer_config_json_has_no_chat_template(tmp_path: Path) -> None:
+    assert not has_chat_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert has_chat_template(tmp_path)
