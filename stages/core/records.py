@@ -91,8 +91,8 @@ class StoredCopy:
     static_scale: npt.NDArray[np.float32] | None
     """(1 | H, 1, 1 | D), as read by attention; None for dynamic and exact formats."""
     static_zero: npt.NDArray[np.float32] | None
-    evicted: tuple[int, int] = (0, 0)
-    """Range (start, end) of evicted positions, whose entries are zeros."""
+    evicted: tuple[tuple[int, int], ...] = ()
+    """Ranges (start, end) of evicted positions, whose entries are zeros."""
 
 
 @dataclass(frozen=True)

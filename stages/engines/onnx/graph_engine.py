@@ -96,7 +96,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
         """Return a sequence's stored codes by layer, with the static scales that attention uses."""
         pools = self.pool.stored(sequence)
         lost = self.policy.evicted_pages(self.pool.length(sequence), self.shape)
-        evicted = (lost.start * PAGE_TOKENS, lost.stop * PAGE_TOKENS)
+        evicted = ((lost.start * PAGE_TOKENS, lost.stop * PAGE_TOKENS),) if lost else ()
 
         def copy(side: Side, layer: int) -> StoredCopy:
             first, codes = pools[f"{side}_pool.{layer}"]
@@ -109,7 +109,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
                 None if zero is None else zero[1].view(np.float16),
                 None if static_scale is None else self._host(static_scale)[0],
                 None if static_zero is None else self._host(static_zero)[0],
-                (0, 0) if side.in_window else evicted,
+                () if side.in_window else evicted,
             )
 
         return [{side: copy(side, layer) for side in self.policy.sides(layer)} for layer in range(self.shape.layers)]

@@ -101,7 +101,7 @@ class StoredTokens:
             zero=array(self.held.zero, np.float16),
             static_scale=None if static is None else static.scale.cpu().numpy(),
             static_zero=None if static is None or static.zero is None else static.zero.cpu().numpy(),
-            evicted=(self.sinks, self.sinks + gap) if gap else (0, 0),
+            evicted=((self.sinks, self.sinks + gap),) if gap else (),
         )
 
     @property

@@ -138,7 +138,10 @@ class OnePassView(BlockView):
         Evicted tokens keep the reference engine's values.
         """
         stored = read_copy(copy, self.storages[layer][side], x.device)
-        part, lost = slice(copy.first, min(own.tokens.shape[1], copy.first + stored.shape[1])), slice(*copy.evicted)
+        part = slice(copy.first, min(own.tokens.shape[1], copy.first + stored.shape[1]))
+        lost = torch.zeros(part.stop - part.start, dtype=torch.bool, device=x.device)
+        for start, stop in copy.evicted:
+            lost[start:stop] = True
         stored = stored[:, : part.stop - part.start]
         stored[:, lost] = own.tokens[:, part][:, lost]
         if self.undisturbed is None:

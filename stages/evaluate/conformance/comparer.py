@@ -150,10 +150,10 @@ class Comparer:
                     return f"{where} have {'no' if form.has_static_scales else 'a'} static scale"
                 if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
                     return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
-                (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens, shape)
-                evicts = stop > start and not side.in_window  # a window records its own gaps as evicted
-                if evicts and not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS:
-                    return f"{where} have lost tokens {start} to {stop - 1}, some of which the policy keeps"
+                allowed = policy.evicted_pages(tokens, shape)
+                for start, stop in () if side.in_window else copy.evicted:  # a window records its own gaps as evicted
+                    if not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS:
+                        return f"{where} have lost tokens {start} to {stop - 1}, some of which the policy keeps"
         return ""
 
     def first_deviation(self, sequence: ForcedSequence, compared: ComparedSequence) -> Deviation:

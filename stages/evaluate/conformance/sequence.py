@@ -123,23 +123,22 @@ def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
     Tokens that came and went between the two copies, in a turn longer than the window, count as evicted.
     """
     # A window loses its first tokens. An evicting cache loses tokens after its sinks, and shows them as zeros.
-    start, stop = copy.evicted
-    count = stop if stop > start else copy.first - before.first
-    known = before.codes.shape[1]
-    gap = max(0, count - known)
-    if count <= 0 or (gap and before.evicted != (0, 0)):
+    start, stop = copy.evicted[0] if copy.evicted else (0, copy.first - before.first)
+    if stop <= 0:
         return copy
-    skipped = count if stop > start else 0
+    known = before.codes.shape[1]
+    lost = max(start, known)  # sinks that came after the earlier copy are in `copy`
 
     def joined(old: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
         if old is None or new is None:
             return None
-        unknown = np.zeros_like(new, shape=(new.shape[0], gap, *new.shape[2:]))
-        both: np.ndarray = np.concatenate([old[:, :count], unknown, new[:, skipped:]], axis=1)
+        unknown = np.zeros_like(new, shape=(new.shape[0], max(0, stop - lost), *new.shape[2:]))
+        rest = new[:, stop if copy.evicted else 0 :]
+        both: np.ndarray = np.concatenate([old[:, :stop], new[:, known:start], unknown, rest], axis=1)
         return both
 
     codes = joined(before.codes, copy.codes)
     assert codes is not None
-    evicted = (known, count) if gap else before.evicted
+    evicted = (*before.evicted, (lost, stop)) if lost < stop else before.evicted
     scale, zero = joined(before.scale, copy.scale), joined(before.zero, copy.zero)
     return replace(copy, first=before.first, codes=codes, scale=scale, zero=zero, evicted=evicted)
