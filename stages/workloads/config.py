@@ -82,7 +82,7 @@ class StressTestConfig(StrictModel):
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
     """Requests per run of the crowd scenario; a fifth are long, and the second run changes the tokens of a third. The wear
-    scenario repeats an equal number of short requests, and the engine is idle once for 0.02 s per request."""
+    scenario repeats twice as many short requests, and the engine is idle once for 0.02 s per request."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 

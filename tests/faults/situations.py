@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from faults.fault import KEPT_CHUNK, Fault
-from faults.hooks import Array, Plant, Step, given, method, reads, steps, write, zero
+from faults.hooks import Array, Plant, Step, given, logits, method, reads, steps, write, zero
 from faults.serving import generating
 from stages.policies.policy import PAGE_TOKENS
 
@@ -171,6 +171,42 @@ def known_by_outer_rows(table: Array, step: Step) -> Array:
     return table
 
 
+def one_row_further(table: Array, step: Step) -> Array:
+    """When one row joins in front of all others, let these read the table of the row behind them."""
+    before, step.memo["before"] = step.memo.get("before"), list(step.handles)
+    if before and step.handles[1:] == before:
+        pages = [len(step.pages(handle)) for handle in step.handles]
+        for row in range(1, len(table) - 1):
+            end = min(pages[row], pages[row + 1])
+            table[row, :end] = table[row + 1, :end]
+    return table
+
+
+def computed_once(found: Array, step: Step) -> Array:
+    """Give forks of one length that are fed the same token the logits of the first of them."""
+    first: dict[Any, int] = {}
+    for row, handle in enumerate(step.handles):
+        length = int(step.lengths[row])
+        if length >= PAGE_TOKENS:
+            key = (tuple(step.pages(handle)[: length // PAGE_TOKENS]), length, int(step.ids[row, 0]))
+            found[row] = found[first.setdefault(key, row)]
+    return found
+
+
+def share_second_page(prefill: Any, engine: Any, handle: int, prompt: Sequence[int]) -> Any:
+    """Let live prompts with the same first page share the second page, too."""
+    found, pool = prefill(handle, prompt), engine.pool
+    begun = vars(engine).setdefault("begun", {})
+    other = begun.setdefault(tuple(prompt[:PAGE_TOKENS]), handle)
+    if other not in pool.sequences:
+        begun[tuple(prompt[:PAGE_TOKENS])] = handle
+    elif other != handle and len(prompt) >= 2 * PAGE_TOKENS and len(pool.sequences[other].pages) > 1:
+        row = pool.sequences[handle]
+        pool.pages.free(row.pages[1])
+        row.pages[1] = pool.pages.share(pool.sequences[other].pages[1])
+    return found
+
+
 def share_first_page(first: int) -> Callable[..., Any]:
     """Let prompts of one call that share their `first` tokens share the first page."""
 
@@ -238,6 +274,12 @@ FAULTS = [
        method("prefixes.keys", first_of_chunks(120))),
     of("step_known_by_its_outer_rows", "fp8", "a step keeps the last step's tables if only its middle rows changed places",
        given("page_table", known_by_outer_rows)),
+    of("one_row_joins_in_front", "int8", "when one row joins in front of all others, these read one row further, for one step",
+       given("page_table", one_row_further), engine="graph"),
+    of("forks_computed_once", "int8", "in batches of eight or more, forks of one length with the same token are computed once",
+       logits(computed_once, lambda step: np.array(len(step.handles) >= 8))),
+    of("first_page_decides_the_second", "int8", "prompts of one call with the same first page share their second page, too",
+       method("_prefill", share_second_page)),
     of("first_41_tokens_share_a_page", "int8", "prompts of one call that share 41 tokens share the first page",
        method("_prefill_batch", share_first_page(41))),
     of("stops_seen_in_blocks", "fp8", "stop tokens are looked for after every four tokens: an answer keeps the block's rest",

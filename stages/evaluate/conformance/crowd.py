@@ -73,11 +73,11 @@ def crowd(test: StressTest) -> None:
 
 
 def wear(test: StressTest) -> None:
-    """Repeat two short requests many times. Their logits must not change, and the process must not grow."""
-    count = test.config.requests
-    if isinstance(test.engine, SupportsRequests) or test.max_tokens < 4 * WEAR_STEPS:
+    """Repeat two short requests many times, one across a page border. Their logits must not change, nor the process grow."""
+    count = 2 * test.config.requests
+    if isinstance(test.engine, SupportsRequests) or test.max_tokens < 2 * PAGE_TOKENS:
         return
-    lengths = test.length(2 * WEAR_STEPS, min(PAGE_TOKENS - 1, test.max_tokens - WEAR_STEPS)), test.length(2, 9)
+    lengths = test.length(PAGE_TOKENS - WEAR_STEPS + 1, PAGE_TOKENS - 1), test.length(2, 9)
     pair = [test.sequence(f"one of {count} equal requests", length, WEAR_STEPS) for length in lengths[: test.largest]]
     first, changed, resident = list[Marks](), list[float](), list[int]()
     for number in range(count):

@@ -36,7 +36,7 @@ CONTINUED = 6
 KEPT_CHUNKS, HITS = 8, 9
 """Maximum number of chunks in a kept prefix, and number of drawn prompts that reuse a part of it."""
 
-PROMPTS, SHORT, WAITING = 9, 30, 140
+PROMPTS, SHORT, WAITING = 8, 30, 140
 """Number of different prompts of free answers, of different short prompts, and of waiting prompts in one call."""
 CALLS, ANSWER, REPEATING = 5, 18, 130
 """Number of calls with the same prompts, maximum tokens of their answers, and tokens of two answers that repeat themselves."""
@@ -202,21 +202,25 @@ def prefix(test: StressTest) -> None:
 def shared(test: StressTest) -> None:
     """Fork many rows from a prefix, and forks of forks. Release most rows, and reuse their pages.
 
-    The prefix ends 1 to 3 tokens before the end of a page, so that many rows need a new page in the same step.
+    The prefix ends 3 to 5 tokens before the end of a page, and many rows need a new page in the same step. The rows decode
+    different tokens first and the same token second.
     """
-    count, pages = test.largest - 1, min(test.length(1, 5), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
-    if count < 3:
+    count, pages = test.largest - 1, min(test.length(2, 5), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
+    if count < 3 or pages < 2:
         return
-    length = pages * PAGE_TOKENS - test.length(1, 3)
+    again = test.draw(1)[0]
+    left = test.length(3, 5)
+    length = pages * PAGE_TOKENS - left
     origin = test.sequence(f"a prefix of {length} tokens", length)
     test.prefill(origin)
     rows: list[ForcedSequence] = []
     for number in range(count):
         # Every second row is a fork of the second row before it.
         rows.append(test.fork(rows[-2] if number > 1 and number % 2 else origin, f"row {number} on one prefix", 3 * STEPS))
+        rows[-1].ahead[1] = again
         if number >= CONTINUED:
             rows[-1].ahead = list(rows[-1 - CONTINUED].ahead)
-    test.decode(*rows, steps=2)
+    test.decode(*rows, steps=left - 1)
     test.decode(*rows[1::2])  # from here on, the rows differ in length
     test.decode(*rows)
     kept = rows[2 * count // 3 :]
@@ -239,13 +243,13 @@ def offsets(test: StressTest) -> None:
 def answers(test: StressTest) -> None:
     """Generate answers to the same prompts in several calls: in other orders and batches, with other limits and stop tokens.
 
-    Three prompts begin alike, one of them only within the first page. One call has a long queue of short prompts.
+    Four prompts begin alike, one only within the first page, one within the second. One call has a long queue of short prompts.
     """
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
-    parts = (len(beginning), len(beginning), test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1))
-    prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in parts]
+    within = (test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.length(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
+    prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *within)]
     prompts += [test.draw(int(length)) for length in np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), PROMPTS))]
     asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]
     found = test.ask(asked, [test.length(10, ANSWER) for _ in asked])

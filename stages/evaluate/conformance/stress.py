@@ -27,6 +27,8 @@ from stages.workloads.config import StressTestConfig
 BEGINNING = 4
 """Number of first tokens that group sequences with a common beginning."""
 
+COMMON = 1 / 4
+"""Share of the rows of a decode step that are fed the same token, as rows of a service are after equal words."""
 
 LONG_ANSWER, TURN = 3 * PAGE_TOKENS, 4
 """Minimum tokens of an answer that a turn follows, and maximum tokens of this turn and of the answer to it."""
@@ -129,7 +131,9 @@ class StressTest:
     def decode(self, *sequences: ForcedSequence, steps: int = 1) -> None:
         """Decode `steps` tokens of all sequences together."""
         for _ in range(steps):
-            tokens = [sequence.ahead.pop(0) if sequence.ahead else self.draw(1)[0] for sequence in sequences]
+            common, fresh = self.draw(1)[0], self.draw(len(sequences))
+            drawn = np.where(self.rng.random(len(sequences)) < COMMON, common, fresh).tolist()
+            tokens = [s.ahead.pop(0) if s.ahead else token for s, token in zip(sequences, drawn, strict=True)]
             logits = self.engine.decode([sequence.handle for sequence in sequences], tokens)
             self._advance(len(tokens))
             self.counts["steps"] += 1

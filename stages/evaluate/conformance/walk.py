@@ -19,7 +19,7 @@ TILES = (144, 176, 208, 240, 320, 384, 448, 512)
 TURN_TILES = (120, 112)
 """Lengths of the first turns in tokens. Every even number up to 16, and 20 and 24, divides one of them."""
 
-JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES = 11, 44, 22, 12, 5, 10
+JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES = 11, 24, 22, 12, 5, 10
 """Number of operations of each kind."""
 BORDERS = (-1, 0, 1, -2, 2)
 """Distances from a page's end, in tokens, at which `run` stops and forks a row."""
@@ -110,7 +110,7 @@ class Walk:
             self.last = rows
 
     def join(self) -> None:
-        """Start several prompts in one call. Some are long, some begin like an earlier prompt."""
+        """Start prompts in one call, some of them long or with another's beginning. They join the last rows in front."""
         joining = list[ForcedSequence]()
         count = self.test.length(1, PROMPTS_AT_ONCE)
         self._make_room(count)
@@ -120,7 +120,8 @@ class Walk:
                 continue
             rest, begin = next(self.short), list[int]()
             if self.rng.random() < 1 / 3:
-                begin = self.beginnings[self.test.length(0, len(self.beginnings) - 1)]
+                known = [*self.beginnings, *(row.prompt for row in joining)]
+                begin = known[-self.test.length(1, len(known))]
                 most = len(begin) if self.test.engine.keeps_prefixes else 2 * PAGE_TOKENS
                 begin = begin[: self.test.length(1, most)][: self.test.max_tokens // 2 - rest]
             joining.append(
@@ -130,22 +131,45 @@ class Walk:
             )
         if joining:
             self._start(joining)
+            self.last = [row for row in self.last if row in self.rows]
+            at_once = 1 if self.rng.random() < 1 / 2 else len(joining)
+            for number in range(0, len(joining), at_once):
+                self._decode([*joining[number : number + at_once], *self.last])
 
     def step(self) -> None:
-        """Decode a token of some or all rows, in the order of the last step or in another order."""
+        """Decode a token of all rows in the order of the last step, and then in another; or of some, in any order."""
         same = [*(row for row in self.last if row in self.rows), *(row for row in self.rows if row not in self.last)]
-        mixed = [self.rows[place] for place in self.rng.permutation(len(self.rows))]
-        middle = [row for row in mixed if row not in (same[0], same[-1])]
-        by_length = sorted(self.rows, key=lambda row: len(row.tokens))
-        orders = (same, mixed, [same[0], *middle, same[-1]][: len(same)], by_length, by_length[::-1])
-        kind = self.test.length(0, 2 * len(orders) - 1)
-        half = len(mixed) // 2
-        if kind == 2:
-            self._decode(same)  # so that only the middle rows change places
-        if kind == 1:  # two batches of equal size that alternate
-            self._decode(mixed[:half])
-            self._decode(mixed[half : 2 * half])
-        self._decode(orders[kind] if kind < len(orders) else mixed[: self.test.length(1, len(mixed))])
+        rows = self._reordered(same)
+        if self.rng.random() < 1 / 2:
+            self._decode(same)
+            self._decode(rows)
+            return
+        half = len(rows) // 2
+        if self.rng.random() < 1 / 6:  # two batches of equal size that alternate
+            self._decode(rows[:half])
+            self._decode(rows[half : 2 * half])
+        share = self.rng.random()
+        self._decode([row for row in rows if self.rng.random() < share])
+
+    def _reordered(self, rows: list[ForcedSequence]) -> list[ForcedSequence]:
+        """Return the rows in the same order, sorted by length, or with some rows in another order or at another place."""
+        one, other = sorted(self.test.length(0, len(rows)) for _ in range(2))
+        before, some, after = rows[:one], rows[one:other], rows[other:]
+        by_length = sorted(rows, key=lambda row: len(row.tokens))
+        orders = (
+            rows,
+            by_length,
+            by_length[::-1],
+            self._mixed(rows),
+            [*before, *self._mixed(some), *after],
+            [*before, *some[::-1], *after],
+            [*before, *some[:2][::-1], *some[2:], *after],
+            [*some, *before, *after],
+        )
+        return orders[self.test.length(0, len(orders) - 1)]
+
+    def _mixed(self, rows: Sequence[ForcedSequence]) -> list[ForcedSequence]:
+        return [rows[place] for place in self.rng.permutation(len(rows))]
 
     def run(self) -> None:
         """Decode one row, or two, to the end of a page while the others rest; then fork the first."""
@@ -211,7 +235,7 @@ class Walk:
         longest = sorted(self.rows, key=lambda row: -len(row.tokens))[: self.test.largest // 3]
         kept = {self.talker, *staying, *(row for row in longest if self.rng.random() < 15 / 16)}
         leaving = [row for row in self.rows if row not in kept]
-        leaving = [leaving[place] for place in self.rng.permutation(len(leaving))[: max(0, count)]]
+        leaving = self._mixed(leaving)[: max(0, count)]
         self.rows = [row for row in self.rows if row not in leaving]
         self.test.release(*leaving)
 
