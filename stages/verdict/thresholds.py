@@ -8,7 +8,7 @@ from pydantic import Field
 from stages.core.strict import StrictModel
 from stages.verdict.record import Number, Record, finite
 
-RULES = 23
+RULES = 24
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 MOST_SAMPLES = 1_000_000
