@@ -31,7 +31,7 @@ from plugins.kv_attention.layout import SideLayout
 from plugins.kv_attention.tensorrt_nodes import Operation
 
 Kernel = Operation | Literal["append"]
-"""The kernels of a TensorRT plan, and two that only torch launches."""
+"""The kernels of a TensorRT plan, and `append`, which only torch launches."""
 
 KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "plan_work": (plan_work, plan_variant),

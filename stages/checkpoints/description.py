@@ -95,8 +95,9 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's config.json; if the decoder is nested in text_config, the content of text_config."""
     config = model_keys(read_json(path, "config.json"))
-    if "compression_config" in config:  # the older name, which vLLM still reads
-        config.setdefault("quantization_config", config.pop("compression_config"))
+    older = config.pop("compression_config", None)  # the older name, which vLLM still reads
+    if older is not None and config.get("quantization_config") is None:
+        config["quantization_config"] = older
     if "quantization_config" not in config and (path / MODELOPT_FILE).is_file():
         declared = read_json(path, MODELOPT_FILE).get("quantization")
         if isinstance(declared, dict):

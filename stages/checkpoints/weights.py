@@ -161,7 +161,7 @@ def _panic(post: object) -> str | None:
         if "B" in _ids(part.get("single"), "Sequence"):
             return "post_processor.single writes a second text, B"
         for token in _ids(part.get("single"), "SpecialToken") + _ids(part.get("pair"), "SpecialToken"):
-            if token not in known:
+            if not isinstance(token, str) or token not in known:
                 return f"post_processor writes {short(token)}, which its special_tokens lack"
     return None
 

@@ -154,7 +154,10 @@ class FaultRunner:
             return []
         path = self.work.resolve() / "models" / policy
         if not path.exists():
-            MODELS[policy](path)
+            unfinished = path.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            MODELS[policy](unfinished)
+            unfinished.rename(path)
         return [f"model.path={path}"]
 
     def judge(self, policy: str, engine: EngineName = "native", fault: Fault | None = None, **options: Any) -> Judgement:

@@ -87,7 +87,7 @@ class KernelEngine(Engine):
 
     @torch.inference_mode()
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Run request pass: the next chunk of every joining prompt, and one token of every other sequence.
+        """Run one pass: the next chunk of every joining prompt, and one token of every other sequence.
 
         So no sequence waits until a long prompt is prefilled. If no prompt joins, run a decode step, which is captured.
         """

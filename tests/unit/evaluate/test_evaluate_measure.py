@@ -150,6 +150,8 @@ def test_system_metrics_are_measured_under_the_fixed_load(same: Judged) -> None:
     assert system.kib_per_token == 2 * 1 * 2 * 16 * 2 / 1024  # layers, heads, keys and values, head_dim, bytes
     assert system.kib_per_token_allocated == system.kib_per_token
     assert system.max_live_tokens == 2**30 // (1024 * 128) * 1024
+    percentiles = [p or 0.0 for p in (system.inter_token_p50_ms, system.inter_token_p95_ms, system.inter_token_p99_ms)]
+    assert 0 < percentiles[0] <= percentiles[1] <= percentiles[2]
 
 
 def test_rates_come_with_the_share_of_the_processors_that_other_programs_took(monkeypatch: pytest.MonkeyPatch) -> None:
