@@ -228,7 +228,11 @@ def shared(test: StressTest) -> None:
     fresh = [test.sequence("a new sequence beside them", min(n, length)) for n in (test.length(65, 140), test.length(33, 90))]
     test.prefill(*fresh)
     test.decode(*kept, *fresh, steps=STEPS + 2)
-    test.release(*kept, *fresh)
+    test.release(*kept[:-1], *fresh)
+    late = test.sequence("a new sequence beside the last row", min(length, test.length(65, 140)))
+    test.prefill(late)
+    test.decode(kept[-1], late, steps=2)
+    test.release(kept[-1], late)
 
 
 def offsets(test: StressTest) -> None:

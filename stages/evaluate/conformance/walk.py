@@ -37,7 +37,8 @@ CONTINUED = 6
 def walk(test: StressTest) -> None:
     """Start, decode, rest, extend, fork and release sequences in random order; end with a full batch of the longest rows."""
     chunk, most = test.engine.prefill_chunk, test.max_tokens - PAGE_TOKENS // 2
-    lengths = [length for length in (*TILES, chunk, chunk + test.length(1, 8), test.length(430, 980)) if length <= most]
+    beyond = [tile + min(8, int(test.rng.geometric(1 / 2))) for tile in (256, chunk)]
+    lengths = [length for length in (*TILES, chunk, *beyond, test.length(430, 980)) if length <= most]
     long = [test.sequence("a long prompt", int(length)) for length in test.rng.permutation(lengths)]
     if isinstance(test.engine, SupportsRequests):
         for sequence in long[: test.largest]:
@@ -144,12 +145,16 @@ class Walk:
             self._decode(same)
             self._decode(rows)
             return
-        half = len(rows) // 2
-        if self.rng.random() < 1 / 6:  # two batches of equal size that alternate
-            self._decode(rows[:half])
-            self._decode(rows[half : 2 * half])
+        if self.rng.random() < 1 / 4:
+            self._alternate(rows, len(rows) // 2)
         share = self.rng.random()
         self._decode([row for row in rows if self.rng.random() < share])
+
+    def _alternate(self, rows: Sequence[ForcedSequence], size: int) -> None:
+        """Decode two batches of equal size twice, in turns."""
+        for _ in range(2):
+            self._decode(rows[:size])
+            self._decode(rows[size : 2 * size])
 
     def _reordered(self, rows: list[ForcedSequence]) -> list[ForcedSequence]:
         """Return the rows in the same order, sorted by length, or with some rows in another order or at another place."""
@@ -172,10 +177,12 @@ class Walk:
         return [rows[place] for place in self.rng.permutation(len(rows))]
 
     def run(self) -> None:
-        """Decode one row, or two, to the end of a page while the others rest; then fork the first."""
-        row, other = self._pick(), self._pick()
-        steps = (next(self.borders) - len(row.tokens)) % PAGE_TOKENS
-        self._decode(list(dict.fromkeys((row, other))), steps)
+        """Decode two rows alone, in turns; decode one to the end of a page while the other rows rest, and fork it."""
+        row = self._pick()
+        alike = sorted(self.rows, key=lambda other: abs(len(other.tokens) - len(row.tokens)))
+        self._alternate(alike[:2], 1)
+        self._decode([row], (next(self.borders) - len(row.tokens)) % PAGE_TOKENS)
+        self._make_room(1, row)
         self._fork(row)
 
     def turn(self) -> None:
