@@ -133,9 +133,10 @@ def after_judging(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and "
             "this evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"
         )
-    if config.workloads.is_first_look and verdicts != {"FAIL"}:
-        why = "judge it in full (10 times the questions at most), and promote it if it passes"
-        return NextStep(why=why, command=command_line([part for part in base if part not in FIRST_LOOK], sweep=sweep))
+    if config.workloads.is_first_look and not verdicts & {"PASS"} and verdicts != {"FAIL"}:
+        kept = [part for part in base if part.lstrip("+").replace("'", "") not in FIRST_LOOK]
+        asked = [] if len(kept) < len(base) else ["workloads.conformance_samples=2"]
+        return NextStep(why="judge it in full", command=command_line(kept, *asked, sweep=sweep))
     if "PASS" in verdicts and config.tracking.enabled:
         return NextStep(why="make the best that passed the champion", command=standing(config, "promote"))
     if "PASS" in verdicts:

@@ -102,9 +102,7 @@ def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
     if passed:
         lines = [f"  holds {escape(candidate.covered)}"] if candidate.covered is not None else []
     if look:
-        lines = [
-            "  this first look decides nothing: its questions are few, and no request was compared with the reference engine"
-        ]
+        lines = ["  this first look decides nothing: no request was compared with the reference engine"]
     title = "FIRST LOOK" if look else candidate.verdict
     console.result(
         "verdict",

@@ -107,6 +107,13 @@ def test_after_a_quick_look_comes_a_whole_verdict_or_a_quick_look_at_a_finer_pol
     assert (after.kv.name, after.tracking.enabled, after.workloads.is_first_look) == (kv, not quick, quick)
 
 
+@pytest.mark.parametrize("look", ["++workloads.conformance_samples=0", "experiment='quick'"])
+def test_after_a_first_look_written_otherwise_the_next_command_compares_requests(look: str, tmp_path: Path) -> None:
+    base = [*TYPED, look, "kv=fp8"]
+    after = composed(next_steps.after_judging(config_of(*base), [candidate(tmp_path, "fp8", "INCONCLUSIVE")], base))
+    assert after.workloads.conformance_samples > 0
+
+
 def test_the_promotion_after_an_experiment_finds_the_experiments_engines(tmp_path: Path) -> None:
     config = plan(["experiment=smollm2"], multirun=True).jobs[0]
     judged = [candidate(tmp_path, "fp8", "PASS")]
