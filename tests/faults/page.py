@@ -30,7 +30,7 @@ another request, wrong positions, and more ([tests/faults](../tests/faults)).
   November 2026. `make faults` judges every fault again whose code or inputs changed.
 - **Evaluations.** A small evaluation comes first: 104 requests and a small stress test. If the fault passes, the default
   stress test judges it, or all samples of the default evaluation if only gates on samples can detect it.
-- **Record.** `tests/faults/results.json` has the verdict on each fault, and the reason of each gate that failed it.
+- **Record.** `tests/faults/results.json` has every fault's verdict, with the reasons of the failed gates.
   `tests/faults/costs.json` has the harm to a user, measured independently of the gates: the largest KL of a token in nats
   when `tests/faults/service.py` serves batches, turns, forks, shared prefixes, crowds and free answers, compared with the same
   engine without the fault."""

@@ -59,7 +59,7 @@ class Client:
         return child
 
     def serve(self, prompts: Sequence[Sequence[int]], steps: int) -> None:
-        """Prefill prompts together, decode the same number of tokens after each, and release them."""
+        """Prefill prompts together, decode the same number of tokens, and release them."""
         handles = self.start(prompts)
         self.decode(handles, steps)
         self.engine.release(handles)

@@ -39,7 +39,7 @@ def in_turn_from(first: int) -> Callable[[Step], Any]:
 
 
 def forking(edit: Callable[[Any, Any, Any], None]) -> Plant:
-    """Call `edit(pool, source, child)` with both sequences after each fork."""
+    """Call `edit(pool, source, child)` after every fork."""
 
     def faulty(fork: Any, engine: Any, handle: int) -> int:
         child: int = fork(handle)
@@ -183,7 +183,7 @@ def one_row_further(table: Array, step: Step) -> Array:
 
 
 def computed_once(found: Array, step: Step) -> Array:
-    """Give forks of one length that are fed the same token the logits of the first of them."""
+    """Give forks of one length and token the first fork's logits."""
     first: dict[Any, int] = {}
     for row, handle in enumerate(step.handles):
         length = int(step.lengths[row])
