@@ -82,7 +82,7 @@ def test_an_images_health_check_and_entry_point_work_from_a_wheel(installed: Pat
     health = json.loads(next(line.partition(" CMD ")[2] for line in lines if line.startswith("HEALTHCHECK")))
     entry = json.loads(next(line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRYPOINT")))
     default = json.loads(next(line.removeprefix("CMD ") for line in lines if line.startswith("CMD")))
-    for command, said in ((health, "kvgate "), ([*entry, *default], "python -m pipeline [KEY=VALUE ...]")):
+    for command, said in ((health, "kvgate "), ([*entry, *default], "kvgate [KEY=VALUE ...]")):
         environment = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": str(installed), "HOME": "/tmp", "USER": "kvgate"}
         result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert result.returncode == 0, result.stderr
