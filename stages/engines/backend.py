@@ -98,7 +98,7 @@ class Audit:
 
 
 ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-9, "bfloat16": 2.0**-6}
-"""Rounding error of a layer's output by type, relative to the output's root mean square: four units in the last place."""
+"""Rounding error of a layer's output by type, relative to the output's root mean square: twice the epsilon of the type."""
 
 
 class Backend(ABC, Generic[C]):

@@ -109,7 +109,7 @@ class StressTestConfig(StrictModel):
     @property
     def steps(self) -> int:
         """Approximate number of decode steps."""
-        return 300 + 3 * self.decode_steps + 20 * self.requests
+        return 300 + 3 * self.decode_steps + 28 * self.requests
 
 
 class SpeculationConfig(StrictModel):

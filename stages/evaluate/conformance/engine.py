@@ -29,7 +29,7 @@ class ReferenceEngine:
     """See `Backend.rounding`; None if the engine's arithmetic differs by design."""
     measures: bool = False
     """Whether to measure a rounding as the baseline's distance from its reference engine. This is needed for libraries that sum
-    16-bit numbers in their own order: four units in the last place per layer would be large enough to hide cache faults."""
+    16-bit numbers in their own order: twice the epsilon per layer would be large enough to hide cache faults."""
     measured: float | None = None
     """The measured rounding; None if it is assumed."""
     limit: float = ALLOWED
