@@ -279,7 +279,7 @@ def _conclude_job(planned: Plan, last: summary.Summary, code: int, step: NextSte
     """Conclude an evaluation as `_conclude` does. Raises GateRefusal if its candidate did not pass."""
     config, refusal = planned.jobs[0], None
     if code == 0:
-        (candidate,) = last.candidates
+        candidate, *_ = last.candidates  # the sweep of a job that Python ran may have had others
         step = next_steps.after_judging(config, last.candidates, planned.arguments or ())
         if candidate.verdict not in planned.accepted:
             refusal = GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
