@@ -129,7 +129,7 @@ def describe_checkpoint(
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
     _refuse_misspelt(path, config)
-    config = {**family.defaults, **config}
+    config = family.completed(config)
     _check_values(path, config)
     for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
         integer(path, config, key)

@@ -58,6 +58,10 @@ class Family:
     rounded: bool = False
     """Whether weights.format may differ from none: the linear layers are LINEARS, and ModelOpt's exports support the family."""
 
+    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json with the defaults of missing keys."""
+        return {**self.defaults, **config}
+
 
 _QWEN: Mapping[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _QWEN_MOE: Mapping[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}

@@ -160,9 +160,8 @@ def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Itera
 def _check_windows(path: Path, config: dict[str, Any], read: Any) -> None:
     """Refuse a config.json of which transformers reads other sliding layers, for example by another pattern."""
     applied = [kind == SLIDING for kind in getattr(read, "layer_types", None) or ()]
-    stated = [
-        window is not None for window in layer_windows(path, {**FAMILIES[read.model_type].defaults, **config}, len(applied))
-    ]
+    completed = FAMILIES[read.model_type].completed(config)
+    stated = [window is not None for window in layer_windows(path, completed, len(applied))]
     if applied != stated:
         key = next((key for key in PATTERNS if key in config), "layer_types")
         raise refusal(

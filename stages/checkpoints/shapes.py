@@ -124,7 +124,7 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     family = FAMILIES.get(str(config.get("model_type")))
     known = family is not None
     served = family is not None and config.get("architectures") == [family.architecture]
-    config = {**family.defaults, **config} if family else config
+    config = family.completed(config) if family else config
     if not known:
         integer(path, config, "num_key_value_heads")
     shape, q_heads = attention_shape(path, config)

@@ -140,10 +140,11 @@ def _outcome(runner: FaultRunner, job: Job, key: str) -> Outcome:
 
 def failed_gates(judgement: Judgement) -> dict[str, str]:
     """Return the gates that failed an engine -> reason of the gate's first failed check."""
-    failed = [check for check in judgement.verdict.checks if check.status == "FAIL"]
-    return {
-        gate: next(check.reason for check in failed if check.gate == gate) for gate in dict.fromkeys(c.gate for c in failed)
-    }
+    gates: dict[str, str] = {}
+    for check in judgement.verdict.checks:
+        if check.status == "FAIL":
+            gates.setdefault(check.gate, check.reason)
+    return gates
 
 
 if __name__ == "__main__":

@@ -132,14 +132,13 @@ class Walk:
             )
         if joining:
             self._start(joining)
-            self.last = [row for row in self.last if row in self.rows]
             at_once = 1 if self.rng.random() < 1 / 2 else len(joining)
             for number in range(0, len(joining), at_once):
                 self._decode([*joining[number : number + at_once], *self.last])
 
     def step(self) -> None:
         """Decode a token of all rows in the order of the last step, and then in another; or of some, in any order."""
-        same = [*(row for row in self.last if row in self.rows), *(row for row in self.rows if row not in self.last)]
+        same = [*self.last, *(row for row in self.rows if row not in self.last)]
         rows = self._reordered(same)
         if self.rng.random() < 1 / 2:
             self._decode(same)
@@ -212,8 +211,7 @@ class Walk:
         branches = [row]
         if self.rng.random() < 1 / 2 and (gone := self._fork(row)) is not row:  # its pages serve the next forks
             self._decode([row, gone])
-            self.rows.remove(gone)
-            self.test.release(gone)
+            self._end([gone])
         for _ in range(count):
             branches.append(self._fork(branches[-1] if chain else row))
         if self.rng.random() < 1 / 2:
@@ -243,7 +241,11 @@ class Walk:
         kept = {self.talker, *staying, *(row for row in longest if self.rng.random() < 15 / 16)}
         leaving = [row for row in self.rows if row not in kept]
         leaving = self._mixed(leaving)[: max(0, count)]
+        self._end(leaving)
+
+    def _end(self, leaving: Sequence[ForcedSequence]) -> None:
         self.rows = [row for row in self.rows if row not in leaving]
+        self.last = [row for row in self.last if row not in leaving]
         self.test.release(*leaving)
 
     def finish(self) -> None:
