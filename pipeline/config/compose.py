@@ -63,6 +63,7 @@ def to_config(composed: DictConfig) -> Config:
     """Validate a composed configuration; its node `hydra` is ignored. Raises UserError with one line per problem."""
     ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
+        list(ours.values())  # first, so that seed=${nope} is a problem of seed, not of workloads.seed, which refers to it
         values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=VALUE") from error

@@ -32,6 +32,7 @@ NAMED = {
 SAID: tuple[tuple[str, ...], ...] = (
     ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
     ("seed=${oc.env:HOME}", "seed", "HOME"),
+    ("seed=${nope}", "error: seed: Interpolation key 'nope' not found"),
     ("stage=bild", "stage=bild", "did you mean build?"),
     ("kv=fp9", "kv=fp9", "did you mean fp8?"),
     ("kv=fp8k_int4v kv.value.group_size=33", "kv.value.group_size must be 16, 32, 64 or 128, got 33"),
