@@ -17,10 +17,10 @@ Unfinished work of an interrupted evaluation or search stays for thirty days, th
 import os
 import stat
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -61,15 +61,15 @@ class Piece:
 
 def walk(root: Path) -> list[Piece]:
     """Return every piece of a store; empty if the store does not exist. Nothing is written."""
-    found = []
+    pieces = []
     for directory in sorted(root.glob("[!.]*/*")):
-        if not directory.is_dir() or directory.is_symlink():
+        if directory.is_symlink():
             continue
-        if SCRATCH.fullmatch(directory.name):
-            found.append(_piece(root, SCRATCH_KIND, directory))
+        if SCRATCH.fullmatch(directory.name) and directory.is_dir():
+            pieces.append(_piece(root, SCRATCH_KIND, directory))
         elif (directory / MANIFEST).is_file():
-            found.append(_piece(root, directory.parent.name, directory))
-    return found + [_piece(root, UNFINISHED, directory) for directory in sorted((root / PARTIAL).glob("*/*"))]
+            pieces.append(_piece(root, directory.parent.name, directory))
+    return pieces + [_piece(root, UNFINISHED, directory) for directory in sorted((root / PARTIAL).glob("*/*"))]
 
 
 def distinct_bytes(pieces: Iterable[Piece]) -> int:
@@ -79,10 +79,10 @@ def distinct_bytes(pieces: Iterable[Piece]) -> int:
 
 def sizes(title: str, pieces: Iterable[Piece]) -> Grid:
     """Return a table with the number and bytes of every kind of pieces, in their order."""
-    kinds: dict[str, list[Piece]] = {}
+    kinds = defaultdict[str, list[Piece]](list)
     for piece in pieces:
-        kinds.setdefault(piece.kind, []).append(piece)
-    rows: list[list[Value]] = [[kind, len(found), decimal(distinct_bytes(found))] for kind, found in kinds.items()]
+        kinds[piece.kind].append(piece)
+    rows: list[list[Value]] = [[kind, len(members), decimal(distinct_bytes(members))] for kind, members in kinds.items()]
     return Grid(title, [*words("kind"), Column("count", "count", ",d"), *words("size")], rows)
 
 
@@ -103,66 +103,57 @@ REGISTERED_LAST = "candidate"
 """Alias that does not serve: it points at a version of the last sweep."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """An identity, and the places of its artifacts: a signed and an unsigned artifact may hold the same identity."""
-
-    identity: Lineage
-    places: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Found:
+@dataclass
+class Inventory:
     """Contents of a work directory and its tracking store."""
 
-    pieces: Sequence[Piece]
-    evidence: Mapping[str, Held]
-    """Identities by the sha256 of identity.json."""
-    models: Sequence[RegisteredModel]
-    sweeps: Sequence[Summary]
+    pieces: list[Piece]
+    lineages: dict[str, Lineage] = field(default_factory=dict)
+    """sha256 of an identity.json -> the identity."""
+    identity_places: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """sha256 of an identity.json -> places of its artifacts: a signed and an unsigned one may have the same identity."""
+    models: list[RegisteredModel] = field(default_factory=list)
+    sweeps: list[Summary] = field(default_factory=list)
     """Sweeps, the latest first."""
-    problems: Sequence[Refusal]
+    problems: list[Refusal] = field(default_factory=list)
     """UserError or MissingRequirement for everything that could not be read."""
 
     @cached_property
-    def places(self) -> set[str]:
+    def artifact_places(self) -> set[str]:
         """Places of the finished artifacts."""
         return {piece.place for piece in self.pieces if piece.is_artifact}
 
-
-def find(config: Config) -> Found:
-    """Read a work directory and the tracking store. Nothing is written or made."""
-    problems = list[Refusal]()
-    pieces, evidence, sweeps, models = walk(config.artifacts), dict[str, Held](), list[Summary](), list[RegisteredModel]()
-    last = ""
-
     @contextmanager
-    def noting() -> Iterator[None]:
+    def noting_problems(self) -> Iterator[None]:
         try:
             yield
         except Refusal as error:
-            problems.append(error)
+            self.problems.append(error)
         except OSError as error:
-            problems.append(UserError(str(error)))
+            self.problems.append(UserError(str(error)))
 
-    for piece in pieces:
+
+def take_inventory(config: Config) -> Inventory:
+    """Read a work directory and the tracking store. Nothing is written or made."""
+    inventory, last = Inventory(walk(config.artifacts)), ""
+    for piece in inventory.pieces:
         if piece.kind == "identity":
-            with noting():
+            with inventory.noting_problems():
                 digest = file_digest(piece.path / IDENTITY_FILE)
-                known = evidence.get(digest) or Held(read_lineage(piece.path / IDENTITY_FILE), ())
-                evidence[digest] = Held(known.identity, (*known.places, piece.place))
+                inventory.lineages[digest] = read_lineage(piece.path / IDENTITY_FILE)
+                inventory.identity_places[digest].add(piece.place)
     for sweep in summary.sweeps(config.work):
-        with noting():
-            sweeps.append(summary.load(config.work, sweep))
-    with noting():
+        with inventory.noting_problems():
+            inventory.sweeps.append(summary.load(config.work, sweep))
+    with inventory.noting_problems():
         if config.tracking.enabled and (location := locate(config.tracking, config.work, config.model.label)).exists:
             from pipeline.registry.mlflow_store import RegistryReader  # importing MLflow takes 2 s
 
-            models = RegistryReader(location).registered(evidence)
-    with noting():
+            inventory.models = RegistryReader(location).registered(inventory.lineages)
+    with inventory.noting_problems():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
-    sweeps.sort(key=lambda sweep: (sweep.sweep == last, sweep.began, sweep.sweep), reverse=True)
-    return Found(pieces, evidence, models, sweeps, problems)
+    inventory.sweeps.sort(key=lambda sweep: (sweep.sweep == last, sweep.began, sweep.sweep), reverse=True)
+    return inventory
 
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
@@ -176,41 +167,41 @@ def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
     return chosen
 
 
-def needs_of(found: Found, keep_sweeps: int) -> dict[str, str]:
+def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
     """Return the needed pieces: place of a piece -> its first user.
 
-    If an alias's identity is not found (it was altered or removed, or lies in another work directory), only its engine is kept.
+    If an alias's identity is missing (it was altered or removed, or lies in another work directory), only its engine is kept.
     `keep_sweeps` is the `number` of `last_sweeps`.
     """
-    reasons = dict[str, str]()
+    users = dict[str, str]()
 
-    def keep(digest: str, who: str, *, whole: bool = False) -> None:
-        held = found.evidence.get(digest)
-        links = () if held is None else held.identity.chain if whole else held.identity.reads
-        for place in () if held is None else (*held.places, *(link.place for link in links)):
-            if place in found.places:
-                reasons.setdefault(place, who)
+    def keep(digest: str, user: str, *, whole_chain: bool = False) -> None:
+        lineage = inventory.lineages.get(digest)
+        if lineage is not None:
+            links = lineage.chain if whole_chain else lineage.reads
+            for place in (*inventory.identity_places[digest], *(link.place for link in links)):
+                if place in inventory.artifact_places:
+                    users.setdefault(place, user)
 
-    builds: dict[str, list[str]] = {}  # engine's digest -> places, only if some evidence may be missing
-    for piece in found.pieces if any(model.engines for model in found.models) else ():
+    builds = defaultdict[str, list[str]](list)  # engine's digest -> places, only if some evidence may be missing
+    for piece in inventory.pieces if any(model.engines for model in inventory.models) else ():
         manifest = read_manifest(piece.path) if piece.kind == "build" else None
         if manifest is not None:
-            builds.setdefault(files_digest(manifest["files"]), []).append(piece.place)
-    for model in found.models:
+            builds[files_digest(manifest["files"])].append(piece.place)
+    for model in inventory.models:
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
                 keep(version.identity_digest, f"{alias} of {model.name}")
                 for place in builds.get(model.engines.get(version.number) or "", ()):
-                    reasons.setdefault(place, f"{alias} of {model.name}")
-    recent = last_sweeps(found.sweeps, keep_sweeps)
+                    users.setdefault(place, f"{alias} of {model.name}")
+    recent = last_sweeps(inventory.sweeps, keep_sweeps)
     for sweep in recent:
         for candidate in sweep.candidates:
-            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.sweep}", whole=True)
-    unfinished = (sweep for sweep in recent if sweep.unfinished)
-    first = min(unfinished, key=lambda sweep: sweep.began, default=None)
-    for piece in found.pieces:
+            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.sweep}", whole_chain=True)
+    first = min((sweep for sweep in recent if sweep.unfinished), key=lambda sweep: sweep.began, default=None)
+    for piece in inventory.pieces:
         if piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S:
-            reasons.setdefault(piece.place, "the interrupted command, which resumes from it")
+            users.setdefault(piece.place, "the interrupted command, which resumes from it")
         elif piece.is_artifact and first is not None and piece.made >= first.began:
-            reasons.setdefault(piece.place, f"sweep {first.sweep}, which has not finished")
-    return reasons
+            users.setdefault(piece.place, f"sweep {first.sweep}, which has not finished")
+    return users

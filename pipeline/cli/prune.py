@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.cli import console, next_steps
-from pipeline.cli.needs import Found, Piece, distinct_bytes, find, needs_of, sizes
+from pipeline.cli.needs import Inventory, Piece, distinct_bytes, first_users, sizes, take_inventory
 from pipeline.config.config import Config
 from pipeline.store.store import USE_LOCK, alone
 from stages.core.errors import MissingRequirement, UserError
@@ -31,12 +31,13 @@ FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
 class PrunePlan:
     """Pieces to remove from a store, in this order, and the reasons for pieces that stay."""
 
-    gone: tuple[Piece, ...]
+    removable: tuple[Piece, ...]
     freed_bytes: int
     """Bytes freed by the removal. Files that a kept artifact still links to are not counted."""
-    stays: dict[str, int]
-    """Who needs artifacts -> number of pieces that they are the first to need."""
-    left_behind: tuple[str, ...]
+    kept: dict[str, int]
+    """User of artifacts -> number of pieces whose first user it is."""
+    unpromotable: tuple[str, ...]
+    """Registered versions whose evidence is removed."""
 
 
 def prune(config: Config) -> None:
@@ -48,18 +49,18 @@ def prune(config: Config) -> None:
     applied, lock = config.prune.apply, root / USE_LOCK
     if applied and lock.exists() and not os.access(lock, os.W_OK):
         raise UserError(f"stage=prune: {lock} may not be written to by this user, so it cannot be held; give the permission")
-    held: AbstractContextManager[list[str]] = alone(root) if applied else nullcontext([])
-    with held as users:  # no command can change the needs meanwhile
-        if users:
+    exclusive: AbstractContextManager[list[str]] = alone(root) if applied else nullcontext([])
+    with exclusive as processes:  # no command can change the needs meanwhile
+        if processes:
             raise MissingRequirement(
-                f"stage=prune: the artifacts in {root} are used by {', '.join(users)}; nothing was removed: wait until it "
+                f"stage=prune: the artifacts in {root} are used by {', '.join(processes)}; nothing was removed: wait until it "
                 "ends, or end it"
             )
         plan = make_plan(config)
         if applied:
-            remove(root, plan.gone)
+            remove(root, plan.removable)
     _print(plan, applied=applied)
-    if plan.gone and not applied:
+    if plan.removable and not applied:
         keep = f"prune.keep_sweeps={config.prune.keep_sweeps}"
         command = next_steps.standing(config, "prune", keep, "prune.apply=true")
         next_steps.show(next_steps.NextStep(why="remove it", command=command))
@@ -67,32 +68,31 @@ def prune(config: Config) -> None:
 
 def make_plan(config: Config) -> PrunePlan:
     """Return the pieces to remove and to keep. Raises UserError or MissingRequirement if the needs cannot be determined."""
-    found = find(config)
-    for problem in found.problems:
+    inventory = take_inventory(config)
+    for problem in inventory.problems:
         line = str(problem).splitlines()[0]
         raise type(problem)(f"stage=prune: {line}; repair it or remove it: it may name needed artifacts")
-    _check_known(config, found)
-    reasons = needs_of(found, config.prune.keep_sweeps)
+    _check_known(config, inventory)
+    users = first_users(inventory, config.prune.keep_sweeps)
+    removable = [piece for piece in inventory.pieces if piece.place not in users]
     order = {kind: number for number, kind in enumerate(FIRST)}
-    gone = [piece for piece in found.pieces if piece.place not in reasons]
-    gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
-    places = {piece.place for piece in gone}
-    lost = {digest for digest, held in found.evidence.items() if places.issuperset(held.places)}
-    behind = [
+    removable.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
+    removed = {piece.place for piece in removable}
+    unpromotable = tuple(
         f"version {version.number} of {model.name} ({version.name})"
-        for model in found.models
+        for model in inventory.models
         for version in model.versions.values()
-        if version.identity_digest in lost
-    ]
-    stays = [piece for piece in found.pieces if piece.place in reasons]
-    freed = distinct_bytes(found.pieces) - distinct_bytes(stays)
-    return PrunePlan(tuple(gone), freed, dict(Counter(reasons.values())), tuple(behind))
+        if version.identity_digest in inventory.lineages and inventory.identity_places[version.identity_digest] <= removed
+    )
+    kept = [piece for piece in inventory.pieces if piece.place in users]
+    freed_bytes = distinct_bytes(inventory.pieces) - distinct_bytes(kept)
+    return PrunePlan(tuple(removable), freed_bytes, dict(Counter(users.values())), unpromotable)
 
 
-def _check_known(config: Config, found: Found) -> None:
+def _check_known(config: Config, inventory: Inventory) -> None:
     """Refuse a tracking store that does not know the engines which were registered from this work directory."""
-    registered = {version.identity_digest for model in found.models for version in model.versions.values()}
-    candidates = [candidate for sweep in found.sweeps for candidate in sweep.candidates if candidate.version]
+    registered = {version.identity_digest for model in inventory.models for version in model.versions.values()}
+    candidates = [candidate for sweep in inventory.sweeps for candidate in sweep.candidates if candidate.version]
     for model in sorted({candidate.model for candidate in candidates}):
         if registered.isdisjoint(candidate.identity.digest for candidate in candidates if candidate.model == model):
             raise UserError(
@@ -102,9 +102,9 @@ def _check_known(config: Config, found: Found) -> None:
             )
 
 
-def remove(root: Path, gone: Sequence[Piece]) -> None:
+def remove(root: Path, pieces: Sequence[Piece]) -> None:
     """Remove pieces in their order, then pool files without other links. The caller must hold the store alone."""
-    for piece in gone:
+    for piece in pieces:
         path = piece.path
         if piece.is_artifact:
             # the name of a temporary directory: a later command removes it if this process is killed
@@ -116,12 +116,12 @@ def remove(root: Path, gone: Sequence[Piece]) -> None:
 
 
 def _print(plan: PrunePlan, *, applied: bool) -> None:
-    if plan.gone:
-        console.show("pruned", sizes("Removed" if applied else "To remove", plan.gone))
+    if plan.removable:
+        console.show("pruned", sizes("Removed" if applied else "To remove", plan.removable))
         console.say(f"{decimal(plan.freed_bytes)} {'are' if applied else 'would be'} free: kinds share files")
     else:
         console.say("Nothing to remove: everything is needed")
-    for who, count in plan.stays.items():
-        console.say(f"stays: {count} for {escape(who)}")
-    for version in plan.left_behind:
+    for user, count in plan.kept.items():
+        console.say(f"stays: {count} for {escape(user)}")
+    for version in plan.unpromotable:
         console.say(f"[yellow]note:[/] {escape(version)} must be judged again before it can be promoted")

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, words
-from pipeline.cli.needs import Found, distinct_bytes, find, last_sweeps, sizes
+from pipeline.cli.needs import Inventory, distinct_bytes, last_sweeps, sizes, take_inventory
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
@@ -20,63 +20,64 @@ ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 
 def show_status(config: Config) -> None:
     """Print the status of a work directory. Raises UserError or MissingRequirement at the end if a part could not be read."""
-    found = find(config)
-    if not (found.pieces or found.sweeps or found.models or found.problems):
+    inventory = take_inventory(config)
+    if not (inventory.pieces or inventory.sweeps or inventory.models or inventory.problems):
         console.say(f"{escape(str(config.work))}: nothing was built or judged here yet")
     if not config.tracking.enabled:
         console.say("tracking.enabled=false: what serves is not shown")
-    for model in found.models:
-        _show_model(model, found)
-    shown = last_sweeps(found.sweeps, max(1, config.prune.keep_sweeps))
-    for sweep in shown:
-        _show_sweep(sweep, found)
-    if len(found.sweeps) > len(shown):
-        console.say(f"and {len(found.sweeps) - len(shown)} sweeps before them")
-    if found.pieces:
-        console.show("artifacts", sizes("Artifacts", sorted(found.pieces, key=lambda piece: piece.kind)))
-        console.say(f"{decimal(distinct_bytes(found.pieces))} in all: kinds share files")
-    if found.problems:
-        lines = "\n".join(str(problem).splitlines()[0] for problem in found.problems)
-        raise type(found.problems[0])(lines)
+    for model in inventory.models:
+        _show_model(model, inventory)
+    recent = last_sweeps(inventory.sweeps, max(1, config.prune.keep_sweeps))
+    for sweep in recent:
+        _show_sweep(sweep, inventory)
+    if len(inventory.sweeps) > len(recent):
+        console.say(f"and {len(inventory.sweeps) - len(recent)} sweeps before them")
+    if inventory.pieces:
+        console.show("artifacts", sizes("Artifacts", sorted(inventory.pieces, key=lambda piece: piece.kind)))
+        console.say(f"{decimal(distinct_bytes(inventory.pieces))} in all: kinds share files")
+    if inventory.problems:
+        lines = "\n".join(str(problem).splitlines()[0] for problem in inventory.problems)
+        raise type(inventory.problems[0])(lines)
 
 
-def _show_model(model: RegisteredModel, found: Found) -> None:
-    judged = {one.identity.digest: one for sweep in found.sweeps for one in sweep.candidates}
-    rows, pointed_at = [], model.pointed_at
-    for alias, version in sorted(pointed_at.items(), key=lambda item: (ORDER.get(item[0], 2), item[0])):
+def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
+    judged = {candidate.identity.digest: candidate for sweep in inventory.sweeps for candidate in sweep.candidates}
+    rows, aliases = [], model.pointed_at
+    for alias, version in sorted(aliases.items(), key=lambda item: (ORDER.get(item[0], 2), item[0])):
         digest = version.identity_digest
         covered = judged[digest].covered if digest in judged else None
-        holds = ", ".join(filter(None, (covered, _missing(digest, found))))
+        notes = ", ".join(filter(None, (covered, _missing(digest, inventory))))
         made = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
-        rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), made, holds])
+        rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), made, notes])
     columns = *words("alias", "version", "engine", "verdict", "registered"), Column("holds", "holds", kind="text")
     console.show("aliases", Grid(f"{model.name}: versions {len(model.versions)}", columns, rows, COLOURS))
-    champion = pointed_at.get("champion")
+    champion = aliases.get("champion")
     if champion is None:
         console.say(f"{escape(model.name)} has no champion yet")
         return
     if PROMOTED_AT in champion.tags:
-        at, by = champion.tags[PROMOTED_AT].replace("T", " ")[:16], champion.tags.get(PROMOTED_BY)
+        time, user = champion.tags[PROMOTED_AT].replace("T", " ")[:16], champion.tags.get(PROMOTED_BY)
         before = model.versions.get(champion.tags.get(PROMOTED_OVER, ""))
-        console.say(escape(f"  champion: promoted {at} UTC by {by}{'' if before is None else f', over {before}'}"))
-    if "previous" not in pointed_at:
+        console.say(escape(f"  champion: promoted {time} UTC by {user}{'' if before is None else f', over {before}'}"))
+    if "previous" not in aliases:
         console.say("  no previous champion: stage=rollback has nothing to return to")
 
 
-def _missing(digest: str, found: Found) -> str | None:
+def _missing(digest: str, inventory: Inventory) -> str | None:
     """Return a clause about evidence, or an artifact of it, that is not in the work directory; None if all is there."""
-    evidence = found.evidence.get(digest)
-    if evidence is None:
+    lineage = inventory.lineages.get(digest)
+    if lineage is None:
         return "its evidence is not here"
-    return next((f"{link.place} is not here" for link in evidence.identity.reads if link.place not in found.places), None)
+    return next((f"{link.place} is not here" for link in lineage.reads if link.place not in inventory.artifact_places), None)
 
 
-def _show_sweep(sweep: Summary, found: Found) -> None:
+def _show_sweep(sweep: Summary, inventory: Inventory) -> None:
     rows, unfinished = [], sweep.unfinished
-    for one in sweep.candidates:
-        covered = one.covered if one.verdict == "PASS" else None
-        because = "; ".join(filter(None, (_missing(one.identity.digest, found), *one.reasons[:1], covered)))
-        rows.append([one.name, one.verdict, one.version or "-", one.model, one.backend, because])
+    for candidate in sweep.candidates:
+        covered = candidate.covered if candidate.verdict == "PASS" else None
+        reasons = "; ".join(filter(None, (_missing(candidate.identity.digest, inventory), *candidate.reasons[:1], covered)))
+        version = candidate.version or "-"
+        rows.append([candidate.name, candidate.verdict, version, candidate.model, candidate.backend, reasons])
     missing = f", which has not finished: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
     title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"
     if rows:

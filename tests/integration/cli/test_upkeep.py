@@ -21,7 +21,7 @@ from helpers.registry.stores import make_artifact
 from rich.filesize import decimal
 
 from pipeline.chain.dry import foretell
-from pipeline.cli.needs import Piece, distinct_bytes, find, walk
+from pipeline.cli.needs import Piece, distinct_bytes, take_inventory, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
 from pipeline.cli.status import show_status
 from pipeline.config.compose import plan
@@ -205,7 +205,7 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(copied: Ground, c
 
 def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
-    whole = ground.plan("prune.keep_sweeps=1").gone
+    whole = ground.plan("prune.keep_sweeps=1").removable
     needed = {one.place for one in walk(ground.artifacts)} - {one.place for one in whole}
 
     def gone(artifacts: Path) -> list[Piece]:
@@ -278,10 +278,10 @@ def test_nothing_is_removed_if_it_is_unknown_what_serves(ground: Ground, copied:
 
 
 def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
-    assert any(piece.kind == "tune" for piece in copied.plan().gone)
+    assert any(piece.kind == "tune" for piece in copied.plan().removable)
     summary.note(copied.work, "20260108-000000-1-h", names=("fp8", "int8"), began=time.time() - 3600)
-    assert copied.plan().gone == (), "everything was made within this hour"
-    assert any(piece.kind == "tune" for piece in copied.plan("prune.keep_sweeps=0").gone)
+    assert copied.plan().removable == (), "everything was made within this hour"
+    assert any(piece.kind == "tune" for piece in copied.plan("prune.keep_sweeps=0").removable)
 
 
 def test_pipes_that_replace_evidence_are_reported_without_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +290,7 @@ def test_pipes_that_replace_evidence_are_reported_without_waiting(tmp_path: Path
         os.mkfifo(tmp_path / name)
     write = (tmp_path / f"artifacts/identity/{'b' * 32}/{MANIFEST}").write_text
     write(json.dumps({"key": "x", "files": {}, "seconds": 1, "parts": {"inputs": {}}}))
-    problems = find(config_of(f"workdir={tmp_path}", MODEL, "stage=prune")).problems
+    problems = take_inventory(config_of(f"workdir={tmp_path}", MODEL, "stage=prune")).problems
     assert ["no regular file" in str(problem) for problem in problems] == [True] * 3
     with pytest.raises(UserError) as caught:
         show_status(config_of(f"workdir={tmp_path}", MODEL, "stage=status"))
@@ -303,11 +303,11 @@ def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsy
     plan, before = copied.plan("prune.keep_sweeps=1"), distinct_bytes(walk(copied.artifacts))
     copied.command("stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
     assert before - distinct_bytes(walk(copied.artifacts)) == plan.freed_bytes
-    assert not any(piece.path.exists() for piece in plan.gone)
+    assert not any(piece.path.exists() for piece in plan.removable)
     assert broken(copied.artifacts) == []
     assert len(list(copied.artifacts.glob("baseline/[!.]*"))) == 1, "that of the last sweep"
     assert len(list(copied.artifacts.glob("identity/[!.]*"))) == 3
-    assert copied.plan("prune.keep_sweeps=1").gone == ()
+    assert copied.plan("prune.keep_sweeps=1").removable == ()
 
     copied.command("stage=verify", f"bundle={copied.identity_of('fp8').parent}")
     copied.command("stage=route", "routing.routes={copy: int8}")
