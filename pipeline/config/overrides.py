@@ -28,6 +28,8 @@ MOST_JOBS = 1000
 
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
+SHARED = re.compile("workdir$|log$|tracking")
+"""Keys whose values all jobs of a sweep share: the work directory, the format of the output, and the registry."""
 SEARCHPATH = "hydra.searchpath"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 PROMPT_LOOKUP = "workloads.speculation"
@@ -91,9 +93,7 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
         (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
-        (key == "workdir" and override.is_sweep_override(), "a sweep compares candidates of one work directory; give one"),
-        (key == "log" and override.is_sweep_override(), "a command speaks in one way; give one"),
-        (key.startswith("tracking") and override.is_sweep_override(), "a sweep's candidates are in one registry; give one"),
+        (SHARED.match(key) and override.is_sweep_override(), "the jobs of a sweep share it; give one value"),
     ):
         if applies:
             return f"{line}: {problem}"
