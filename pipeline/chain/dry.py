@@ -34,7 +34,6 @@ from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserEr
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.planning.duration import verdict_work
-from stages.verdict.candidate import not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Verdict
@@ -95,36 +94,25 @@ class Forecast:
 
     def add(self, job: int, run: Run) -> None:
         """Take all steps of a job that makes artifacts, and record what they find."""
-        if self.check(job, partial(self._walk, run)) == 0 and run.config.facts.judges:
+        if self.check(job, partial(self._take_steps, run)) == 0 and run.config.facts.judges:
             if job == 1:
                 self.check(job, partial(_say_questions, run))
-            self.too_few += [run.verdict_steps.too_few] if run.verdict_steps.too_few is not None else []
+            self.too_few += filter(None, [run.verdict_steps.too_few])
         self.artifacts += [(job, title, artifact) for title, artifact in run.engine_steps.finished]
 
-    def _walk(self, run: Run) -> None:
-        steps, policy = run.engine_steps, run.config.kv
-        if not run.config.facts.judges:
-            if run.config.stage == "tune":
-                steps.tuned()
-            else:
-                (steps.bundle if run.config.facts.builds else steps.exports)(policy)
-            return
-        evaluation = run.verdict_steps.report()
-        if evaluation.exists:
+    def _take_steps(self, run: Run) -> None:
+        evaluation = run.make()
+        if run.config.facts.judges and evaluation.exists:
             verdict = decide(load_report(evaluation.path), load_rows(evaluation.path), run.config.gates)
             self.verdicts[run.label] = verdict
-            if all(artifact.exists for _, artifact in steps.finished):  # the identity binds every artifact
+            if all(artifact.exists for _, artifact in run.engine_steps.finished):  # the identity binds every artifact
                 run.verdict_steps.identity(evaluation, verdict)
 
     def add_refusal(self, planned: Plan) -> None:
         """Record the refusal of a command that cannot end in a PASS."""
         jobs, refusal = list(range(1, len(planned.jobs) + 1)), None
-        if len(self.verdicts) == len(jobs) and planned.accepted.isdisjoint(
-            verdict.status for verdict in self.verdicts.values()
-        ):
-            label, verdict = next(iter(self.verdicts.items()))
-            only = not_passed(label, verdict.status, verdict.checks)
-            refusal = "no candidate of the sweep passed" if planned.sweeping else only
+        if len(self.verdicts) == len(jobs):
+            refusal = planned.refusal([(label, verdict.status, verdict.checks) for label, verdict in self.verdicts.items()])
         elif len(self.too_few) == len(jobs):
             refusal = f"workloads: {self.too_few[0]}"
         if refusal is not None:

@@ -1,6 +1,6 @@
 """One job of a command: its configuration, the steps whose artifacts it makes, and the registered engines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from pipeline.evidence.verify import registered_engine
 from pipeline.registry.promotion import Engines
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.store.store import Store
+from stages.core.artifact import Artifact
 from stages.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class Run:
     def verdict_steps(self) -> VerdictSteps:
         return VerdictSteps(self.engine_steps)
 
+    def make(self) -> Artifact:
+        """Take the steps of a stage that makes artifacts; return the last artifact."""
+        return LAST_STEPS[self.config.stage](self)
+
     def engines(self) -> Engines:
         """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off."""
         with console.progress("opening MLflow"):
@@ -63,3 +68,13 @@ class Run:
         # A rollback needs none of the original command's keys.
         gates = None if self.config.stage == "rollback" else self.config.gates
         return Engines(store, partial(registered_engine, identities(self.config.artifacts), self.config.signing, gates))
+
+
+LAST_STEPS: dict[str, Callable[[Run], Artifact]] = {
+    "quantize": lambda run: run.engine_steps.exports(run.config.kv),
+    "build": lambda run: run.engine_steps.bundle(run.config.kv),
+    "tune": lambda run: run.engine_steps.tuned(),
+    "evaluate": lambda run: run.verdict_steps.report(),
+    "all": lambda run: run.verdict_steps.report(),
+}
+"""Stage that makes artifacts -> its last step, which takes all earlier steps. Commands, sweeps and dry runs share them."""

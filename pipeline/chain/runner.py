@@ -7,8 +7,8 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 """
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from hydra.core.hydra_config import HydraConfig
@@ -38,26 +38,27 @@ from stages.core.errors import (
     CannotBeJudged,
     GateRefusal,
     MissingRequirement,
+    Refusal,
     describe,
     exit_code,
 )
 from stages.core.files import store_of
 from stages.core.redaction import redact_output, redact_text, reserve_stdout
 from stages.engines.bundle import BUNDLE_FILE
-from stages.verdict.candidate import Cited, not_passed
+from stages.verdict.candidate import Cited
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 
 
 def quantize(run: Run) -> None:
-    exports = run.engine_steps.exports(run.config.kv)
+    exports = run.make()
     checkpoint = exports.path / "checkpoint"
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
 
 
 def build(run: Run) -> None:
-    bundle = run.engine_steps.bundle(run.config.kv)
+    bundle = run.make()
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
 
@@ -70,7 +71,7 @@ def evaluate(run: Run) -> None:
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
-        evaluation = steps.report()
+        evaluation = run.make()
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.progress("deciding"):
             verdict = decide(report, rows, config.gates)
@@ -119,19 +120,20 @@ def run(planned: Plan, sweep: str) -> int:
         UserError, GateRefusal, MissingRequirement: The only job ended with a problem that a person or CI can act on.
         Exception: A defect.
     """
-    config, arguments, sweeping = planned.jobs[0], planned.arguments, planned.sweeping
+    config, sweeping = planned.jobs[0], planned.sweeping
+    task = Task(sweep, planned.names, planned.arguments or (), sweeping)
     with holding(config):  # held between the jobs of a sweep too
         start(planned)
         before = None
         if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
-            command = None if arguments is None else next_steps.command_line(arguments, sweep=sweeping)
+            command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
             before = summary.begin(config.work, sweep, planned.names, command=command)
         code, step = 0, None
         try:
             if sweeping:
-                code, step = _sweep(planned, sweep)
+                code, step = _sweep(planned, task)
             else:
-                _run_alone(Run(config, sweep, planned.names[0], arguments or ()))
+                task.run(0, config)
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
             with warned("the interruption is not recorded"):
                 _conclude(planned, sweep, INTERRUPTED)
@@ -146,62 +148,27 @@ def run(planned: Plan, sweep: str) -> int:
                 console.ended_by(error)
                 return _conclude(planned, sweep, exit_code(error))
             with warned("the end of the command is not recorded"):
-                _conclude(planned, sweep, exit_code(error), _advice(config, error, arguments or ()))
+                _conclude(planned, sweep, exit_code(error), task.advice(config, error))
             raise
         return _conclude(planned, sweep, code, step)
-
-
-def _run_alone(job: Run) -> None:
-    """Run the only job of a command. stage=all promotes its candidate if it passed; a killed promotion is an unfinished job."""
-    config = job.config
-    with _recorded(config, job.sweep, console.RunningJob(config.stage, job.label)):
-        STAGES[config.stage](job)
-        if config.stage == "all" and config.tracking.enabled:
-            last = summary.load(config.work, job.sweep)
-            if last.candidates[0].verdict == "PASS":
-                with console.silent():  # a killed promotion leaves the page of its candidate
-                    show_page(config, last.candidates, sweep=job.sweep, command=last.command)
-                serving.promote_from(job, last)
-
-
-def _advice(config: Config, error: Exception, arguments: Sequence[str], *, sweep: bool = False) -> NextStep | None:
-    """Return the next step after the error of a job; None if the error calls for no command."""
-    return next_steps.after_weak(config, error, arguments, sweep=sweep) if isinstance(error, CannotBeJudged) else None
-
-
-@contextmanager
-def _recorded(config: Config, sweep: str, job: console.RunningJob) -> Iterator[None]:
-    """Announce a job, and record the exit code of a job that judges in summary.json."""
-    console.begin(job, config.model.path if config.facts.makes or config.facts.plans else None)
-    try:
-        with holding(config), required_libraries():
-            yield
-    except BaseException as error:
-        if config.facts.judges:
-            with warned("the end of the job is not recorded"):  # a failure here must not replace the job's error
-                summary.finish(config.work, sweep, exit_code(error), job.number)
-        raise
-    if config.facts.judges:
-        summary.finish(config.work, sweep, 0, job.number)
 
 
 @dataclass(frozen=True)
 class Ended:
     """End of a sweep's job."""
 
-    code: int
+    code: int = 0
     message: str = ""
     """Message of the error."""
     step: NextStep | None = None
     """Next step after the error."""
 
 
-def _sweep(planned: Plan, sweep: str) -> tuple[int, NextStep | None]:
+def _sweep(planned: Plan, task: "Task") -> tuple[int, NextStep | None]:
     """Run the jobs of a sweep, in this process or with a launcher.
 
     Return the worst exit code, and the next step after the first error that calls for one.
     """
-    task = Task(sweep, planned.names, tuple(planned.arguments or ()))
     if planned.launcher == BASIC:
         ended = [task.attempt(number, config) for number, config in enumerate(planned.jobs)]
     else:
@@ -218,13 +185,14 @@ def _sweep(planned: Plan, sweep: str) -> tuple[int, NextStep | None]:
 
 @dataclass(frozen=True)
 class Task:
-    """Callable that a launcher runs for a job, perhaps on another machine. The configuration is composed there."""
+    """Jobs of a command. A launcher calls it for a job, perhaps on another machine, where the configuration is composed."""
 
     sweep: str
     names: tuple[str, ...]
     """Display names of all jobs."""
     arguments: tuple[str, ...]
-    """The arguments of the sweep's command, which a next command repeats."""
+    """The arguments of the command, which a next command repeats."""
+    sweeping: bool = True
 
     def __call__(self, composed: DictConfig) -> Ended:
         """Run the job of a composed configuration."""
@@ -240,17 +208,50 @@ class Task:
         """Return the description of a job, by its number from 0."""
         return console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=beside_others)
 
-    def attempt(self, number: int, config: Config, *, beside_others: bool = False) -> Ended:
-        """Run a job of the sweep, and return how it ended."""
+    def run(self, number: int, config: Config, *, beside_others: bool = False) -> None:
+        """Announce and run a job, and record its exit code if it judges. A killed promotion is an unfinished job."""
+        code, label = 0, self.names[number]
+        place = self.place(number, config, beside_others=beside_others)
+        console.begin(place, config.model.path if config.facts.makes or config.facts.plans else None)
         try:
-            with _recorded(config, self.sweep, self.place(number, config, beside_others=beside_others)):
-                STAGES[config.stage](Run(config, self.sweep, self.names[number], self.arguments))
+            with holding(config), required_libraries():
+                job = Run(config, self.sweep, label, self.arguments)
+                STAGES[config.stage](job)
+                if config.stage == "all" and config.tracking.enabled and not self.sweeping:
+                    _promote_passing(job)
+        except BaseException as error:
+            code = exit_code(error)
+            raise
+        finally:
+            if config.facts.judges:
+                with warned("the end of the job is not recorded"):  # a failure here must not replace the job's error
+                    summary.finish(config.work, self.sweep, code, number + 1)
+
+    def attempt(self, number: int, config: Config, *, beside_others: bool = False) -> Ended:
+        """Run a job of a sweep, print its error, and return how it ended."""
+        try:
+            self.run(number, config, beside_others=beside_others)
         except Exception as error:
             console.ended_by(error)
-            return Ended(exit_code(error), redact_text(describe(error)), _advice(config, error, self.arguments, sweep=True))
+            return Ended(exit_code(error), redact_text(describe(error)), self.advice(config, error))
         finally:
             console.end()
-        return Ended(0)
+        return Ended()
+
+    def advice(self, config: Config, error: Exception) -> NextStep | None:
+        """Return the next step after the error of a job; None if the error calls for no command."""
+        if not isinstance(error, CannotBeJudged):
+            return None
+        return next_steps.after_weak(config, error, self.arguments, sweep=self.sweeping)
+
+
+def _promote_passing(job: Run) -> None:
+    """Promote the only candidate of a command if it passed."""
+    last = summary.load(job.config.work, job.sweep)
+    if last.candidates[0].verdict == "PASS":
+        with console.silent():  # a killed promotion leaves the page of its candidate
+            show_page(job.config, last.candidates, sweep=job.sweep, command=last.command)
+        serving.promote_from(job, last)
 
 
 def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None) -> int:
@@ -264,9 +265,7 @@ def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None
     """
     config = planned.jobs[0]
     if config.facts.judges:
-        last = summary.load(config.work, sweep)
-        write_junit(config.work / JUNIT, last)
-        return (_conclude_sweep if planned.sweeping else _conclude_job)(planned, last, code, step)
+        return _conclude_verdicts(planned, summary.load(config.work, sweep), code, step)
     if config.stage in ("quantize", "build") and code == 0:
         step = next_steps.after_making(config.stage, planned.arguments or (), sweep=planned.sweeping)
     next_steps.show(step)
@@ -275,50 +274,37 @@ def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None
     return code
 
 
-def _conclude_job(planned: Plan, last: summary.Summary, code: int, step: NextStep | None) -> int:
-    """Conclude an evaluation as `_conclude` does. Raises GateRefusal if its candidate did not pass."""
-    config, refusal = planned.jobs[0], None
-    if code == 0:
-        candidate, *_ = last.candidates  # the sweep of a job that Python ran may have had others
-        step = next_steps.after_judging(config, last.candidates, planned.arguments or ())
-        if candidate.verdict not in planned.accepted:
-            refusal = GateRefusal(not_passed(candidate.name, candidate.verdict, candidate.checks))
-    if last.champion is None:  # else the promotion has shown the candidate
-        _show_candidates(config, last)
+def _conclude_verdicts(planned: Plan, last: summary.Summary, code: int, step: NextStep | None) -> int:
+    """Conclude an evaluation or a sweep as `_conclude` does."""
+    config, sweeping, unfinished = planned.jobs[0], planned.sweeping, last.unfinished
+    candidates = last.candidates if sweeping else last.candidates[:1]  # Python may judge several jobs in one sweep
+    judged = candidates if sweeping or code == 0 else ()
+    write_junit(config.work / JUNIT, last)
+    if candidates and sweeping:
+        tables.print_comparison(candidates)
+    if last.champion is None and candidates:  # else the promotion has shown the candidate
+        show_page(config, candidates, sweep=last.sweep, unfinished=unfinished, command=last.command)
+    elif last.champion is None:
+        remove_page(config.work)
+    if candidates and sweeping:
+        compare_in_mlflow(config, candidates, last.sweep)
+    if judged:
+        base, open_jobs = planned.arguments or (), sweeping and unfinished is not None
+        step = next_steps.after_judging(config, judged, base, swept=planned.swept_keys, unfinished=open_jobs)
+    if last.champion is None:
         next_steps.show(step)
+    refusal: Refusal | None = None
+    if sweeping and unfinished is not None:
+        refusal = MissingRequirement(f"{unfinished}; run it again to continue")
+    elif reason := planned.refusal([(candidate.name, candidate.verdict, candidate.checks) for candidate in judged]):
+        refusal = GateRefusal(reason)
     code = max(code, last.exit_code, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
+    if sweeping:
+        summary.note(config.work, last.sweep, exit_code=code)
+        if refusal is not None:
+            console.ended_by(refusal)
+        return code
     summary.finish(config.work, last.sweep, code)
     if refusal is not None:
         raise refusal
     return code
-
-
-def _conclude_sweep(planned: Plan, last: summary.Summary, code: int, step: NextStep | None) -> int:
-    """Conclude a sweep as `_conclude` does, and print why it does not exit with 0 although its jobs ended well."""
-    config, candidates = planned.jobs[0], last.candidates
-    refusal: Exception | None = None
-    if candidates:
-        tables.print_comparison(candidates)
-    _show_candidates(config, last)
-    if candidates:
-        compare_in_mlflow(config, candidates, last.sweep)
-        swept, unfinished = planned.swept_keys, last.unfinished is not None
-        step = next_steps.after_judging(config, candidates, planned.arguments or (), swept=swept, unfinished=unfinished)
-    next_steps.show(step)
-    if last.unfinished is not None:
-        refusal = MissingRequirement(f"{last.unfinished}; run it again to continue")
-    elif candidates and planned.accepted.isdisjoint(candidate.verdict for candidate in candidates):
-        refusal = GateRefusal("no candidate of the sweep passed")
-    code = max(code, last.exit_code, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
-    summary.note(config.work, last.sweep, exit_code=code)
-    if refusal is not None:
-        console.ended_by(refusal)
-    return code
-
-
-def _show_candidates(config: Config, last: summary.Summary) -> None:
-    """Write the page about the candidates of a command, or remove an earlier command's page if there are none."""
-    if last.candidates:
-        show_page(config, last.candidates, sweep=last.sweep, unfinished=last.unfinished, command=last.command)
-    else:
-        remove_page(config.work)

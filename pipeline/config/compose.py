@@ -46,7 +46,8 @@ from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, printable, redact_text
 from stages.policies.policy import KVPolicy
-from stages.verdict.thresholds import Thresholds
+from stages.verdict.candidate import not_passed
+from stages.verdict.thresholds import Check, Status, Thresholds
 
 # Options whose values are defaults in the code, not files of conf/.
 ConfigStore.instance().store("default", Thresholds().model_dump(mode="json"), group="gates")
@@ -116,10 +117,15 @@ class Plan:
         changes = ([part for part in line if part.startswith(prefixes)] for line in lines)
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, changes, strict=True))
 
-    @property
-    def accepted(self) -> set[str]:
-        """Verdicts of which the command needs one to exit with 0. A first look never passes."""
-        return {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_first_look for job in self.jobs) else {"PASS"}
+    def refusal(self, judged: Sequence[tuple[str, Status, Sequence[Check]]]) -> str | None:
+        """Return why these verdicts, with names and checks, do not let the command exit with 0; None if one of them does.
+
+        A first look never passes, so INCONCLUSIVE is enough.
+        """
+        accepted = {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_first_look for job in self.jobs) else {"PASS"}
+        if not judged or not accepted.isdisjoint(verdict for _, verdict, _ in judged):
+            return None
+        return "no candidate of the sweep passed" if self.sweeping else not_passed(*judged[0])
 
 
 def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path] = ()) -> Plan:

@@ -30,13 +30,16 @@ def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
 
     monkeypatch.setitem(runner.STAGES, "all", evaluate)
     planned = plan([f"workdir={tmp_path}", *JOBLIB], multirun=True)
-    ended = launching.launch(planned, runner.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
+    ended = launching.launch(planned, runner.Task("20260101", planned.names, ("kv=fp8,int8", "model.path=/model")))
     assert [(end.code, end.message) for end in ended] == [(3, "FP16 itself answers none")] * 2
+    assert summary.load(tmp_path, "20260101").exit_codes == {1: 3, 2: 3}
     for end in ended:
         assert end.step is not None
         assert end.step.wrong == ["copy-1: asked ..."]
         assert str(end.step.command).endswith("-m kv=fp8,int8 model.path=/model workloads.samples.copy=0")
-    assert "copy-1" not in capsys.readouterr().out, "the command shows it at its end"
+    printed = capsys.readouterr()
+    assert "job 2 of 2 int8: FP16 itself answers none" in printed.err
+    assert "copy-1" not in printed.out, "the command shows it at its end"
     console.close()
 
 
@@ -56,21 +59,6 @@ def test_results_of_jobs_in_other_processes_are_on_stdout() -> None:
     done = subprocess.run([sys.executable, "-c", PARALLEL], check=True, capture_output=True, text=True, timeout=100)
     assert sorted(done.stdout.split()) == ["fp8", "int8"], done.stderr
     assert done.stderr.endswith("noise"), "afterwards, native output is kept off stdout again"
-
-
-def test_a_lock_that_times_out_ends_only_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def held(_: object) -> None:
-        raise MissingRequirement("artifacts: another process held the lock")
-
-    planned = plan([f"workdir={tmp_path}", *JOBLIB], multirun=True)
-    monkeypatch.setattr(runner, "holding", held)
-    ended = launching.launch(planned, runner.Task("20260101", planned.names, ()))
-    assert [end.code for end in ended] == [4, 4]
-    assert summary.load(tmp_path, "20260101").exit_codes == {1: 4, 2: 4}
-    assert "job 2 of 2 int8: artifacts: another process held the lock" in capsys.readouterr().err
-    console.close()
 
 
 SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
@@ -102,12 +90,11 @@ def test_a_refusal_or_a_job_that_cannot_be_pickled_is_no_failure_of_the_launcher
     assert caught.value is error
 
 
-@pytest.mark.parametrize("error", [ValueError("ours"), TypeError("ours"), RuntimeError("ours")], ids=repr)
-def test_an_exception_of_a_job_is_passed_on_unchanged(error: Exception) -> None:
+def test_an_exception_of_a_job_is_passed_on_unchanged() -> None:
     def task(_: object) -> None:
-        raise error
+        raise ValueError("ours")
 
-    with pytest.raises(type(error), match=r"^ours$"):
+    with pytest.raises(ValueError, match=r"^ours$"):
         launching.launch(plan(JOBLIB, multirun=True), task)
 
 
