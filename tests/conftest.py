@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bad_input.case import Commands
+from bad_input.forks import Commands
 from helpers.commands.cached_hydra import compose_once
 from helpers.stride import STRIDE
 

@@ -1,29 +1,13 @@
-"""A case of bad input, the process that runs cases, and the checks on refusals."""
+"""A case of bad input, the result of a command, and the contents of a directory."""
 
 import hashlib
-import json
 import os
-import re
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-
-from bad_input import forks
 
 ROOT = Path(__file__).resolve().parents[2]
-ERROR = "pipeline: error: "
-
-FIXES = re.compile(
-    r"\b(give|given|set|use|choose|must|should|did you mean|remove|save|download|convert|leave|needs?|add|write|run|make|"
-    r"install|is missing|put|free|start|raise|lower|export|copy|correct|change|quote|name|keep|judge|move|take|wait|list)\b"
-)
-"""Verbs that a suggested fix contains."""
 
 
 def nothing(_: Path) -> None:
@@ -64,48 +48,6 @@ class Outcome:
     """Slow-to-import libraries that the command imported."""
 
 
-class Commands:
-    """The process that runs command lines (`bad_input.forks`)."""
-
-    def __enter__(self) -> Self:
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        kept = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bad_input.forks"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=kept | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        )
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.communicate()
-
-    def run(self, case: Case, directory: Path, seconds: float = 60) -> Outcome:
-        """Run a case's command in a directory. A hanging command is stopped after `seconds`."""
-        request: dict[str, Any] = {
-            "arguments": case.arguments,
-            "directory": str(directory),
-            "environment": dict(case.environment),
-            "unprivileged": case.unprivileged,
-            "file_bytes": case.file_bytes,
-            "begins": case.begins or case.loads_model,
-            "limited": True,
-            "seconds": seconds,
-        }
-        if case.loads_model:  # These libraries take seconds to import, and the test process has them already.
-            import_module("transformers.modeling_gguf_pytorch_utils")
-            answer = forks.answer(request)
-        else:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            answer = json.loads(self._process.stdout.readline())
-        return Outcome(answer["code"], answer["stdout"], answer["stderr"], tuple(answer["heavy"]))
-
-
 def contents(directory: Path) -> dict[str, str]:
     """Return the contents of a directory: relative path -> mode and, for a file, the digest of its bytes."""
     found = {}
@@ -118,41 +60,3 @@ def contents(directory: Path) -> dict[str, str]:
             about = os.readlink(path) if stat.S_ISLNK(mode) else ""
         found[str(path.relative_to(directory))] = f"{stat.filemode(mode)} {about}"
     return found
-
-
-def broken_promises(case: Case, commands: Commands, directory: Path) -> list[str]:
-    """Prepare and run a case in an empty directory; return the failed checks followed by the command's output, or nothing."""
-    case.prepare(directory)
-    before = contents(directory)
-    outcome = commands.run(case, directory)
-    broken = _broken(case, outcome, before, contents(directory))
-    return [*broken, outcome.stderr, outcome.stdout] if broken else []
-
-
-def _broken(case: Case, outcome: Outcome, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    # progress lines of slow commands start with spaces
-    lines = [line for line in outcome.stderr.splitlines() if not line.startswith("  ")]
-    broken = []
-    if outcome.code is None:
-        broken.append("it did not end")
-    elif outcome.code != case.code:
-        broken.append(f"exit code {outcome.code} instead of {case.code}")
-    if "Traceback" in outcome.stderr:
-        broken.append("a traceback")
-    if len(lines) != 1 or not lines[0].startswith(ERROR):
-        broken.append(f"{len(lines)} lines instead of one")
-    for part in case.says:
-        if part not in outcome.stderr:
-            broken.append(f"{part!r} is not said")
-    if not all(FIXES.search(line) for line in lines):
-        broken.append("no fix")
-    if not outcome.stderr.replace("\n", "").isprintable() or any(len(line) > 1500 for line in lines):
-        broken.append("a line that a terminal does not show well")
-    if outcome.stdout and not (case.begins or case.loads_model):
-        broken.append("output")
-    if outcome.heavy and not case.loads_model:
-        broken.append(f"imported {', '.join(outcome.heavy)}")
-    if before != after:
-        changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-        broken.append(f"it changed {', '.join(changed)}")
-    return broken

@@ -1,11 +1,12 @@
 """Runs command lines in forks of one process that has imported the command line but no slow library.
 
 A fork is as isolated as a new process: it has its own modules, environment, limits and user, and may hang or die. It starts
-in milliseconds, while a new interpreter takes a second. Requests and answers are lines of JSON on stdin and stdout.
+in milliseconds, while a new interpreter takes a second.
 """
 
 import ctypes
 import json
+import multiprocessing
 import os
 import resource
 import select
@@ -13,13 +14,17 @@ import signal
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from types import ModuleType, TracebackType
+from typing import NoReturn, Self
 
 from helpers.commands.cached_hydra import compose_once
 
+from bad_input.case import Case, Outcome, nothing
 from pipeline.__main__ import main
 from pipeline.config.compose import plan
 
@@ -60,8 +65,8 @@ def no_runner() -> ModuleType:
     return runner
 
 
-def child(request: dict[str, Any], scratch: Path) -> NoReturn:
-    """Run a request's command line; leave its output and the list of imported slow modules in `scratch`."""
+def child(case: Case, directory: Path, scratch: Path, *, limited: bool) -> NoReturn:
+    """Run a case's command line; leave its output and the list of imported slow modules in `scratch`."""
     code: object = 1
     try:
         for number, name in ((1, "stdout"), (2, "stderr")):
@@ -69,19 +74,18 @@ def child(request: dict[str, Any], scratch: Path) -> NoReturn:
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 - pytest's own is another file
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         modules = os.open(scratch / "modules", os.O_WRONLY | os.O_CREAT)
-        os.chdir(request["directory"])
-        for name, value in request["environment"].items():
-            os.environ[name] = value
-        if request["file_bytes"] is not None:  # A larger write fails with EFBIG, as on a full disk.
+        os.chdir(directory)
+        os.environ.update(case.environment)
+        if case.file_bytes is not None:  # A larger write fails with EFBIG, as on a full disk.
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"],) * 2)
-        if request["limited"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (case.file_bytes,) * 2)
+        if limited:
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        if request["unprivileged"]:
+        if case.unprivileged:
             drop_capabilities()
-        if not request["begins"]:
+        if not (case.begins or case.loads_model):
             sys.modules["pipeline.chain.runner"] = no_runner()
-        sys.argv = ["kvgate", *request["arguments"]]
+        sys.argv = ["kvgate", *case.arguments]
         try:
             code = main()
         except SystemExit as error:
@@ -95,39 +99,58 @@ def child(request: dict[str, Any], scratch: Path) -> NoReturn:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a request in a fork; `code` is None after a timeout."""
+def run_in_fork(case: Case, directory: Path, seconds: float = 60, *, limited: bool = True) -> Outcome:
+    """Run a case's command in a directory, in a fork of this process. A hanging command is stopped after `seconds`."""
     with tempfile.TemporaryDirectory() as scratch:
         pid = os.fork()
         if pid == 0:
-            child(request, Path(scratch))
+            child(case, directory, Path(scratch), limited=limited)
         handle = os.pidfd_open(pid)
-        ended, _, _ = select.select([handle], [], [], request["seconds"])
+        ended, _, _ = select.select([handle], [], [], seconds)
         if not ended:
             os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
         os.close(handle)
-        texts = {name: (Path(scratch) / name) for name in ("stdout", "stderr", "modules")}
-        read = {name: path.read_text(errors="replace") if path.exists() else "" for name, path in texts.items()}
-        return {
-            "code": os.waitstatus_to_exitcode(status) if ended else None,
-            "stdout": read["stdout"],
-            "stderr": read["stderr"],
-            "heavy": json.loads(read["modules"] or "[]"),
-        }
+        texts = [Path(scratch, name) for name in ("stdout", "stderr", "modules")]
+        stdout, stderr, modules = (path.read_text(errors="replace") if path.exists() else "" for path in texts)
+        return Outcome(os.waitstatus_to_exitcode(status) if ended else None, stdout, stderr, tuple(json.loads(modules or "[]")))
 
 
-def serve() -> None:
-    """Answer requests until stdin ends."""
+def serve(requests: Connection) -> None:
+    """Run cases until the connection is closed."""
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    os.environ["OMP_NUM_THREADS"] = "1"
     compose_once()
     # Load modules and files used by every command, so that forks inherit them.
     plan([], multirun=False)
     for module in LIGHT:
         import_module(module)
     assert not set(HEAVY) & set(sys.modules), "the process of the forks is light"
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+    with suppress(EOFError):
+        while True:
+            requests.send(run_in_fork(*requests.recv()))
 
 
-if __name__ == "__main__":
-    serve()
+class Commands:
+    """The process whose forks run command lines."""
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("spawn")
+        self._requests, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,))
+        self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._requests.close()
+        self._process.join()
+
+    def run(self, case: Case, directory: Path) -> Outcome:
+        """Run a case's command in a directory."""
+        if case.loads_model:  # These libraries take seconds to import, and the test process has them already.
+            import_module("transformers.modeling_gguf_pytorch_utils")
+            return run_in_fork(case, directory)
+        self._requests.send((replace(case, prepare=nothing), directory))
+        outcome: Outcome = self._requests.recv()
+        return outcome

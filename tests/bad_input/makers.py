@@ -80,35 +80,25 @@ def checkpoint(directory: Path) -> Path:
     return directory
 
 
-def with_config(**changes: Any) -> Prepare:
-    """Create `model` with changed values in config.json; a value of `...` removes the key."""
-
-    def prepare(directory: Path) -> None:
-        checkpoint(directory / "model")
-        config = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
-        (directory / "model" / "config.json").write_text(json.dumps(config))
-
-    return prepare
-
-
-def with_file(name: str, content: str | bytes | Callable[[bytes], bytes]) -> Prepare:
+def with_file(name: str, content: str | bytes | Callable[[bytes], str | bytes]) -> Prepare:
     """Create `model` with one file replaced or changed."""
 
     def prepare(directory: Path) -> None:
         path = checkpoint(directory / "model") / name
-        if callable(content):
-            content_now = content(path.read_bytes())
-        else:
-            content_now = content.encode() if isinstance(content, str) else content
-        path.unlink(missing_ok=True)
-        path.write_bytes(content_now)
+        new = content(path.read_bytes()) if callable(content) else content
+        path.write_bytes(new.encode() if isinstance(new, str) else new)
 
     return prepare
 
 
 def with_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Prepare:
     """Create `model` with a changed JSON file."""
-    return with_file(name, lambda old: json.dumps(change(json.loads(old))).encode())
+    return with_file(name, lambda old: json.dumps(change(json.loads(old))))
+
+
+def with_config(**changes: Any) -> Prepare:
+    """Create `model` with changed values in config.json; a value of `...` removes the key."""
+    return with_json("config.json", lambda old: {key: value for key, value in (old | changes).items() if value is not ...})
 
 
 def with_weights(
@@ -158,8 +148,8 @@ def sparse(size: int) -> Callable[[Path], None]:
     """Create a sparse file of `size` bytes, which needs no disk space."""
 
     def make(path: Path) -> None:
-        with path.open("wb") as stream:
-            stream.truncate(size)
+        path.touch()
+        os.truncate(path, size)
 
     return make
 
@@ -177,16 +167,3 @@ def place(name: str, make: Callable[[Path], object]) -> Prepare:
 def text(name: str, content: str | bytes) -> Prepare:
     """Create a file in the directory."""
     return place(name, lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content))
-
-
-def both(*parts: Prepare) -> Prepare:
-    """Run several preparations."""
-
-    def prepare(directory: Path) -> None:
-        for part in parts:
-            part(directory)
-
-    return prepare
-
-
-fifo = os.mkfifo

@@ -1,6 +1,7 @@
 """Checkpoints whose files are invalid or inconsistent."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from bad_input.case import Case
 from bad_input.makers import (
     CONFIG,
     Prepare,
-    fifo,
     instead,
     shapes,
     sharded,
@@ -56,17 +56,14 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 
 UNREAD: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("a base under another name", {"rope_theta": ..., "rotary_emb_base": 10**6}, ("rotary_emb_base=1000000", "llama")),
-    ("a multiplier of another family", {"logits_scaling": 8.0}, ("logits_scaling=8.0", "llama", "leave it out")),
     ("attention parallel to the MLP", {"parallel_attn": True}, ("parallel_attn=True", "llama", "leave it out")),
     ("norms of queries that the family lacks", {"qk_layernorm": True}, ("qk_layernorm=True", "llama")),
     ("biases without their tensors", {"use_qkv_bias": True}, ("use_qkv_bias=True",)),
     ("positions that are not rotated", {"use_rope": False}, ("use_rope=False",)),
-    ("other pairs of rotated numbers", {"rope_interleaved": True}, ("rope_interleaved=True",)),
     ("another epsilon under another name", {"layer_norm_eps": 1e-3}, ("layer_norm_eps=0.001",)),
     ("the epsilon under another name", {"rms_norm_eps": ..., "eps": 1e-5}, ("eps", "write it as rms_norm_eps")),
     ("the activation under another name", {"hidden_act": ..., "activation_function": "gelu"}, ("write it as hidden_act",)),
     ("a rotary scaling beside its object", {"rope_type": "linear", "factor": 8.0}, ("rope_type=linear",)),
-    ("a multiplier of the attention's output", {"attn_output_multiplier": 0.1}, ("attn_output_multiplier=0.1",)),
     ("heads that were removed", {"pruned_heads": {"0": [1]}}, ("pruned_heads={'0': [1]}",)),
 )
 """Cases that are detected only after transformers has built the model, because the class decides which keys are read."""
@@ -106,7 +103,7 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("FP8 weights", with_weights(dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
     ("offsets beyond the end", with_weights(header=entry(data_offsets=[0, 10**12])), (FILE,)),
     ("NaN in the last weight", with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), (FILE, NORM, "NaN")),
-    ("weights as a pipe", instead(FILE, fifo), (FILE,)),
+    ("weights as a pipe", instead(FILE, os.mkfifo), (FILE,)),
     ("an adapter beside the weights", with_file("adapter_config.json", "{}"), ("adapter_config.json", "merge")),
     ("no weights", instead(FILE, lambda _: None), (FILE, "missing")),
     ("pickles alone", instead(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
@@ -124,7 +121,7 @@ JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("missing", instead(CONFIG_JSON, lambda _: None), ("missing",)),
     ("not UTF-8", with_file(CONFIG_JSON, b"\xff\xfe{}"), ("not UTF-8",)),
     ("a directory", instead(CONFIG_JSON, lambda path: path.mkdir()), ("directory",)),
-    ("a pipe", instead(CONFIG_JSON, fifo), ("pipe",)),
+    ("a pipe", instead(CONFIG_JSON, os.mkfifo), ("pipe",)),
     ("a link out of the directory", instead(CONFIG_JSON, link_out), ("leaves the directory",)),
     ("of 10 GB", instead(CONFIG_JSON, sparse(10 << 30)), ("10,737,418,240 bytes",)),
 )  # fmt: skip

@@ -33,21 +33,7 @@ LEAVES: SearchStrategy[Any] = st.one_of(
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=8
 )
-KEYS = [
-    "schema_version",
-    "candidates",
-    "exit_code",
-    "chain",
-    "gates",
-    "verdict",
-    "prompt",
-    "messages",
-    "reference",
-    "depth",
-    "text",
-    "classes",
-    "taken_at",
-]
+KEYS = ["schema_version", "candidates", "chain", "verdict", "prompt", "messages", "reference", "text", "classes"]
 
 
 def nested(keys: list[str]) -> SearchStrategy[dict[str, Any]]:

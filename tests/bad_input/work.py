@@ -1,12 +1,13 @@
 """Invalid work directories, samples, routes, snapshots, GGUF files and loads."""
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
 
 from bad_input.case import Case
-from bad_input.makers import Prepare, both, checkpoint, fifo, place, sparse, text, with_config, with_file
+from bad_input.makers import Prepare, checkpoint, place, sparse, text, with_config, with_file
 
 
 def read_only(path: Path) -> None:
@@ -88,7 +89,11 @@ LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
      ("context_tokens=30000: with 4096", "are missing", "or lower workloads.load.batch")),
 )  # fmt: skip
 
-LONG = json.dumps({"prompt": "a b " * 60_000, "reference": "c"})
+
+def long_prompt(directory: Path) -> None:
+    checkpoint(directory / "model")
+    (directory / "s.jsonl").write_text(json.dumps({"prompt": "a b " * 60_000, "reference": "c"}))
+
 
 CASES = [
     *(Case(f"workdir: {name}", ("stage=build", f"workdir={given}"), ("workdir", *says), prepare, code=code, unprivileged=True)
@@ -109,7 +114,7 @@ CASES = [
     *(Case(" ".join(arguments), arguments, says) for arguments, says in LOADS),
     *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), place("x", make))
       for key, more in (("workloads.jsonl", ()), ("monitor.snapshot", ("stage=monitor",)))
-      for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("100 GB", sparse(100 << 30)))),
+      for what, make in (("a pipe", os.mkfifo), ("a directory", Path.mkdir), ("100 GB", sparse(100 << 30)))),
     Case("of nothing: stage=rollback", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
     Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
          begins=True),
@@ -124,7 +129,7 @@ CASES = [
          ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),
          loads_model=True),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
-         ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),
+         ("sample s-0001", "2,048", "too many"), long_prompt,
          loads_model=True),
     Case("more tokens than the model", ("backend=vllm", "model.path=model"),
          ("backend.max_model_len=", "the model was made for 2048 tokens", "set at most that"), with_config()),

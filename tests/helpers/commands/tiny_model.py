@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input import forks
+from bad_input.case import Case
+from bad_input.forks import run_in_fork
 
 from helpers.stride import STRIDE
 
@@ -47,16 +48,13 @@ def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] 
     """
     for module in HEAVY:
         import_module(module)
-    request = {
-        "arguments": list(arguments), "directory": str(cwd), "environment": dict(environment or {}), "unprivileged": False,
-        "file_bytes": None, "begins": True, "limited": False, "seconds": 400,
-    }  # fmt: skip
+    case = Case("", tuple(arguments), (), begins=True, environment=environment or {})
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
             patch.setattr(f"{module}.in_child", _in_this_process)
-        answer = forks.answer(request)
-    assert answer["code"] is not None, "it takes too long"
-    return subprocess.CompletedProcess(arguments, answer["code"], answer["stdout"], answer["stderr"])
+        done = run_in_fork(case, cwd, seconds=400, limited=False)
+    assert done.code is not None, "it takes too long"
+    return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)
 
 
 def _in_this_process(function: Callable[..., None], *paths: Path, **options: Any) -> None:

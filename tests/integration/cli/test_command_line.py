@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bad_input.case import Case, Commands, Outcome
+from bad_input.case import Case, Outcome
+from bad_input.forks import Commands
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
 

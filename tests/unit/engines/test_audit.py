@@ -9,7 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from bad_input.case import Case, Commands, contents
+from bad_input.case import Case, contents
+from bad_input.forks import Commands
 from bad_input.makers import CONFIG
 from safetensors.numpy import save_file
 
