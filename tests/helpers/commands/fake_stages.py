@@ -4,20 +4,14 @@ Bytes depend on the same inputs as in the real stages: scales of calibrated form
 checkpoint, measurements on the time of the run.
 """
 
-import __future__
-
-import ast
-import inspect
 import json
 import shutil
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -131,47 +125,16 @@ def _join(
     return SimpleNamespace(report=joined, rows=rows, write=write)
 
 
-def signature(module: str, name: str) -> inspect.Signature:
-    """Return the parameters of a real function, class or class method from its source: an import may take ten seconds."""
-    source = Path(__file__).parents[3] / "stages" / f"{module.replace('.', '/')}.py"
-    body, node = ast.parse(source.read_text(encoding="utf-8")).body, None
-    for part in (*name.split("."), "__init__"):
-        found = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part]
-        assert found or part == "__init__", f"stages.{module} has no {name}"
-        node, body = (found[0], found[0].body) if found else (node, body)
-    if isinstance(node, ast.FunctionDef):
-        listed = ast.unparse(node.args)
-    else:  # a dataclass
-        listed = ", ".join(ast.unparse(n) for n in body if isinstance(n, ast.AnnAssign))
-    made = defaultdict[str, Any](MagicMock)  # names of defaults are any objects
-    exec(compile(f"def real({listed}): ...", source, "exec", __future__.annotations.compiler_flag), {}, made)
-    real = inspect.signature(made["real"])
-    return real.replace(parameters=[one for one in real.parameters.values() if one.name not in ("self", "cls")])
-
-
-def checked(module: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a fake that raises TypeError for arguments that the real function does not accept."""
-    real = signature(module, name)
-
-    def call(*args: object, **options: object) -> Any:
-        real.bind(*args, **options)
-        return function(*args, **options)
-
-    return call
-
-
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the real stages by the fakes."""
 
     def fake(module: str, **functions: Any) -> None:
-        fakes = {name: checked(module, name, function) for name, function in functions.items() if callable(function)}
-        monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**{**functions, **fakes}))
+        monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**functions))
 
     fake("quantize.calibration", calibration_texts=calibrate)
     fake("quantize.run", quantize_weights=quantize_weights, measure_cache=measure_cache, scale_cache=scale_cache)
-    fake("quantize.export", export=_export)
-    in_this_process = checked("core.child", "in_child", lambda function, *paths, **options: function(*paths, **options))
-    monkeypatch.setattr(engine_steps, "in_child", in_this_process)
+    fake("quantize.export", export=lambda *given, **_: (given[-1] / "export.json").write_text("{}"))
+    monkeypatch.setattr(engine_steps, "in_child", lambda function, *paths, **options: function(*paths, **options))
     # The fakes leave no models to collect, and each collection scans every imported module.
     monkeypatch.setattr(engine_steps, "collect_memory", lambda: None)
     monkeypatch.setattr(verdict_steps, "collect_memory", lambda: None)
@@ -179,7 +142,6 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     def encoded(rounds: int) -> list[Any]:
         return [SimpleNamespace(prompt="a", reference="b", round=1 + n % rounds) for n in range(4 * rounds)]
 
-    stored = "evaluate.decoding.stored"
     fake("evaluate.inputs.samples", load_samples=lambda _: QUESTIONS)
     fake(
         "evaluate.inputs.rounds",
@@ -197,19 +159,13 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake("evaluate.measured_once", measure_once=_once)
     fake("evaluate.conformance.engine", ReferenceEngine=lambda *_: None)
     fake(
-        stored,
-        MeasuredOnce=SimpleNamespace(read=checked(stored, "MeasuredOnce.read", lambda _: None)),
+        "evaluate.decoding.stored",
+        MeasuredOnce=SimpleNamespace(read=lambda _: None),
         require_able=lambda *_: None,
         read_round=lambda path: json.loads((path / "round.json").read_text())["policy"],
     )
     fake("evaluate.joining", join=_join)
-    monkeypatch.setattr(
-        "stages.report.page.draw_charts", checked("report.charts", "draw_charts", lambda _: {})
-    )  # a process that imports Vega
+    monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})  # a process that imports Vega
     for module in (dry, engine_steps, inputs):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
     monkeypatch.setattr(verdict_steps, "TorchBackend", FakeBackend)
-
-
-def _export(_: Path, __: Path, ___: Path, out: Path, **____: object) -> None:
-    (out / "export.json").write_text("{}")
