@@ -69,12 +69,6 @@ def judged(work: Path) -> Evaluation:
     return result
 
 
-@pytest.fixture(scope="module")
-def promoted(judged: Evaluation, work: Path) -> Path:  # noqa: ARG001  (it is promoted)
-    """The work directory of a champion."""
-    return work
-
-
 def test_an_evaluation_is_a_verdict_with_its_typed_report(judged: Evaluation, work: Path) -> None:
     assert (judged.verdict, judged.candidate.policy) == ("PASS", "int8"), judged.reasons
     assert {check.status for check in judged.checks} <= {"PASS", "WARNING"}
@@ -161,44 +155,42 @@ def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: 
 
 def test_engines_of_another_backend_and_evidence_are_loaded_as_well(judged: Evaluation) -> None:
     """Load the reference engine's bundle from the conformance check, and the engine from its evidence."""
-    bundles = {path: path.parent for path in judged.bundle.parent.glob("*/bundle.json")}
-    reference = next(folder for path, folder in bundles.items() if '"torch"' in path.read_text() and "int8" in _policy(folder))
+    texts = {folder: (folder / "bundle.json").read_text() for folder in judged.bundle.parent.glob("[!.]*")}
+    names = {folder: (folder / "kv_policy.json").read_text() for folder in texts}
+    reference = next(folder for folder in texts if '"torch"' in texts[folder] and "int8" in names[folder])
     for place, backend in ((reference, "torch"), (judged.candidate.identity.path.parent, "onnxruntime")):
         with load(str(place), threads=1) as engine:
             assert (engine.backend, engine.policy.name) == (backend, "int8")
             assert engine.generate(ASKED) == COPIED
 
 
-def _policy(bundle: Path) -> str:
-    return (bundle / "kv_policy.json").read_text()
-
-
 @pytest.mark.parametrize("name", ["tiny", "kvgate-tiny"])
-def test_the_champion_is_found_by_its_checkpoint_or_its_registered_model(promoted: Path, name: str) -> None:
-    with champion(name, workdir=promoted) as engine:
+@pytest.mark.usefixtures("judged")
+def test_the_champion_is_found_by_its_checkpoint_or_its_registered_model(work: Path, name: str) -> None:
+    with champion(name, workdir=work) as engine:
         assert isinstance(engine, LoadedEngine)
-        assert engine.bundle.is_relative_to(promoted), "it is still in its work directory"
+        assert engine.bundle.is_relative_to(work), "it is still in its work directory"
         assert engine.generate(ASKED) == COPIED
 
 
-def test_a_champion_of_another_machine_is_downloaded_verified_and_removed_when_it_is_closed(
-    promoted: Path, tmp_path: Path
-) -> None:
-    store = f"sqlite:///{promoted}/mlflow.db"
+@pytest.mark.usefixtures("judged")
+def test_a_champion_of_another_machine_is_downloaded_verified_and_removed_when_it_is_closed(work: Path, tmp_path: Path) -> None:
+    store = f"sqlite:///{work}/mlflow.db"
     renamed = shutil.copyfile(SAMPLES, tmp_path / "renamed.jsonl")
     with pytest.raises(MissingRequirement, match="missing: samples, made again"):
         champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere")
     with champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere", samples=renamed) as engine:
-        assert not engine.bundle.is_relative_to(promoted)
+        assert not engine.bundle.is_relative_to(work)
         assert engine.generate(ASKED) == COPIED
     assert not engine.bundle.exists()
     assert list(tmp_path.iterdir()) == [renamed], "fetching writes nothing"
 
 
-def test_an_altered_champion_is_refused(promoted: Path, tmp_path: Path) -> None:
-    (identity,) = (promoted / "mlartifacts").rglob("identity.json")
+@pytest.mark.usefixtures("judged")
+def test_an_altered_champion_is_refused(work: Path, tmp_path: Path) -> None:
+    (identity,) = (work / "mlartifacts").rglob("identity.json")
     weights = identity.parent / "engine" / "weights.bin"
-    fetch = partial(champion, "tiny", tracking_uri=f"sqlite:///{promoted}/mlflow.db", workdir=tmp_path, samples=SAMPLES)
+    fetch = partial(champion, "tiny", tracking_uri=f"sqlite:///{work}/mlflow.db", workdir=tmp_path, samples=SAMPLES)
     wrong = {weights: "differs from the judged engine: engine: weights.bin", identity: "is not the one that the registry cites"}
     for file, expected in wrong.items():
         kept = file.read_bytes()
@@ -210,7 +202,7 @@ def test_an_altered_champion_is_refused(promoted: Path, tmp_path: Path) -> None:
             file.write_bytes(kept)
 
 
-@pytest.mark.usefixtures("promoted")
+@pytest.mark.usefixtures("judged")
 def test_every_block_of_the_documentation_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/start.md", "docs/extend.md")]
     blocks = [block for text in texts for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]

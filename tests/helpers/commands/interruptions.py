@@ -52,6 +52,8 @@ class Attempt:
     """Number of operations performed. With a fault at k: at least k, unless the run had fewer."""
     said: str
     """Traceback of the exception."""
+    returned: Any = None
+    """Result of the job."""
 
 
 class _Seam:
@@ -83,7 +85,7 @@ class _Seam:
 
 def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault, results: Any) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like the command line
-    seam, code, said = _Seam(folder, at, fault), 0, ""
+    seam, code, said, returned = _Seam(folder, at, fault), 0, "", None
 
     def counted(name: str) -> Callable[..., Any]:
         method = getattr(MlflowClient, name)
@@ -98,12 +100,12 @@ def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault
         setattr(MlflowClient, name, counted(name))
     sys.addaudithook(seam.hook)
     try:
-        job()
+        returned = job()
     except KeyboardInterrupt:
         code = 130
     except BaseException:
         code, said = 1, traceback.format_exc()
-    results.send((seam.count, said))
+    results.send((seam.count, said, returned))
     os._exit(code)
 
 
@@ -118,9 +120,9 @@ def attempt(job: Callable[[], object], folder: Path, at: int | None = None, faul
         child.kill()
         raise AssertionError("it hangs")
     try:
-        operations, said = receive.recv()
+        operations, said, returned = receive.recv()
     except EOFError:
-        operations, said = at or 0, ""
+        operations, said, returned = at or 0, "", None
     child.join(120)
     assert child.exitcode is not None, "it hangs"
-    return Attempt(child.exitcode, operations, said)
+    return Attempt(child.exitcode, operations, said, returned)
