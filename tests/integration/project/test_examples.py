@@ -22,15 +22,10 @@ STEPS: list[dict[str, Any]] = JOB["jobs"]["judge"]["steps"]
 GPU: dict[str, Any] = JOB["jobs"]["vllm"]
 
 
-def test_a_refusal_stops_the_ci_job_before_it_promotes() -> None:
+def test_a_refusal_stops_the_ci_job_which_may_only_read_and_runs_nothing_that_can_be_moved() -> None:
     """GitHub runs `bash -e`, and runs a step without `always()` only if the earlier steps succeeded."""
-    names = [step["name"] for step in STEPS if "name" in step]
-    assert names.index("Judge") < names.index("Promote") < names.index("Try the champion") < names.index("Step summary")
     assert [step["name"] for step in STEPS if "name" in step and "always()" in step.get("if", "")] == ["Step summary"]
     assert "continue-on-error" not in WORKFLOW
-
-
-def test_the_ci_job_may_only_read_and_runs_nothing_that_can_be_moved() -> None:
     assert JOB["permissions"] == {"contents": "read"}
     used = re.findall(r"uses: (\S+)", WORKFLOW)
     assert used
