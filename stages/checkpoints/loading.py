@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stages.checkpoints.description import NUMBERS, READ, inspect_checkpoint, read_config
+from stages.checkpoints.description import inspect_checkpoint, read_config
 from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import INDEX, TOKENIZER_FILES, read_json, refusal
 from stages.checkpoints.rope import BESIDE, SLIDING, compose_rope, read_rope
@@ -95,25 +95,25 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
 
 
 PARTS = re.compile(
-    "_(alibi|architecture|attention|attn|bias|bidirectional|causal|clip|experts?|gamma|gated|interleaved?|layernorm|logits?"
-    "|logn|mrope|multiplier|mup|norm|ntk|parallel__block|position__embeddings?__type|prefix|pruned|qk|qkv|query|residual"
-    "|rmsnorm|rope|rotary|routed"
-    "|router|scale|scaling|scoring|sliding|softcap|softcapping|softmax|swiglu__limit|topk__method|window|xpos|yarn)_"
+    "_(act|activation|alibi|architecture|attention|attn|bias|bidirectional|causal|clip|experts?|gamma|gated|interleaved?"
+    "|layernorm|logits?|logn|mrope|multiplier|mup|norm|ntk|parallel__block|position__embeddings?__type|prefix|pruned|qk|qkv"
+    "|query|residual|rmsnorm|rope|rotary|routed|router|scale|scaling|scoring|sliding|softcap|softcapping|softmax"
+    "|swiglu__limit|theta|topk__method|window|xpos|yarn)_"
 )
 """Parts of the names of keys that change a decoder's computation."""
 TRAINING = re.compile("_(coef|context|dropout|flash|fp32|fused|grad|init|initializer|jitter|loss|noise|output__router|pdrop)_")
 """Parts of the names of keys that affect only training, speed or precision."""
+COMPARED = {*BESIDE, "rope_scaling", "sliding_window", "use_sliding_window", *PATTERNS}
+"""Keys that other checks compare with what the model's class reads."""
 SAME = ({"act", "activation"}, {"eps", "epsilon"})
 """Parts of names that mean the same: a family has a key of one of them, which other families call differently."""
+WITHOUT_EFFECT: tuple[Any, ...] = (None, False, 0, 1, {}, [], "default", "none", "full", "softmax", "greedy", "rope", "rotary")
+"""Values that ask for nothing, or for what every family computes anyway."""
 ALWAYS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("causal", "rope", "rotary", "scale attn", "scale attn weights"), (True,)),
-    "position type": ("rope", "rotary"),
-    **dict.fromkeys(("rope type", "rope scaling type"), ("default",)),
-    "scoring func": ("softmax",),
-    "topk method": ("greedy",),
-    "swiglu limit": (7.0,),
+    **dict.fromkeys(("causal", "rope", "rotary", "scale attn", "scale attn weights", "no rope layers"), (None, True, 1)),
+    "swiglu limit": (None, 7.0),
 }
-"""Key, without its words `is`, `use` and `embedding` -> the values that every family computes anyway."""
+"""Key, without its words `is`, `use` and `embedding` -> the only values without effect, if they are not WITHOUT_EFFECT."""
 
 
 def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Iterable[str]) -> None:
@@ -126,35 +126,53 @@ def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Itera
         tensors: Names of the model's tensors.
     """
     declared = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
-    has_bias, has_qk_norm = (any(part in name for name in tensors) for part in (".bias", ".q_norm."))
-    for same in SAME:
-        own, stated = ({key for key in keys if same.intersection(key.split("_"))} for keys in (declared, config))
-        if own and stated and not own & stated:
-            unread = min(stated)
-            raise refusal(
-                path, f"config.json: {short(unread)} is not read in a model of type {read.model_type}; write it as {min(own)}"
-            )
     for key, value in config.items():
         words = key.lower().split("_")
         spaced = f"_{'__'.join(words)}_"
-        if key in declared or not words[0] or not PARTS.search(spaced) or TRAINING.search(spaced):
+        same = next((same for same in SAME if same.intersection(words)), set())
+        if key in declared or key in COMPARED or key == FAMILIES[read.model_type].local_base or not words[0]:
             continue
-        always = ALWAYS.get(" ".join(word for word in words if word not in ("is", "use", "embedding", "embeddings")))
-        applied: tuple[Any, ...] = always or (False, 0, 1, {}, [])
-        if "bias" in words:
-            applied = (False, has_bias)
-        elif "qk" in words and any("norm" in word for word in words):
-            applied = (has_qk_norm,)
-        elif key in READ - {*NUMBERS} or (isinstance(value, str) and always is None):
+        if not (same or PARTS.search(spaced)) or TRAINING.search(spaced):
             continue
-        other_names = [] if isinstance(value, bool) else get_close_matches(key, declared & config.keys(), 1, 0.6)
-        applied = (None, *applied, *(config[name] for name in other_names))
-        if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in applied):
+        own = [name for name in declared if same.intersection(name.split("_"))]
+        if own and not any(name in config for name in own):
+            raise refusal(
+                path, f"config.json: {short(key)} is not read in a model of type {read.model_type}; write it as {min(own)}"
+            )
+        if not _has_no_effect(words, value, [config[name] for name in own if name in config], tensors):
+            other = get_close_matches(key, (declared | COMPARED) & config.keys(), 1, 0.6)
+            if not isinstance(value, bool) and other and config[other[0]] == value:
+                continue
             raise refusal(
                 path,
                 f"config.json: {short(key)}={short(value)} is not read in a model of type {read.model_type}; leave it out "
                 "if the weights were trained without it",
             )
+
+
+def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterable[str]) -> bool:
+    """Return whether the family computes what an unread key asks for.
+
+    Args:
+        words: Words of the key.
+        value: Its value. A list of equal values, one by layer, counts as that value.
+        own: Values of the keys by which the family calls the same.
+        tensors: Names of the model's tensors.
+    """
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        value = value[0]
+    if own:  # other approximations of an activation have a longer name
+        return value in (None, *own) or (isinstance(value, str) and any(str(one).startswith(value) for one in own))
+    if isinstance(value, str) and "norm" in words:
+        norm = "layernorm" if "model.norm.bias" in tensors else "rmsnorm"
+        return value.lower().replace("_", "") == norm
+    applied = ALWAYS.get(" ".join(word for word in words if word not in ("is", "use", "embedding", "embeddings")))
+    if "bias" in words:
+        applied = (None, False, any(".bias" in name for name in tensors))
+    elif "qk" in words and any("norm" in word for word in words):
+        applied = (None, any(".q_norm." in name for name in tensors))
+    applied = applied or WITHOUT_EFFECT
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in applied)
 
 
 def _check_windows(path: Path, config: dict[str, Any], read: Any) -> None:

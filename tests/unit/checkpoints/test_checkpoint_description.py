@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +261,20 @@ def test_tensorrt_llm_is_given_the_weights_that_modelopt_wrote_and_no_others(
         assert file_digest(tmp_path / "unified_hf" / "model.safetensors") == file_digest(info.path / "model.safetensors")
 
 
-def test_a_code_that_is_no_number_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_as_float32_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "FP8")
-    stored = load_file(tmp_path / "given" / "model.safetensors")
-    stored["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[3, 4] = 0xFF
-    save_file(stored, tmp_path / "given" / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds NaN"):
-        check_finite(inspect_checkpoint(tmp_path / "given"))
+    stored, name = load_file(tmp_path / "given" / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    nan = stored[name].clone()
+    nan.view(torch.uint8)[3, 4] = 0xFF
+    most = torch.finfo(torch.float32).max
+    for tensor, refused in (
+        (nan, True),
+        (torch.tensor([most], dtype=torch.float64), False),
+        (torch.tensor([1e39], dtype=torch.float64), True),
+    ):
+        save_file(stored | {name: tensor}, tmp_path / "given" / "model.safetensors")
+        with pytest.raises(UserError, match=rf"{name} holds NaN, infinity or more") if refused else nullcontext():
+            check_finite(inspect_checkpoint(tmp_path / "given"))
 
 
 def test_a_scale_that_does_not_fit_its_codes_is_refused_by_the_layer(tiny_checkpoint: Path, tmp_path: Path) -> None:
