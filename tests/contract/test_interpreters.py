@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.engines.interpreter_bundles import make_bundle, open_engine
-from helpers.engines.interpreters import make_interpreter, make_sglang_interpreter
+from helpers.engines.interpreters import make_interpreter
 from helpers.engines.trtllm_exports import make_exports
 from helpers.policies.shipped import conf
 from helpers.refusals import refused
@@ -36,8 +36,6 @@ def trtllm_bundle(target: str, checkpoint: Path, out: Path, kv: str, python: str
 @dataclass(frozen=True)
 class Library:
     program: Program
-    make: Callable[..., str]
-    """Creates an interpreter with the fake."""
     build: Callable[[Path, Path, str, str], Path]
     release: str
     limit: str
@@ -51,16 +49,16 @@ class Library:
 
 LIBRARIES = {
     "trtllm engine": Library(
-        TRTLLM, make_interpreter, partial(trtllm_bundle, "engine"), "1.2.1", "max_seq_len",
+        TRTLLM, partial(trtllm_bundle, "engine"), "1.2.1", "max_seq_len",
         ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1", "https://pypi.nvidia.com", "Python 3.10 or 3.12", "==1.2.1"),
-        r"libth_common\.so",
+        "libth_common.so",
     ),
     "trtllm pytorch": Library(
-        TRTLLM, make_interpreter, partial(trtllm_bundle, "pytorch"), "1.3.0rc20", "max_seq_len", (), r"libth_common\.so"
+        TRTLLM, partial(trtllm_bundle, "pytorch"), "1.3.0rc20", "max_seq_len", (), "libth_common.so"
     ),
     "sglang": Library(
-        SGLANG, make_sglang_interpreter, partial(make_bundle, "sglang"), "0.5.23", "context_length",
-        ("pip install sglang==0.5.23",), "libcudart", kv="fp8_uncalibrated",
+        SGLANG, partial(make_bundle, "sglang"), "0.5.23", "context_length", ("pip install sglang==0.5.23",), "libcudart",
+        kv="fp8_uncalibrated",
     ),
 }  # fmt: skip
 
@@ -72,7 +70,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture(scope="module")
 def python(library: Library, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return library.make(tmp_path_factory.mktemp("interpreter") / "bin", release=library.release)
+    return make_interpreter(tmp_path_factory.mktemp("interpreter") / "bin", release=library.release)
 
 
 @pytest.fixture(scope="module")
@@ -124,35 +122,31 @@ def test_a_prompt_that_does_not_fit_is_refused_by_its_key_before_anything_starts
     library: Library, bundle: Path, python: str
 ) -> None:
     engine = open_engine(bundle, python)
+    handles = engine.begin([[1] * 20, [1] * 512])
+    with pytest.raises(UserError, match="does not fit"):
+        engine.decode(handles, [2, 2])
+    assert engine.memory().live_tokens == 20 + 512, "a refused batch decodes nothing"
     with pytest.raises(UserError, match=rf"backend\.{library.limit}=512: a prompt of 400 tokens with 113 more does not fit"):
         engine.forced([1] * 512, 400)
     assert engine._worker is None
 
 
-def test_a_batch_that_is_refused_has_decoded_no_token(bundle: Path, python: str) -> None:
-    engine = open_engine(bundle, python)
-    handles = engine.begin([[1] * 20, [1] * 512])
-    with pytest.raises(UserError, match="does not fit"):
-        engine.decode(handles, [2, 2])
-    assert engine.memory().live_tokens == 20 + 512
-
-
 def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bundle: Path, tmp_path: Path) -> None:
-    newer = library.make(tmp_path / "bin", release="99.1.0")
+    newer = make_interpreter(tmp_path / "bin", release="99.1.0")
     built = library.release.replace(".", r"\.")
     with pytest.raises(MissingRequirement, match=rf"{library.program.library} {built}.* 99\.1\.0"):
         open_engine(bundle, newer)
     assert f"{library.program.library} 99.1.0 was not read" in str(probe(library.program, newer).unread)
-    assert probe(library.program, library.make(tmp_path / "same", release=library.release)).unread is None
+    assert probe(library.program, make_interpreter(tmp_path / "same", release=library.release)).unread is None
 
 
 def test_a_missing_requirement_names_its_fix_in_one_line(library: Library, tmp_path: Path) -> None:
-    broken = library.make(tmp_path / "bin", mode="broken install")
+    broken = make_interpreter(tmp_path / "bin", mode="broken install")
     name = library.program.library
     for python, said in (
         (None, f"backend.python=null: backend={library.program.backend} needs a Python that has {name}"),
         ("/nowhere/python", "backend.python=/nowhere/python: there is no such program"),
-        (broken, f"backend.python={broken}: {name} cannot be used there (ImportError: {library.broken.replace(chr(92), '')}"),
+        (broken, f"backend.python={broken}: {name} cannot be used there (ImportError: {library.broken}"),
     ):
         with refused(MissingRequirement, said, *library.hints):
             probe(library.program, python)

@@ -2,17 +2,18 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.engines.interpreter_bundles import config_of, make_bundle, open_engine
-from helpers.engines.interpreters import make_sglang_interpreter
+from helpers.engines.interpreters import make_interpreter
 from helpers.policies.shipped import SHIPPED
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
-from stages.engines.sglang.backend import SglangBackend, cache_dtype, server_args
+from stages.engines.sglang.backend import READ, SglangBackend, cache_dtype, server_args
 from stages.engines.sglang.engine import EVALUATION
 
 FACTS = json.loads((Path(__file__).parent / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))
@@ -22,7 +23,7 @@ TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
     work = tmp_path_factory.mktemp("sglang")
-    python = make_sglang_interpreter(work / "bin")
+    python = make_interpreter(work / "bin", READ)
     return make_bundle("sglang", tiny_checkpoint, work / "bundle", "fp8_uncalibrated", python)
 
 
@@ -43,47 +44,39 @@ def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -
     assert (bundle / "checkpoint" / "model.safetensors").is_file()
 
 
-def test_a_step_whose_logits_were_not_seen_is_noticed(bundle: Path, tmp_path: Path) -> None:
-    engine = open_engine(bundle, make_sglang_interpreter(tmp_path / "bin", mode="skips a step"))
-    with pytest.raises(RuntimeError, match=r"SGLang: run: RuntimeError: (step 2|.* forced)"):
-        engine.forced(TOKENS, 4)
-    engine.close()
-
-
-def test_an_engine_that_makes_another_cache_is_refused(bundle: Path, tmp_path: Path) -> None:
-    engine = open_engine(bundle, make_sglang_interpreter(tmp_path / "bin", mode="other cache"))
-    with pytest.raises(UserError, match="SGLang made auto of a cache of type fp8_e4m3"):
-        engine.forced(TOKENS, 4)
-
-
 @pytest.mark.parametrize(
-    ("mode", "expected"),
+    ("mode", "error", "expected"),
     [
+        ("skips a step", RuntimeError, r"SGLang: run: RuntimeError: (step 2|.* forced)"),
+        ("other cache", UserError, "SGLang made auto of a cache of type fp8_e4m3"),
         (
             "misses a field",
+            UserError,
             r"SGLang 0\.5\.23 refuses these server arguments: TypeError: Unexpected keyword argument 'mem_fraction_static'",
         ),
-        (
-            "other chunks",
-            r"^backend\.chunked_prefill_size: SGLang 0\.5\.23 rewrites it: .* as 2048 and is 64; ask",
-        ),
+        ("other chunks", UserError, r"^backend\.chunked_prefill_size: SGLang 0\.5\.23 rewrites it: .* as 2048 and is 64; ask"),
     ],
 )
-def test_arguments_that_the_release_lacks_or_changes_are_refused_in_the_build(
-    mode: str, expected: str, tiny_checkpoint: Path, tmp_path: Path
+def test_a_release_that_does_not_keep_what_was_asked_is_noticed(
+    mode: str, error: type[Exception], expected: str, bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    python = make_sglang_interpreter(tmp_path / "bin", mode=mode)
-    with pytest.raises(UserError, match=expected):
-        make_bundle("sglang", tiny_checkpoint, tmp_path / "bundle", "fp8_uncalibrated", python)
+    """Judge a sound bundle with a wrong release, or build with a release that lacks or changes an argument."""
+    python = make_interpreter(tmp_path / "bin", READ, mode=mode)
+    if mode in ("skips a step", "other cache"):
+        action = partial(open_engine(bundle, python).forced, TOKENS, 4)
+    else:
+        action = partial(make_bundle, "sglang", tiny_checkpoint, tmp_path / "bundle", "fp8_uncalibrated", python)
+    with pytest.raises(error, match=expected):
+        action()
 
 
 def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    without = config_of("sglang", make_sglang_interpreter(tmp_path / "cpu", gpu=False))
+    without = config_of("sglang", make_interpreter(tmp_path / "cpu", READ, gpus=()))
     job = Job(SHIPPED["fp8_uncalibrated"], "none", inspect_checkpoint(tiny_checkpoint), judges=True)
     with pytest.raises(MissingRequirement, match="SGLang finds no GPU there"):
         SglangBackend(without).check_inputs(job)
     assert make_bundle("sglang", tiny_checkpoint, tmp_path / "bundle", "fp8_uncalibrated", str(without.python)).is_dir()
-    SglangBackend(config_of("sglang", make_sglang_interpreter(tmp_path / "gpu"))).check_inputs(job)
+    SglangBackend(config_of("sglang", make_interpreter(tmp_path / "gpu", READ))).check_inputs(job)
 
 
 @pytest.mark.parametrize(

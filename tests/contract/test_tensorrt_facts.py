@@ -8,7 +8,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +23,8 @@ from stages.engines.tensorrt.library import RANGES, Name
 
 ROOT = Path(__file__).resolve().parents[2]
 
+Signatures = dict[str, list[inspect.Signature]]
+"""Name -> the signatures of a function; empty for another name."""
 Uses = dict[str, list[tuple[int, frozenset[str]]]]
 """Name, `Class.member` or `plugin.name` -> its calls, as (number of positional arguments, names of keyword arguments)."""
 
@@ -47,8 +49,8 @@ SOURCES: dict[str, dict[str, str]] = {
 }
 """Files that call TensorRT -> names with another class than in RECEIVERS ("": not a TensorRT object)."""
 
-OVERRIDDEN = ("ILogger.log",)
-"""Methods of kvgate's classes that TensorRT calls."""
+OVERRIDDEN = "ILogger.log"
+"""The method of a class of kvgate that TensorRT calls."""
 
 
 def uses() -> Uses:
@@ -86,54 +88,39 @@ def _uses_of(tree: ast.AST, classes: dict[str, str]) -> Iterator[tuple[str, tupl
             yield f"{classes[receiver]}.{member}", call
 
 
-def facts(trt: Any, names: list[str]) -> dict[str, Any]:
-    """Return the facts of all known `names`: an enumerator's number, "property", "class", or a function's signatures."""
-    found = {}
-    for name in names:
-        owner, member = name.split(".")
-        holder = getattr(trt, owner, None)
-        value = None if holder is None else inspect.getattr_static(holder, member, None) or getattr(holder, member, None)
-        if value is not None:
-            found[name] = _fact(owner, member, value)
-    return found
-
-
-def _fact(owner: str, member: str, value: Any) -> Any:
-    if isinstance(value, property):
-        return "property"
-    if member.isupper():
-        return int(value)
-    if inspect.isclass(value) and owner != "plugin":
-        return "class"
-    if inspect.isclass(value):
-        member, value = "__init__", value.__init__
-    documented = _signatures(member, value.__doc__ or "")
-    parameters = inspect.signature(value).parameters.values() if not documented else ()
-    return documented or [", ".join(_parameter(each) for each in parameters if each.name != "self")]
-
-
-def _parameter(parameter: inspect.Parameter) -> str:
-    return parameter.name + ("" if parameter.default is inspect.Parameter.empty else "=default")
-
-
-def _signatures(member: str, documentation: str) -> list[str]:
-    """Parse the signatures that pybind11 writes into a docstring; return their parameters, without self and types."""
-    found = []
-    for line in documentation.splitlines():
-        written = re.match(rf"^(?:\d+\. )?{member}\((self: [^,)]+(?:, )?.*)\) -> ", line.strip())
-        if written:
-            without_values = re.sub(r"<[^>]*>", "value", written[1])
-            parameters = re.findall(r"(\w+): [^,=\[]+(?:\[[^\]]*\])?\s*(=[^,]+)?", without_values)
-            found.append(", ".join(name + ("=default" if value else "") for name, value in parameters if name != "self"))
-    return found
-
-
-def read_installed(library: str) -> tuple[str, dict[str, Any]]:
-    """Return the installed release and its facts. Call it only once per process."""
+def read_installed(library: str) -> tuple[str, Signatures]:
+    """Return the installed release, and the signatures of every known name of `named`. Call it only once per process."""
     if library == "tensorrt":
         stubs.load()
     trt = importlib.import_module(library)
-    return str(trt.__version__), facts(trt, sorted(named()))
+    found = {}
+    for name in named():
+        owner, member = name.split(".")
+        value = getattr(getattr(trt, owner, None), member, None)
+        if value is not None:
+            if owner == "plugin" and inspect.isclass(value):
+                member, value = "__init__", value.__init__
+            found[name] = list(_signatures(member, value))
+    return str(trt.__version__), found
+
+
+def _signatures(member: str, value: Any) -> Iterator[inspect.Signature]:
+    """Yield the signatures of a function without self and types; pybind11 writes them into the docstring."""
+    if inspect.isfunction(value):
+        parameters = list(inspect.signature(value).parameters.values())
+        yield _signature((each.name, each.default is not inspect.Parameter.empty) for each in parameters)
+    for line in (value.__doc__ or "").splitlines():
+        if written := re.match(rf"^(?:\d+\. )?{member}\((self: [^,)]+(?:, )?.*)\) -> ", line.strip()):
+            without_values = re.sub(r"<[^>]*>", "value", written[1])
+            yield _signature(re.findall(r"(\w+): [^,=\[]+(?:\[[^\]]*\])?\s*(=[^,]+)?", without_values))
+
+
+def _signature(parameters: Iterable[tuple[str, object]]) -> inspect.Signature:
+    """Return a signature from pairs of a parameter's name and whether it is optional."""
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    return inspect.Signature([
+        inspect.Parameter(name, kind, default=None if optional else empty) for name, optional in parameters if name != "self"
+    ])  # fmt: skip
 
 
 def named() -> list[str]:
@@ -147,7 +134,7 @@ def named() -> list[str]:
         "BuilderFlag": {*CLEARED_FLAGS, *(name for names in SET_FLAGS.values() for name in names)},
         "DataType": {*DTYPES, *DATA_TYPES.values()},
     }
-    return [*uses(), *OVERRIDDEN, *(f"{owner}.{member}" for owner, members in tables.items() for member in members)]
+    return [*uses(), OVERRIDDEN, *(f"{owner}.{member}" for owner, members in tables.items() for member in members)]
 
 
 USES = uses()
@@ -174,22 +161,6 @@ def wanted(library: Name) -> set[str]:
     return {name for name in names - PLUGINS_ONLY if not name.startswith("plugin.")}
 
 
-def signatures(written: list[str]) -> Iterator[inspect.Signature]:
-    """Parse recorded parameters such as `network, config, flags=default` into signatures."""
-    for parameters in written:
-        function = ast.parse(f"def f({parameters}): ...").body[0]
-        assert isinstance(function, ast.FunctionDef)
-        optional = len(function.args.args) - len(function.args.defaults)
-        yield inspect.Signature([
-            inspect.Parameter(
-                each.arg,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=inspect.Parameter.empty if place < optional else None,
-            )
-            for place, each in enumerate(function.args.args)
-        ])  # fmt: skip
-
-
 def binds(signature: inspect.Signature, positional: int, named: frozenset[str]) -> bool:
     try:
         signature.bind(*range(positional), **dict.fromkeys(named))
@@ -198,41 +169,25 @@ def binds(signature: inspect.Signature, positional: int, named: frozenset[str]) 
     return True
 
 
-@pytest.fixture(scope="module", params=RANGES)
-def installed(request: pytest.FixtureRequest) -> tuple[Name, str, dict[str, Any]]:
-    """A library, its release and the facts of its bindings, read in a separate process."""
+@pytest.mark.parametrize("library", RANGES)
+def test_the_release_is_accepted_has_every_name_and_takes_every_call(library: Name) -> None:
     if find_compiler() is None:
         pytest.skip("no C compiler, or no AVX2")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        version, found = pool.submit(read_installed, request.param).result(timeout=120)
-    if request.param == "tensorrt":
+        version, found = pool.submit(read_installed, library).result(timeout=120)
+    if library == "tensorrt":
         assert version == os.environ.get("REQUIRE_TENSORRT", version), "not the release that was to be tested"
-    return request.param, version, found
-
-
-def test_the_release_is_accepted_and_has_every_used_name(installed: tuple[Name, str, dict[str, Any]]) -> None:
-    library, version, found = installed
+        assert RTX_ONLY.isdisjoint(found)
     oldest, before = RANGES[library]
     assert oldest <= release_of(version) < before
     assert wanted(library) - found.keys() == set()
-    assert library == "tensorrt_rtx" or RTX_ONLY.isdisjoint(found)
-
-
-def test_every_call_fits_a_signature(installed: tuple[Name, str, dict[str, Any]]) -> None:
-    library, _, found = installed
-    checked = 0
-    for name in wanted(library) & USES.keys():
-        for positional, named in USES[name]:
-            assert any(binds(each, positional, named) for each in signatures(found[name])), (name, positional, named)
-            checked += 1
-    assert checked > 30
-
-
-def test_methods_that_tensorrt_calls_accept_its_arguments(installed: tuple[Name, str, dict[str, Any]]) -> None:
-    written: dict[str, str] = {}
-    for file in ("build", "library"):
-        for node in ast.walk(ast.parse((ROOT / f"stages/engines/tensorrt/{file}.py").read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
-                written.setdefault(node.name, ", ".join(each.arg for each in node.args.args[1:]))
-    for name in OVERRIDDEN:
-        assert installed[2][name] == [written[name.split(".")[1]]]
+    calls = [(name, *call) for name in wanted(library) & USES.keys() for call in USES[name]]
+    assert len(calls) > 30
+    for name, positional, keywords in calls:
+        assert any(binds(each, positional, keywords) for each in found[name]), (name, positional, keywords)
+    (log,) = (
+        node
+        for node in ast.walk(ast.parse((ROOT / "stages/engines/tensorrt/library.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name == "log"
+    )
+    assert [list(each.parameters) for each in found[OVERRIDDEN]] == [[each.arg for each in log.args.args[1:]]]

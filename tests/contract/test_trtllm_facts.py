@@ -5,12 +5,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.engines.trtllm_exports import ALGORITHMS as CACHES
 from helpers.policies.shipped import SHIPPED, conf
 
 from stages.core.errors import UserError
@@ -34,22 +36,10 @@ def options(**changes: Any) -> TrtllmConfig:
     return TrtllmConfig.model_validate({**conf("backend", "trtllm"), **changes})
 
 
-def asked() -> Iterator[tuple[settings.Settings, dict[str, Any]]]:
-    """Yield the settings for every quantization."""
-    for quantization in QUANTIZATIONS:
-        yield settings.engine_settings(options(), quantization), quantization
-
-
-def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None:
-    known = {"version"}
-    known |= {f"build_config.{key}" for key in ENGINE["build_config"]}
-    known |= {f"build_config.plugin_config.{key}" for key in ENGINE["plugin_config"]}
-    known |= {f"pretrained_config.{key}" for key in ENGINE["engine_config"]["pretrained_config"]}
-    known |= {f"pretrained_config.quantization.{key}" for key in ENGINE["quantization"]["keys"]}
-    known |= {"pretrained_config.mapping.tp_size"}
-    for wanted, quantization in asked():
-        config = {"architecture": "a", "dtype": "float16", "mapping": {"tp_size": 1}, "quantization": quantization}
-        assert set(settings.expected_config(wanted, config, "1.2.1")) <= known
+def state_of(quantization: dict[str, Any], sm: int = 90, **changes: Any) -> dict[str, Any]:
+    """Return the state of trtllm-build for the settings that kvgate gives it."""
+    wanted = settings.engine_settings(options(**changes), quantization)
+    return {**{key.removeprefix("plugin_config."): value for key, value in wanted.items()}, **quantization, "sm": sm}
 
 
 @pytest.fixture
@@ -63,41 +53,33 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_every_flag_of_trtllm_build_is_recorded_with_the_value_that_we_give_it(fake: ModuleType) -> None:
-    for wanted, _ in asked():
-        fake.parse(settings.build_flags(wanted, "/in", "/out", 2))
-
-
-def state_of(wanted: settings.Settings, quantization: dict[str, Any], sm: int = 90) -> dict[str, Any]:
-    return {**{key.removeprefix("plugin_config."): value for key, value in wanted.items()}, **quantization, "sm": sm}
-
-
-def test_settings_of_auto_are_kept_by_the_builder(fake: ModuleType) -> None:
+def test_the_builder_has_every_flag_keeps_its_value_and_records_its_key(fake: ModuleType) -> None:
+    known = {"version", "pretrained_config.mapping.tp_size"}
+    known |= {f"build_config.{key}" for key in ENGINE["build_config"]}
+    known |= {f"build_config.plugin_config.{key}" for key in ENGINE["plugin_config"]}
+    known |= {f"pretrained_config.{key}" for key in ENGINE["engine_config"]["pretrained_config"]}
+    known |= {f"pretrained_config.quantization.{key}" for key in ENGINE["quantization"]["keys"]}
     for quantization in QUANTIZATIONS:
-        state = state_of(settings.engine_settings(options(), quantization), quantization)
+        wanted, state = settings.engine_settings(options(), quantization), state_of(quantization)
+        config = {"architecture": "a", "dtype": "float16", "mapping": {"tp_size": 1}, "quantization": quantization}
+        assert set(settings.expected_config(wanted, config, "1.2.1")) <= known
+        fake.parse(settings.build_flags(wanted, "/in", "/out", 2))
         before = dict(state)
         fake.rewrite(state)
         assert state == before, quantization
 
 
 @pytest.mark.parametrize(
-    ("tokens", "batch", "input_len", "bound"),
-    [(1025, 2, 500, "64 (a block of the cache) to 1024 (max_batch_size * max_seq_len)"), (63, 2, 32, "64 (a block")],
+    ("tokens", "bound"), [(1025, "64 (a block of the cache) to 1024 (max_batch_size * max_seq_len)"), (63, "64")]
 )
-def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
-    tokens: int, batch: int, input_len: int, bound: str, fake: ModuleType
-) -> None:
-    lengths = {"max_num_tokens": tokens, "max_batch_size": batch, "max_input_len": input_len, "max_seq_len": 512}
+def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(tokens: int, bound: str, fake: ModuleType) -> None:
+    lengths = {"max_batch_size": 2, "max_input_len": 32, "max_seq_len": 512}
     with pytest.raises(ValueError, match="max_input_len=8192: must"):
         options(max_input_len=8192)
     with pytest.raises(ValueError, match=re.escape(f"max_num_tokens={tokens}: must be {bound}")):
-        options(**lengths)
+        options(**lengths, max_num_tokens=tokens)
     for fits in (64, 1024):
-        quantization = QUANTIZATIONS[0]
-        state = state_of(
-            settings.engine_settings(options(**{**lengths, "max_num_tokens": fits, "max_input_len": 32}), quantization),
-            quantization,
-        )
+        state = state_of(QUANTIZATIONS[0], **lengths, max_num_tokens=fits)
         fake.rewrite(state)
         assert state["max_num_tokens"] == fits
         state["max_num_tokens"] = tokens
@@ -105,23 +87,19 @@ def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
         assert state["max_num_tokens"] != tokens
 
 
-@pytest.mark.parametrize("sm", [89, 90, 100, 103, 119, 120])
+@pytest.mark.parametrize("sm", [89, 100, 119, 120])
 def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: ModuleType) -> None:
-    major, minor = divmod(sm, 10)
-    device = Device(name="Fake", compute_cap=f"{major}.{minor}", driver="580.95")
-    described = Description(release="1.2.1", python="3.12.3", devices=[device])
+    capability = f"{sm // 10}.{sm % 10}"
+    described = Description(release="1.2.1", python="3.12.3", devices=[Device(name="Fake", compute_cap=capability)])
     here = Interpreter(PROGRAM, "python", described)
-    for (weights, algorithm), name in product(ALGORITHMS.items(), ("fp16", "fp8", "int8_tensor")):
-        cache = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}[name]
-        quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": cache}
-        state = state_of(settings.engine_settings(options(), quantization), quantization, sm)
+    for (weights, algorithm), (kv, cache) in product(ALGORITHMS.items(), CACHES.items()):
+        refusal: Any = nullcontext()
         try:
-            fake.rewrite(state)
+            fake.rewrite(state_of({"quant_algo": algorithm, "kv_cache_quant_algo": cache}, sm))
         except RuntimeError:
-            with pytest.raises(UserError, match=rf"(kv|weights)=\w+: TensorRT-LLM builds no .* SM {major}\.{minor}; choose"):
-                refuse_integers(SHIPPED[name], weights, here, 1)
-        else:
-            refuse_integers(SHIPPED[name], weights, here, 1)
+            refusal = pytest.raises(UserError, match=rf"(kv|weights)=\w+: TensorRT-LLM builds no .* SM {capability}; choose")
+        with refusal:
+            refuse_integers(SHIPPED[kv], weights, here, 1)
 
 
 def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:

@@ -18,7 +18,7 @@ from helpers.refusals import refused
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.interpreter.process import CHANNEL, Interpreter, Worker, probe
+from stages.engines.interpreter.process import CHANNEL, Worker, probe
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.backend import PROGRAM, refuse, refuse_fp8, refuse_unread, require_target
 from stages.engines.trtllm.config import TargetName, TrtllmConfig
@@ -29,35 +29,26 @@ def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -
     return make_exports(tiny_checkpoint, tmp_path_factory.mktemp("trtllm") / "quantized", "fp8")
 
 
-def gpus(here: Interpreter) -> list[tuple[str, str, str]]:
-    return [(device.name, device.compute_cap, device.driver) for device in here.devices]
-
-
 def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = None, **changes: Any) -> Path:
     python = make_interpreter(tmp_path / "bin", **(interpreter or {}))
     target = "pytorch" if "release" in (interpreter or {}) else "engine"
     return make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, **{"target": target, **changes})
 
 
-@pytest.mark.parametrize(
-    ("release", "target"),
-    [("1.2.0", "engine"), ("1.2.1", "engine"), ("1.2.1", "pytorch"), ("1.3.0rc20", "pytorch"), ("1.3.0rc20", "engine")],
-)
-def test_supported_releases_of_both_targets_are_accepted(tmp_path: Path, release: str, target: TargetName) -> None:
-    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", release=release))
-    require_target(target, here)
-    assert here.release == release
-    assert gpus(here) == [("Fake H0", "9.0", "580.95")]
-
-
-def test_another_release_is_refused_with_the_needed_release(tmp_path: Path) -> None:
-    python = make_interpreter(tmp_path / "old", release="1.1.0")
-    with refused(MissingRequirement, f"backend.python={python}: has TensorRT-LLM 1.1.0, backend=trtllm needs 1.2 or later; "):
-        probe(PROGRAM, python)
-    here = probe(PROGRAM, make_interpreter(tmp_path / "new", release="1.3.0rc21"))
+def test_releases_that_a_target_does_not_support_are_refused_with_the_needed_release(tmp_path: Path) -> None:
+    for release in ("1.2.0", "1.3.0rc20", "1.3.0rc21"):
+        here = probe(PROGRAM, make_interpreter(tmp_path / release, release=release))
+        assert here.release == release
+        assert [(device.name, device.compute_cap, device.driver) for device in here.devices] == [("Fake H0", "9.0", "580.95")]
+        require_target("pytorch", here)
+        if release != "1.3.0rc21":
+            require_target("engine", here)
     said = f"backend.python={here.python}: has TensorRT-LLM 1.3.0rc21, backend.target=engine needs 1.2 (1.2.1 is the last"
     with refused(MissingRequirement, said, "set backend.target=pytorch"):
         require_target("engine", here)
+    python = make_interpreter(tmp_path / "old", release="1.1.0")
+    with refused(MissingRequirement, f"backend.python={python}: has TensorRT-LLM 1.1.0, backend=trtllm needs 1.2 or later; "):
+        probe(PROGRAM, python)
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
@@ -92,29 +83,17 @@ def test_policies_that_a_target_cannot_store_are_refused_with_the_supported_ones
     }
 
 
-@pytest.mark.parametrize(
-    ("target", "weights", "ranks", "expected"),
-    [
+def test_what_a_target_does_not_support_is_refused_by_its_key(tiny_checkpoint: Path) -> None:
+    info, shipped = inspect_checkpoint(tiny_checkpoint), conf("backend", "trtllm")
+    for target, weights, ranks, expected in (
         ("pytorch", "int8_sq", 1, "weights=int8_sq: backend.target=pytorch takes none, fp8, int4_awq"),
         ("engine", "int4_awq", 2, "backend.tensor_parallel_size=2: weights=int4_awq are not split"),
         ("engine", "none", 4, "backend.tensor_parallel_size=4: does not divide the model's 2 KV heads"),
-    ],
-)
-def test_unsupported_weights_and_ranks_are_refused_by_their_key(
-    tiny_checkpoint: Path, target: Any, weights: Any, ranks: int, expected: str
-) -> None:
-    refusal = refuse(target, SHIPPED["fp8"], weights, inspect_checkpoint(tiny_checkpoint), ranks)
-    assert str(refusal).startswith(expected)
-
-
-def test_a_switch_that_only_the_other_target_reads_is_refused() -> None:
-    shipped = conf("backend", "trtllm")
-    without = {**shipped, "serving": {**shipped["serving"], "enable_block_reuse": False}}
-    backend, other = (TrtllmConfig.model_validate(given) for given in (shipped, without))
-    assert refuse_unread("engine", backend) is None
-    assert refuse_unread("pytorch", other) is None
-    refusal = "backend.serving.enable_block_reuse=false: only backend.target=pytorch reads it, this is engine; leave it at true"
-    assert refuse_unread("engine", other) == refusal
+    ):
+        assert str(refuse(target, SHIPPED["fp8"], weights, info, ranks)).startswith(expected)  # type: ignore[arg-type]
+    unread = TrtllmConfig.model_validate({**shipped, "serving": {**shipped["serving"], "enable_block_reuse": False}})
+    assert refuse_unread("engine", TrtllmConfig.model_validate(shipped)) is refuse_unread("pytorch", unread) is None
+    assert str(refuse_unread("engine", unread)).startswith("backend.serving.enable_block_reuse=false: only backend.target=pyt")
 
 
 @pytest.mark.parametrize(
@@ -130,9 +109,9 @@ def test_a_switch_that_only_the_other_target_reads_is_refused() -> None:
 def test_a_failed_or_wrong_build_is_reported_with_its_reason(
     quantized: Path, tmp_path: Path, mode: str, release: str, expected: str
 ) -> None:
-    target = "engine" if release == "1.2.1" else "pytorch"
+    given = {"mode": mode} if release == "1.2.1" else {"mode": mode, "release": release}
     with pytest.raises(UserError, match=expected):
-        build(quantized, tmp_path, {"mode": mode, "release": release}, target=target)
+        build(quantized, tmp_path, given)
 
 
 def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(
@@ -145,7 +124,6 @@ def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(
         build(quantized, tmp_path)
     assert "use_paged_context_fmha was asked as True and is False" in str(raised.value)
     assert "backend.allow_rewrites=[use_paged_context_fmha]" in str(raised.value)
-    (tmp_path / "again").mkdir()
     bundle = build(quantized, tmp_path / "again", allow_rewrites=["use_paged_context_fmha"])
     assert (
         '"build_config.plugin_config.use_paged_context_fmha": false'
@@ -170,43 +148,28 @@ def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
     return out
 
 
-def test_quantized_weights_are_served_as_they_were_exported(quantized: Path, tmp_path: Path) -> None:
+def test_quantized_weights_are_served_as_they_were_exported_or_refused_in_a_line(quantized: Path, tmp_path: Path) -> None:
     exports = declaring(quantized, tmp_path / "exports", quant_algo="FP8", kv_cache_quant_algo="FP8")
-    bundle = build(exports, tmp_path, {"release": "1.3.0"})
-    export = exports / "unified_hf"
-    assert (bundle / "checkpoint" / "config.json").read_bytes() == (export / "config.json").read_bytes()
-    assert (bundle / "checkpoint" / "hf_quant_config.json").read_bytes() == (export / "hf_quant_config.json").read_bytes()
+    bundle = build(exports, tmp_path / "sound", {"release": "1.3.0"})
+    for name in ("config.json", "hf_quant_config.json"):
+        assert (bundle / "checkpoint" / name).read_bytes() == (exports / "unified_hf" / name).read_bytes()
+    other = "backend.allow_rewrites=[]: TensorRT-LLM built something else: kv_cache_quant_algo was asked as FP8 and is NVFP4"
+    unknown = "kv=fp8: TensorRT-LLM 1.3.0 refuses the checkpoint: ValueError: 'FP7' is no algorithm; choose other"
+    for algorithm, cache, said in (("FP8", "NVFP4", other), ("FP7", "FP8", unknown)):
+        wrong = declaring(quantized, tmp_path / cache / "exports", quant_algo=algorithm, kv_cache_quant_algo=cache)
+        with refused(UserError, said):
+            build(wrong, tmp_path / cache, {"release": "1.3.0"})
 
 
-def test_a_checkpoint_that_the_release_refuses_ends_the_build_in_a_line(quantized: Path, tmp_path: Path) -> None:
-    other = declaring(quantized, tmp_path / "other", quant_algo="FP8", kv_cache_quant_algo="NVFP4")
-    (tmp_path / "1").mkdir()
-    with refused(
-        UserError,
-        "backend.allow_rewrites=[]: TensorRT-LLM built something else: kv_cache_quant_algo was asked as FP8 and is NVFP4",
-    ):
-        build(other, tmp_path / "1", {"release": "1.3.0"})
-    unknown = declaring(quantized, tmp_path / "unknown", quant_algo="FP7")
-    (tmp_path / "2").mkdir()
-    with refused(
-        UserError, "kv=fp8: TensorRT-LLM 1.3.0 refuses the checkpoint: ValueError: 'FP7' is no algorithm; choose other"
-    ):
-        build(unknown, tmp_path / "2", {"release": "1.3.0"})
-
-
-@pytest.mark.parametrize(("capability", "fits"), [("8.6", False), ("8.9", True), ("12.0", True)])
-def test_fp8_is_refused_on_gpus_that_do_not_compute_in_it(tmp_path: Path, capability: str, fits: bool) -> None:
-    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=(capability,)))
-    refuse_fp8(SHIPPED["int8_tensor"], "none", here, 1)
-    if fits:
-        refuse_fp8(SHIPPED["fp8"], "fp8", here, 1)
-        return
-    with refused(
-        UserError, "kv=fp8: TensorRT-LLM has FP8 caches from SM 8.9 on, this is Fake H0, SM 8.6; choose kv=int8_tensor"
-    ):
-        refuse_fp8(SHIPPED["fp8"], "none", here, 1)
+def test_fp8_is_refused_on_gpus_that_do_not_compute_in_it(tmp_path: Path) -> None:
+    old, new = (probe(PROGRAM, make_interpreter(tmp_path / gpu, gpus=(gpu,))) for gpu in ("8.6", "8.9"))
+    refuse_fp8(SHIPPED["fp8"], "fp8", new, 1)
+    refuse_fp8(SHIPPED["int8_tensor"], "none", old, 1)
+    said = "kv=fp8: TensorRT-LLM has FP8 caches from SM 8.9 on, this is Fake H0, SM 8.6; choose kv=int8_tensor"
+    with refused(UserError, said):
+        refuse_fp8(SHIPPED["fp8"], "none", old, 1)
     with refused(UserError, "weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on"):
-        refuse_fp8(SHIPPED["fp16"], "fp8", here, 1)
+        refuse_fp8(SHIPPED["fp16"], "fp8", old, 1)
 
 
 def test_a_worker_gets_only_the_folder_of_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,11 @@
-"""Interpreters for tests: a `python` with a fake TensorRT-LLM or SGLang on its path that is otherwise this interpreter."""
+"""Interpreters for tests: a `python` with a fake TensorRT-LLM and SGLang on its path that is otherwise this interpreter."""
 
 import json
 import stat
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "contract" / "fake"
-SGLANG_PACKAGE = PACKAGE.with_name("fake_sglang")
+PACKAGES = Path(__file__).resolve().parents[2] / "contract" / "fake"
 
 
 def make_interpreter(
@@ -16,26 +15,16 @@ def make_interpreter(
     gpus: tuple[str, ...] = ("9.0",),
     says: str | None = None,
 ) -> str:
-    """Create a fake TensorRT-LLM interpreter and return its path. `mode` selects a fault, `says` replaces all output."""
+    """Create an interpreter with fake libraries and return its path. `mode` selects a fault, `says` replaces all output."""
     folder.mkdir(parents=True)
     # nvidia-smi is only queried for the driver version, and ignores CUDA_VISIBLE_DEVICES.
     script(folder / "nvidia-smi", f"for _ in {' '.join(gpus)}; do echo 580.95; done")
-    (folder / "torch.py").write_text("from tensorrt_llm import cuda\n", encoding="utf-8")
-    return _python(
-        folder,
-        f"export FAKE_TRTLLM_RELEASE='{release}' FAKE_TRTLLM_MODE='{mode}' FAKE_TRTLLM_GPUS='{json.dumps(gpus)}'",
-        f'export PYTHONPATH="{folder}:{PACKAGE}:$PYTHONPATH" PATH="{folder}:$PATH" PYTHONDONTWRITEBYTECODE=1',
-        says=says,
+    return script(
+        folder / "python",
+        f"export FAKE_RELEASE='{release}' FAKE_MODE='{mode}' FAKE_GPUS='{json.dumps(gpus)}'\n"
+        f'export PYTHONPATH="{PACKAGES}:$PYTHONPATH" PATH="{folder}:$PATH" PYTHONDONTWRITEBYTECODE=1\n'
+        + (f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"),
     )
-
-
-def _python(folder: Path, *environment: str, says: str | None) -> str:
-    """Create a `python` script and return its path.
-
-    The script sets the environment, then runs this interpreter, or only prints `says`.
-    """
-    command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
-    return script(folder / "python", "\n".join([*environment, command]))
 
 
 def script(path: Path, text: str) -> str:
@@ -43,14 +32,3 @@ def script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
-
-
-def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:
-    """Create an interpreter with the fake SGLang, and with a GPU if `gpu` is set; return its path."""
-    folder.mkdir(parents=True)
-    return _python(
-        folder,
-        f"export FAKE_SGLANG_RELEASE='{release}' FAKE_SGLANG_MODE='{mode}' FAKE_SGLANG_GPUS={int(gpu)}",
-        f'export PYTHONPATH="{SGLANG_PACKAGE}:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1',
-        says=None,
-    )

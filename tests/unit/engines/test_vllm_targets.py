@@ -1,11 +1,11 @@
 """vLLM's cache type of a policy, refusals, and its worker's logits. tests/real_vllm tests the library itself."""
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,11 +15,13 @@ from helpers.policies.shipped import SHIPPED, conf
 
 import stages.engines.interpreter
 import stages.engines.vllm
+from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.interpreter import bundle
-from stages.engines.interpreter.process import Interpreter, WorkerError, probe
+from stages.engines.backend import Job
+from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.vllm.backend import (
     PROGRAM,
+    VllmBackend,
     VllmDescription,
     cache_dtype,
     check_boundaries,
@@ -64,72 +66,66 @@ def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(k
     assert skipped_layers(policy) == ["10", "3"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"overrides": [{"layers": [0], "key": EXACT["key"]}]}, r"overrides\.0\.key fp16 none: its cache has one type"),
-        ({"key": conf("kv", "fp8")["key"]}, r"key fp8_e4m3 per_tensor, value .*: its cache has one type"),
-    ],
-)
-def test_a_policy_without_a_vllm_type_is_refused(changes: dict[str, object], expected: str) -> None:
-    policy = KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
-    with pytest.raises(UserError, match=expected):
-        cache_dtype(policy, config_of("vllm", "python"))
+def k8v4(**changes: object) -> KVPolicy:
+    return KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
 
 
-def test_layers_that_vllm_skips_by_itself_must_be_stated_in_the_policy() -> None:
-    few, all_ = (
-        KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), "overrides": [{"layers": layers, **EXACT}]})
-        for layers in ([0, 1, 28], [0, 1, 7, 28, 29])
-    )
-    with pytest.raises(
-        UserError, match=r"^kv=vllm_k8v4: vLLM leaves layers 0, 1, 28, 29 at 16 bits under turboquant_k8v4: set "
-    ):
-        check_boundaries(few, "turboquant_k8v4", 30)
-    check_boundaries(all_, "turboquant_k8v4", 30)
+def skipping(*layers: int) -> KVPolicy:
+    return k8v4(overrides=[{"layers": list(layers), **EXACT}])
 
 
-def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason() -> None:
-    lacking, refusing = interpreter(), interpreter(cache_dtypes=["fp8_e4m3"], refused={"fp8_e4m3": "it needs AVX-512"})
-    for here, expected in (
-        (lacking, r"kv=fp8: vLLM 0\.32\.0 has no cache of type fp8_e4m3; it knows auto, bfloat16"),
-        (refusing, r"kv=fp8: a cache of type fp8_e4m3 cannot run here \(it needs AVX-512\)"),
-    ):
-        with pytest.raises(UserError, match=f"^{expected}"):
-            refuse_dtype(SHIPPED["fp8"], "fp8_e4m3", here)
+TWO = config_of("vllm", "python", tensor_parallel_size=2)
 
 
-def test_workers_that_cannot_share_heads_or_have_no_gpus_are_refused() -> None:
+def test_what_fits_is_not_refused() -> None:
+    check_boundaries(skipping(0, 1, 7, 28, 29), "turboquant_k8v4", 30)
     check_split(3, 9, 6)
     check_split(3, 9, 1)  # each of three workers holds the one head
-    for q_heads, kv_heads, named in ((4, 2, "4 query heads"), (9, 2, "2 KV heads")):
-        expected = f"backend.tensor_parallel_size=3: does not divide the model's {named}; use a divisor"
-        with pytest.raises(UserError, match=expected):
-            check_split(3, q_heads, kv_heads)
-    check_judging(config_of("vllm", "python", tensor_parallel_size=2), interpreter())
-    with pytest.raises(
-        MissingRequirement, match=r"tensor_parallel_size=2: an evaluation runs on as many GPUs, .* shows 0; build"
-    ):
-        check_judging(config_of("vllm", "python", tensor_parallel_size=2), interpreter(platform="cuda"))
+    check_judging(TWO, interpreter())
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("check", "expected"),
     [
-        (WorkerError("ValueError: The number of heads"), r"refuses these engine arguments: ValueError: The number of heads"),
-        ({"block_size": 128, "dtype": "float32"}, r"^backend\.block_size: vLLM .* block_size was asked as 64 and is 128; ask"),
+        (lambda: cache_dtype(SHIPPED["int4"], TWO), "^kv=int4: backend=vllm cannot hold it"),
+        (lambda: cache_dtype(SHIPPED["fp8_token"], TWO), "^kv=fp8_token: .*fp8_per_token_head keeps float32 scales"),
+        (
+            lambda: cache_dtype(k8v4(overrides=[{"layers": [0], "key": EXACT["key"]}]), TWO),
+            r"overrides\.0\.key fp16 none: its cache has one type",
+        ),
+        (
+            lambda: cache_dtype(k8v4(key=conf("kv", "fp8")["key"]), TWO),
+            r"key fp8_e4m3 per_tensor, value .*: its cache has one type",
+        ),
+        (
+            lambda: check_boundaries(skipping(0, 1, 28), "turboquant_k8v4", 30),
+            r"^kv=vllm_k8v4: vLLM leaves layers 0, 1, 28, 29 at 16 bits under turboquant_k8v4: set ",
+        ),
+        (
+            lambda: refuse_dtype(SHIPPED["fp8"], "fp8_e4m3", interpreter()),
+            r"^kv=fp8: vLLM 0\.32\.0 has no cache of type fp8_e4m3; it knows auto, bfloat16",
+        ),
+        (
+            lambda: refuse_dtype(SHIPPED["fp8"], "auto", interpreter(refused={"auto": "it needs AVX-512"})),
+            r"^kv=fp8: a cache of type auto cannot run here \(it needs AVX-512\)",
+        ),
+        (lambda: check_split(3, 4, 2), r"^backend\.tensor_parallel_size=3: does not divide the model's 4 query heads; use a"),
+        (lambda: check_split(3, 9, 2), r"^backend\.tensor_parallel_size=3: does not divide the model's 2 KV heads; use a"),
+        (
+            lambda: check_judging(TWO, interpreter(platform="cuda")),
+            r"tensor_parallel_size=2: an evaluation runs on as many GPUs, .* shows 0; build",
+        ),
     ],
 )
-def test_engine_arguments_that_vllm_refuses_or_changes_are_reported(
-    answer: Any, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = MagicMock()
-    started = worker.return_value.__enter__.return_value
-    started.refusal = UserError
-    started.call.side_effect = [answer if isinstance(answer, Exception) else SimpleNamespace(arguments=answer)]
-    monkeypatch.setattr(bundle, "Worker", worker)
-    with pytest.raises(UserError, match=expected):
-        bundle.resolve(interpreter(), Path("checkpoint"), "engine_args", {"block_size": 64, "dtype": "auto"})
+def test_what_vllm_cannot_do_is_refused_by_its_key(check: Callable[[], object], expected: str) -> None:
+    with pytest.raises((UserError, MissingRequirement), match=expected):
+        check()
+
+
+def test_quantized_weights_are_refused_before_the_interpreter_starts(tiny_checkpoint: Path) -> None:
+    job = Job(SHIPPED["fp8"], "fp8", inspect_checkpoint(tiny_checkpoint))
+    with pytest.raises(UserError, match=r"^weights=fp8: backend=vllm is given 16-bit weights"):
+        VllmBackend(config_of("vllm", "/nowhere")).check_inputs(job)
 
 
 def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,22 +181,18 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return import_module("kvgate_vllm_worker")
 
 
-def handed(worker: Any, path: Path, reported: torch.Tensor) -> Any:
-    """Return the worker's answer for rows whose steps vLLM reports with the logits `reported`."""
-    for step, row in enumerate(ROWS):
-        worker.kvgate_rows.put(str(path), REQUEST, step, row)
-    said = [
-        {token: SimpleNamespace(logprob=float(row[token]))} for row, token in zip(reported.log_softmax(-1), TOKENS, strict=True)
-    ]
-    return worker._answer(REQUEST, str(path), SimpleNamespace(outputs=[SimpleNamespace(token_ids=TOKENS, logprobs=said)]))
-
-
-def test_rows_of_the_scored_steps_are_handed_over(worker: Any, tmp_path: Path) -> None:
+def test_rows_of_the_scored_steps_are_handed_over_if_vllm_sampled_from_them(worker: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows"
-    assert handed(worker, path, ROWS) == {"tokens": list(TOKENS), "logits": str(path), "shape": [2, 3]}
+
+    def handed(reported: torch.Tensor) -> Any:
+        """Return the worker's answer for rows whose steps vLLM reports with the logits `reported`."""
+        for step, row in enumerate(ROWS):
+            worker.kvgate_rows.put(str(path), REQUEST, step, row)
+        pairs = zip(reported.log_softmax(-1), TOKENS, strict=True)
+        said = [{token: SimpleNamespace(logprob=float(row[token]))} for row, token in pairs]
+        return worker._answer(REQUEST, str(path), SimpleNamespace(outputs=[SimpleNamespace(token_ids=TOKENS, logprobs=said)]))
+
+    assert handed(ROWS) == {"tokens": list(TOKENS), "logits": str(path), "shape": [2, 3]}
     assert torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32).view(2, 3).equal(ROWS[1:])
-
-
-def test_a_row_that_is_not_the_one_vllm_sampled_from_is_noticed(worker: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"step 1: log-probability -\d.* was reported of token 0, its row has -0\."):
-        handed(worker, tmp_path / "rows", ROWS.roll(1, dims=0))
+        handed(ROWS.roll(1, dims=0))

@@ -9,7 +9,7 @@ from tensorrt_llm.facts import MODE
 if MODE == "broken install":
     raise ImportError("libth_common.so: cannot open shared object file")
 
-__version__ = os.environ.get("FAKE_TRTLLM_RELEASE", "1.2.1")
+__version__ = os.environ.get("FAKE_RELEASE", "1.2.1")
 print("[TensorRT-LLM] TensorRT LLM version:", __version__)  # the real package prints this to stdout
 
 

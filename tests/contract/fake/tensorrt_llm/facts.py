@@ -10,7 +10,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parents[2] / "facts"
 ENGINE: dict[str, Any] = json.loads((FOLDER / "engine-1.2.1.json").read_text(encoding="utf-8"))
 PYTORCH: dict[str, Any] = json.loads((FOLDER / "pytorch-1.3.json").read_text(encoding="utf-8"))
-MODE = os.environ.get("FAKE_TRTLLM_MODE", "sound")
+MODE = os.environ.get("FAKE_MODE", "sound")
 """Selects the misbehaviour of the fake."""
 
 

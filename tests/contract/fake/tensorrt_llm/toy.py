@@ -10,29 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from tensorrt_llm.facts import ENGINE, MODE, only
 
 DECAY, LOUDNESS = 0.8, 6.0
-
-
-class Tensor(np.ndarray):  # type: ignore[type-arg]
-    """The part of torch.Tensor that results and processors need."""
-
-    def float(self) -> "Tensor":
-        return self.astype(np.float32)
-
-    def cpu(self) -> "Tensor":
-        return self
-
-    def detach(self) -> "Tensor":
-        return self
-
-    def fill_(self, value: float) -> None:
-        self.fill(value)
-
-    def numpy(self) -> Any:
-        return np.asarray(self)
 
 
 class SamplingParams:
@@ -85,7 +67,7 @@ class Toy:
             state = DECAY * (state + self.read[token])
         for step in range(params.max_tokens):
             seen = fresh if step == 0 else state + self.vectors[tokens[-1]]
-            row = (LOUDNESS * self.vectors @ seen).astype(np.float32).view(Tensor)
+            row = (LOUDNESS * self.vectors @ seen).astype(np.float32).view(torch.Tensor)
             for _ in range(self.chunks if step == 0 else 1) if params.processor is not None else ():
                 params.processor(1, row[None, None], [[*prompt, *tokens[1:]]], None, None)
             state = DECAY * (state + self.read[tokens[-1]])

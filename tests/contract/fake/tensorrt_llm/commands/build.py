@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import tensorrt_llm
+import torch
 from safetensors.numpy import load_file
-from tensorrt_llm import cuda
 from tensorrt_llm.facts import ENGINE, MODE, parse, rewrite
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     build = {**ENGINE["build_config"], **{key: asked[key] for key in ENGINE["build_config"] if key in asked}}
     plugin = {key: asked.get(key, default) for key, default in ENGINE["plugin_config"].items()}
     plugin = {key: {"enable": True, "disable": False}.get(str(value), value) for key, value in plugin.items()}
-    major, minor = cuda.get_device_capability(0)
+    major, minor = torch.cuda.get_device_capability(0)
     algorithms = {key: config["quantization"].get(key) for key in ("quant_algo", "kv_cache_quant_algo")}
     state = {**build, **plugin, **algorithms, "sm": 10 * major + minor}
     rewrite(state)

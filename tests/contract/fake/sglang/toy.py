@@ -1,6 +1,5 @@
 """A toy engine. Logits depend on the last tokens and scale with the checkpoint's keys; it takes only recorded arguments."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +10,14 @@ from safetensors import safe_open
 
 import sglang
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.server_args import FACTS, ServerArgs
 
-FACTS = json.loads((Path(__file__).resolve().parents[2] / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))
 VOCABULARY = 1344
 
 
 class Engine:
     def __init__(self, **kwargs: Any) -> None:
-        unknown = kwargs.keys() - set(FACTS["server_args"])
-        if unknown:
-            raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
+        ServerArgs(**kwargs)
         assert kwargs["kv_cache_dtype"] in FACTS["kv_cache_dtype"]
         self.args = kwargs
         with safe_open(Path(kwargs["model_path"]) / "model.safetensors", "np") as weights:
