@@ -1,7 +1,6 @@
 """A stand-in for TensorRT-LLM's LLM class. Arguments, attention layers, sampling parameters and the logits hook are real."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,6 @@ from tensorrt_llm._torch.attention_backend.trtllm import TrtllmAttention
 from tensorrt_llm._torch.pyexecutor.model_engine import PyTorchModelEngine
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tensorrt_llm.llmapi.llm_utils import ModelLoader
-
-CHUNKS = int(os.environ.get("KVGATE_CHUNKS", "1"))
-"""Number of chunks that a prompt is computed in."""
 
 
 class Request:
@@ -52,10 +48,9 @@ class LLM:
         for number, (prompt, params) in enumerate(zip(inputs, sampling_params, strict=True)):
             request = Request(number, prompt, params.logits_processor)
             for step in range(params.max_tokens):
-                for _ in range(CHUNKS if step == 0 else 1):
-                    scheduled = SimpleNamespace(context_requests=[] if step else [request], all_requests=lambda: [request])  # noqa: B023
-                    logits = {"logits": self.logits(request.tokens)[None]}
-                    hook(engine, scheduled, logits)
+                scheduled = SimpleNamespace(context_requests=[] if step else [request], all_requests=lambda: [request])  # noqa: B023
+                logits = {"logits": self.logits(request.tokens)[None]}
+                hook(engine, scheduled, logits)
                 request.tokens.append(int(logits["logits"].argmax()))
             outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=request.tokens[len(prompt) :])]))
         return outputs

@@ -21,7 +21,7 @@ from helpers.policies.shipped import SHIPPED
 from helpers.refusals import refused
 from safetensors.torch import load_file
 
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.core.records import no_progress
 from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.interpreter.protocol import Description, Device
@@ -54,7 +54,6 @@ Cell = tuple[WeightsFormat, str]
 """Weights and policy."""
 Bundles = dict[Cell, Path]
 Inside = Callable[[list[tuple[str, dict[str, Any]]]], list[dict[str, Any]]]
-Python = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
@@ -63,27 +62,17 @@ def source() -> Path:
     given = os.environ.get("TRTLLM_SRC")
     if not given:
         pytest.skip("TRTLLM_SRC: the folder that has tensorrt_llm/ is not given (make test-trtllm-source TRTLLM_SRC=DIR)")
-    try:
-        read_release(Path(given))
-    except MissingRequirement as error:
-        pytest.exit(str(error), 4)
+    release = "".join(
+        re.findall(r'__version__ = "(.+)"', Path(given, "tensorrt_llm", "version.py").read_text(encoding="utf-8"))
+    )
+    if ENGINE_RELEASES.fullmatch(release) is None:
+        pytest.exit(f"TRTLLM_SRC={given}: has TensorRT-LLM {release or 'unknown'}; give a source tree of {ENGINES}", 4)
     return Path(given)
 
 
-def read_release(tree: Path) -> str:
-    """Return the release of a source tree. Raises MissingRequirement if it has none, or one that builds no engines."""
-    file = tree / "tensorrt_llm" / "version.py"
-    if not file.is_file():
-        raise MissingRequirement(f"TRTLLM_SRC={tree}: has no tensorrt_llm/version.py; give the folder that has tensorrt_llm/")
-    release: str = [*re.findall(r'__version__ = "(.+)"', file.read_text(encoding="utf-8")), "unknown"][0]
-    if ENGINE_RELEASES.fullmatch(release) is None:
-        raise MissingRequirement(f"TRTLLM_SRC={tree}: has TensorRT-LLM {release}; give a source tree of {ENGINES}")
-    return release
-
-
 @pytest.fixture(scope="session")
-def interpreter(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
-    """A function that creates a `python` which runs the source tree with the stand-ins, and returns its path."""
+def python(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A `python` that runs the source tree with the stand-ins."""
     folder = tmp_path_factory.mktemp("interpreter")
     command, socket = [PYTHON, str(HERE / "forkserver.py")], str(folder / "socket")
     given = {**os.environ, "TRTLLM_SRC": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -92,21 +81,10 @@ def interpreter(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     assert server.stdout is not None
     if reason := server.stdout.readline().strip():
         log = f"{folder / 'log'} has the traceback"
-        pytest.exit(f"TRTLLM_SRC={source}: TensorRT-LLM {read_release(source)} cannot be imported: {reason}; {log}", 4)
-
-    def make(**environment: str) -> str:
-        path = tmp_path_factory.mktemp("bin") / "python"
-        variables = [f"export {name}='{value}'" for name, value in environment.items()]
-        return script(path, "\n".join([*variables, f'exec {" ".join(command)} {socket} "$0" "$@"']))
-
-    yield make
+        pytest.exit(f"TRTLLM_SRC={source}: TensorRT-LLM cannot be imported: {reason}; {log}", 4)
+    yield script(folder / "python", f'exec {" ".join(command)} {socket} "$0" "$@"')
     server.kill()
     server.wait()
-
-
-@pytest.fixture(scope="session")
-def python(interpreter: Python) -> str:
-    return interpreter()
 
 
 @pytest.fixture(scope="session")
@@ -169,25 +147,6 @@ def record_of(bundle: Path) -> dict[str, Any]:
 def pinned_in(bundle: Path) -> dict[str, Any]:
     pinned: dict[str, Any] = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
     return pinned
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, "has no tensorrt_llm/version.py; give the folder"),
-        ('__version__ = "1.1.0"', "has TensorRT-LLM 1.1.0; give a source tree of 1.2"),
-        ('__version__ = "1.4.0rc1"', "has TensorRT-LLM 1.4.0rc1; give a source tree of 1.2"),
-        ("", "has TensorRT-LLM unknown; give a source tree of 1.2"),
-    ],
-)
-def test_a_source_tree_that_cannot_be_tested_is_refused_with_its_release(
-    text: str | None, expected: str, tmp_path: Path
-) -> None:
-    (tmp_path / "tensorrt_llm").mkdir()
-    if text is not None:
-        (tmp_path / "tensorrt_llm" / "version.py").write_text(text, encoding="utf-8")
-    with refused(MissingRequirement, f"TRTLLM_SRC={tmp_path}: {expected}"):
-        read_release(tmp_path)
 
 
 def test_the_command_line_builds_both_targets(python: str, tmp_path: Path) -> None:
@@ -322,13 +281,6 @@ def test_forced_tokens_come_through_the_real_hook_with_the_rows_that_were_comput
     for row, length in zip(rows, range(first + 1, len(tokens) + 1), strict=True):
         computed = np.sin(vocabulary * np.float32(0.01 * length) + tokens[length - 1]) * fault
         np.testing.assert_allclose(row, computed, atol=2e-4)
-    engine.close()
-
-
-def test_a_chunked_prompt_is_detected_by_the_number_of_calls(served: Bundles, interpreter: Python) -> None:
-    engine = open_engine(served["none", "fp8"], interpreter(KVGATE_CHUNKS="2"))
-    with pytest.raises(RuntimeError, match="the logits processor of 4 tokens was called more often"):
-        engine.forced([7, 300, 12, 44, 1001], 2)
     engine.close()
 
 
