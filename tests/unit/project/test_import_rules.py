@@ -7,7 +7,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from helpers.source_imports import MODULES, ROOT, imported_names, names_in
 
 from stages.core.digest import reachable_modules
@@ -148,25 +147,17 @@ def arithmetic(module: str) -> str | None:
     return {"arithmetic_torch": "torch", "arithmetic_onnx": "onnx", "onnx_body": "onnx"}.get(name)
 
 
-def test_the_two_arithmetics_of_a_format_do_not_know_each_other() -> None:
+def test_arithmetics_of_a_format_and_the_reference_are_independent() -> None:
     for name in MODULES:
         used = {arithmetic(module) for module in imported_modules(name)} - {None}
         assert arithmetic(name) is None or used <= {arithmetic(name)}, name
         assert not used or not name.startswith(("pipeline", "plugins")), name
-
-
-def test_the_reference_shares_no_arithmetic_with_the_onnx_engine() -> None:
     assert not [name for name in reachable_modules("stages.engines.reference.engine") if name.startswith("stages.engines.onnx")]
 
 
-@pytest.mark.parametrize(
-    "library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "model_signing"]
-)
-def test_a_heavy_library_is_imported_in_one_package(library: str) -> None:
-    assert len({Path(name).parent for name in importers(library)}) == 1, importers(library)
-
-
-def test_tensorrt_is_imported_once_in_stages_and_once_in_plugins() -> None:
+def test_a_heavy_library_is_imported_in_one_package_and_tensorrt_in_two_modules() -> None:
+    for library in ("modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "model_signing"):
+        assert len({Path(name).parent for name in importers(library)}) == 1, importers(library)
     assert set(importers("tensorrt")) == {"plugins/kv_attention/tensorrt_plugin.py", "stages/engines/tensorrt/library.py"}
 
 
