@@ -5,7 +5,7 @@ stages/policies implements the arithmetic.
 Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
 """
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import model_validator
 
@@ -64,59 +64,42 @@ class Format(StrictModel):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if self.arithmetic == "kvgate" and self.dtype not in CODES:
-            raise ValueError(f"dtype must be one of {', '.join(CODES)}, got {self.dtype}")
-        if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
-            self._check_vllm()
-        block = self.code.block
-        if block is not None and (self.granularity, self.group_size) != ("per_group", block):
-            raise ValueError(
-                f"granularity must be per_group and group_size {block} for dtype {self.dtype}, got {self.granularity} and "
-                f"{self.group_size}"
-            )
-        self._check_llamacpp()
-        if self.exact:
-            unscaled = (self.granularity, self.scale, self.group_size, self.symmetric) == ("none", "none", None, True)
-            if not unscaled or self.rotation != "none":
+        dtypes = tuple(dtype for arithmetic, dtype in ARITHMETICS if arithmetic == self.arithmetic) or tuple(CODES)
+        if self.dtype not in dtypes:
+            raise ValueError(f"dtype must be {_either(dtypes)} with arithmetic={self.arithmetic}, got {self.dtype}")
+        for key, values in self._allowed().items():
+            given = getattr(self, key)
+            if given not in values:
                 raise ValueError(
-                    f"dtype {self.dtype} has no scale: set granularity=none, scale=none, group_size=null, symmetric=true "
-                    "and rotation=none"
+                    f"{key} must be {_either(values)}, got {_text(given)}, with dtype={self.dtype} "
+                    f"granularity={self.granularity} arithmetic={self.arithmetic}"
                 )
-            return self
-        if self.granularity == "none":
-            raise ValueError(f"granularity must not be none for dtype {self.dtype}: per_tensor, per_token or per_group, say")
-        if not self.symmetric and self.code.kind == "float":
-            raise ValueError(f"symmetric must be true for {self.dtype}: floating-point codes have no zero point")
-        allowed: tuple[ScaleSource, ...] = ("calibrated",) if self.has_static_scales else ("dynamic",)
-        if self.granularity == "per_tensor" and self.code.kind == "float":
-            allowed = ("calibrated", "uncalibrated")
-        if self.scale not in allowed:
-            raise ValueError(f"scale must be {' or '.join(allowed)} for {self.dtype} {self.granularity}, got {self.scale}")
-        if self.granularity == "per_group" and self.group_size not in GROUP_SIZES:
-            sizes = ", ".join(map(str, GROUP_SIZES[:-1]))
-            raise ValueError(f"group_size must be {sizes} or {GROUP_SIZES[-1]}, got {self.group_size}")
-        if self.granularity != "per_group" and self.group_size is not None:
-            raise ValueError(f"group_size must be null for granularity {self.granularity}, got {self.group_size}")
         return self
 
-    def _check_llamacpp(self) -> None:
-        size = self.code.dynamic_group
-        if size is not None and (self.granularity, self.group_size, self.symmetric) != ("per_group", size, True):
-            raise ValueError(f"dtype {self.dtype} requires granularity=per_group group_size={size} symmetric=true: set these")
-        if self.rotation == "hadamard_64" and self.code.llamacpp is None:
-            raise ValueError(f"rotation hadamard_64 requires a type of llama.cpp, got dtype {self.dtype}: set hadamard or none")
-
-    def _check_vllm(self) -> None:
-        if self.arithmetic == "kvgate":
-            raise ValueError("rotation must be none or hadamard unless arithmetic is vllm_token_head, got signed_hadamard")
-        known = [spec.refines for (name, _), spec in ARITHMETICS.items() if name == self.arithmetic]
-        dtype, symmetric, rotation = next((one for one in known if one[0] == self.dtype), known[0])
-        given = (self.dtype, self.granularity, self.symmetric, self.scale, self.rotation)
-        if given != (dtype, "per_token", symmetric, "dynamic", rotation):
-            raise ValueError(
-                f"arithmetic {self.arithmetic} requires dtype={dtype} granularity=per_token symmetric={str(symmetric).lower()} "
-                f"scale=dynamic rotation={rotation}: set these, or arithmetic=kvgate"
-            )
+    def _allowed(self) -> dict[str, tuple[object, ...]]:
+        """Return the allowed values of each key, given the dtype, the arithmetic and the granularity."""
+        code = self.code
+        if self.exact or self.arithmetic != "kvgate":
+            _, symmetric, rotation = code.refines  # symmetric and unrotated, if exact
+            granularity, scale = ("none", "none") if self.exact else ("per_token", "dynamic")
+            only = {
+                "granularity": granularity,
+                "group_size": None,
+                "symmetric": symmetric,
+                "scale": scale,
+                "rotation": rotation,
+            }
+            return {key: (value,) for key, value in only.items()}
+        size = code.block or code.dynamic_group
+        floating = code.kind == "float"
+        sources = ("calibrated",) if self.has_static_scales else ("dynamic",)
+        return {
+            "granularity": ("per_group",) if size else get_args(Granularity)[1:],
+            "group_size": (None,) if self.granularity != "per_group" else (size,) if size else GROUP_SIZES,
+            "symmetric": (True,) if floating or code.dynamic_group else (True, False),
+            "scale": ("calibrated", "uncalibrated") if self.granularity == "per_tensor" and floating else sources,
+            "rotation": ("none", "hadamard", *(["hadamard_64"] if code.llamacpp else [])),
+        }
 
     @property
     def code(self) -> Spec:
@@ -187,6 +170,17 @@ class Format(StrictModel):
         if self.rotation == "hadamard" and head_dim & (head_dim - 1):
             return f"rotation=hadamard needs a head_dim that is a power of two, the model has {head_dim}; set rotation=none"
         return None
+
+
+def _text(value: object) -> str:
+    """Return a value as in YAML."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _either(values: tuple[object, ...]) -> str:
+    """Return a list of values: a, b or c."""
+    *first, last = map(_text, values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 WeightsFormat = Literal["none", "fp8", "int8_sq", "int4_awq"]
