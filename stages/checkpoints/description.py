@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.families import ARCHITECTURES, FAMILIES, NO_ROPE_INTERVAL, OTHER_INPUTS, has_positions, other_cache
+from stages.checkpoints.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
 from stages.checkpoints.files import (
     GENERATION,
     check_file,
@@ -140,14 +140,6 @@ def describe_checkpoint(
     rotated = config.get("no_rope_layers")
     if rotated is not None and (not isinstance(rotated, list) or len(rotated) != shape.layers):
         raise wrong(path, config, "no_rope_layers", f"a list of {shape.layers} numbers, 0 or 1")
-    interval = config.get("no_rope_layer_interval")
-    # transformers writes the default interval even if there is a list.
-    stated = rotated is not None and type(interval) is int and interval not in (0, NO_ROPE_INTERVAL)
-    if stated and rotated != [has_positions({"no_rope_layer_interval": interval}, layer) for layer in range(shape.layers)]:
-        raise refusal(
-            path,
-            f"config.json: no_rope_layers contradicts no_rope_layer_interval={interval}; keep the one of the training",
-        )
     rope = read_rope(path, config)
     vocab_size = integer(path, config, "vocab_size")
     for key in TOKENS:

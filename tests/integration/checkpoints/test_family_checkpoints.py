@@ -280,14 +280,3 @@ def test_ignored_keys_that_ask_for_another_computation_are_refused(
         return
     with pytest.raises(UserError, match=f"config.json: {unread} is not read in a model of type {family}"):
         expected_tensors(tmp_path, config)
-
-
-@pytest.mark.parametrize(("interval", "fits"), [(2, True), (4, True), (3, False)])
-def test_layers_without_rotation_are_stated_once(interval: int, fits: bool, tmp_path: Path) -> None:
-    config = {**SIZE, **MODELS["smollm3"], "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
-    config |= {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "no_rope_layer_interval": interval}
-    if fits:
-        described(tmp_path, config)
-        return
-    with pytest.raises(UserError, match="no_rope_layers contradicts no_rope_layer_interval=3"):
-        described(tmp_path, config)
