@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.config.config import Config
@@ -20,7 +19,7 @@ from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.shapes import read_model
 from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
-from stages.core.errors import MissingRequirement, Refusal, UserError, short
+from stages.core.errors import Refusal, UserError, short
 from stages.core.records import Sample
 from stages.engines.backend import Job
 from stages.engines.config import BackendConfig, backend_configs
@@ -221,13 +220,10 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
 def inspect_model(path: Path) -> CheckpointInfo:
     """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF."""
-    if not path.is_file():
-        info = inspect_checkpoint(path)
-        check_tokenizer(info)
-        return info
-    info = inspect_gguf(path).info
-    if find_spec("gguf") is None:
-        raise MissingRequirement(f"model.path={path}: reading a GGUF needs the package gguf: pip install 'gguf>=0.19,<0.20'")
+    if path.is_file():
+        return inspect_gguf(path).info
+    info = inspect_checkpoint(path)
+    check_tokenizer(info)
     return info
 
 

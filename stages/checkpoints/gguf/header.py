@@ -8,10 +8,11 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.core.redaction import printable
 
 MAGIC = b"GGUF"
@@ -30,35 +31,21 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 
-TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-}
-"""Number of a tensor type that the gguf package can dequantize -> (name, values per block, bytes per block)."""
+READABLE = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0"),
+)
+"""Tensor types that the package gguf can dequantize."""
+
+
+@cache
+def tensor_types() -> dict[int, tuple[str, int, int]]:
+    """Return number of a tensor type -> (name, values per block, bytes per block)."""
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ModuleNotFoundError:
+        raise MissingRequirement("model.path: reading a GGUF needs the package gguf: pip install 'gguf>=0.19,<0.20'") from None
+    return {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in map(GGMLQuantizationType.__getitem__, READABLE)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,7 @@ class GGUFTensor:
     """Location, type and shape of a tensor in the file."""
 
     kind: str
-    """Name of the type in TENSOR_TYPES."""
+    """Name of the type, one of READABLE."""
     shape: tuple[int, ...]
     """Shape in PyTorch's order, rows before columns; GGUF files use the reverse order."""
     offset: int
@@ -225,12 +212,12 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _tensor(name: str, shape: tuple[int, ...], number: int, offset: int, size: int) -> GGUFTensor:
-    if number not in TENSOR_TYPES:
+    if number not in tensor_types():
         raise _Unreadable(
             f"tensor {name} has type {number}, which cannot be read here; convert the model to one of "
             "F32, F16, BF16, Q8_0, Q6_K, Q5_K, Q4_K, Q4_0"
         )
-    kind, block, block_bytes = TENSOR_TYPES[number]
+    kind, block, block_bytes = tensor_types()[number]
     if min(shape) < 1 or shape[-1] % block:
         raise _Unreadable(f"tensor {name} of type {kind} has shape {shape}; rows must be whole blocks of {block}")
     nbytes = math.prod(shape) // block * block_bytes

@@ -36,7 +36,7 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.finite import NOT_FINITE
 from stages.checkpoints.gguf import convert
 from stages.checkpoints.gguf.convert import convert_gguf
-from stages.checkpoints.gguf.finite import BYTES, NUMBERS, check_finite
+from stages.checkpoints.gguf.finite import NUMBERS, check_finite
 from stages.checkpoints.gguf.header import GGUFTensor, Header
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.vocabulary import UNUSED
@@ -111,7 +111,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [(0x7FC0, 0x7E00), (0xFF80, 0xFC00)], ids=["NaN", "-inf"])
 def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, bits: tuple[int, int], tmp_path: Path) -> None:
     form, first, end = NUMBERS[kind]
-    size, values = BYTES[kind], GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     item = np.dtype(NOT_FINITE[form][0]).itemsize
     for place in [None, *range(first, end, item)]:
         stored = np.zeros(3 * size, np.uint8)
