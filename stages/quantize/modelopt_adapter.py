@@ -106,7 +106,7 @@ def measure(
         low, high, amax = (tensor.float().reshape(-1) for tensor in (*ranges[place], quantizer.amax))
         if not torch.equal(torch.maximum(-low, high), amax):
             raise RuntimeError(f"{quantizer_name(place)}: ModelOpt measured {amax}, its input was {low} to {high}")
-        measured[place] = Extremes(tuple(low.tolist()), tuple(high.tolist()), tuple(amax.tolist()))
+        measured[place] = Extremes(tuple(low.tolist()), tuple(high.tolist()))
         quantizer.reset_amax()
         quantizer.disable()
     return measured

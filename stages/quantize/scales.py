@@ -24,8 +24,11 @@ class Extremes:
     """Minima."""
     high: tuple[float, ...]
     """Maxima."""
-    amax: tuple[float, ...]
-    """Largest magnitudes, as ModelOpt measured them."""
+
+    @property
+    def amax(self) -> tuple[float, ...]:
+        """Largest magnitudes."""
+        return tuple(max(-low, high) for low, high in zip(self.low, self.high, strict=True))
 
 
 def write_extremes(file: Path, measured: Mapping[Place, Extremes]) -> None:
@@ -35,9 +38,7 @@ def write_extremes(file: Path, measured: Mapping[Place, Extremes]) -> None:
 
 def read_extremes(file: Path) -> dict[Place, Extremes]:
     rows = json.loads(file.read_text(encoding="utf-8"))
-    return {
-        (row["layer"], Side(row["side"])): Extremes(*(tuple(row[name]) for name in ("low", "high", "amax"))) for row in rows
-    }
+    return {(row["layer"], Side(row["side"])): Extremes(tuple(row["low"]), tuple(row["high"])) for row in rows}
 
 
 Measured = Mapping[Rotation, Mapping[Place, Extremes]]

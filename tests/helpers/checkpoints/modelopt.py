@@ -11,16 +11,12 @@ from helpers.checkpoints.families import family_model
 from helpers.policies.shipped import SHIPPED
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.records import no_progress
-from stages.policies.formats import Format, Granularity, Rotation, WeightsFormat
-from stages.policies.policy import KVPolicy, KVShape, Side
-from stages.policies.scales import SCALES_FILE, KVScales, SideScales
+from stages.policies.formats import Rotation, WeightsFormat
+from stages.policies.policy import KVPolicy, Side
+from stages.policies.scales import SCALES_FILE
 from stages.quantize.materialize import source_dtype
-from stages.quantize.recipe import PER_CHANNEL, quantizer_name, weight_recipe
+from stages.quantize.recipe import weight_recipe
 from stages.quantize.run import load_model, measure_cache, quantize_weights, scale_cache
-from stages.quantize.scales import static_scales
-
-FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
-
 
 POLICIES = {name: policy for name, policy in SHIPPED.items() if name != "int4_g128"}
 """Every shipped policy that fits the tiny model's head_dim of 64."""
@@ -29,10 +25,6 @@ TEXTS = [
     "Record 17: name Ada, city Turin, code 4471. " * 4,
     '{"tool": "lookup", "arguments": {"name": "Ada"}}',
 ]
-AXES: dict[Granularity, tuple[int, ...] | None] = {
-    "per_tensor": None, "per_head": (1,), "per_channel": PER_CHANNEL, "per_token": (0, 1, 2)
-}  # fmt: skip
-"""ModelOpt's `axis` by granularity."""
 MAX_LENGTH = 96
 
 
@@ -67,8 +59,8 @@ def random_checkpoint(family: str, tokenizer_from: Path, directory: Path, rope_s
     return directory
 
 
-def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> tuple[torch.nn.Module, KVScales]:
-    """Return a model whose attention reads keys and values rounded by ModelOpt's quantizers, and the scales used."""
+def quantized_model(checkpoint: Path, weights: WeightsFormat) -> torch.nn.Module:
+    """Return a model whose weights and inputs are rounded by ModelOpt's quantizers."""
     from stages.quantize import modelopt_adapter as adapter
 
     info = inspect_checkpoint(checkpoint)
@@ -78,38 +70,10 @@ def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat =
         for ids in token_ids(checkpoint):
             model(input_ids=ids, use_cache=False)
 
-    if weights != "none":
-        adapter.quantize_model(model, weight_recipe(weights, info.shape.layers), forward_loop)
-        adapter.fuse_shared_inputs(model, info.shape.layers)
-        adapter.cast_for_export(model, source_dtype(info))
-        model.float()
-    layers = info.shape.layers
-    measured = {turned: adapter.measure(model, layers, turned, forward_loop, checkpoint) for turned in rotations(policy)}
-    scales = static_scales(policy, info.shape, measured, checkpoint)
-    adapter.add_cache_quantizers(model, {})
-    for layer in range(info.shape.layers):
-        for side, form in policy.sides(layer).items():
-            if not form.exact and form.granularity in AXES:
-                quantizer: Any = model.get_submodule(quantizer_name((layer, side)))
-                round_cache(quantizer, form, scales.layers[layer].get(side), info.shape)
-    return model, scales
-
-
-def round_cache(quantizer: Any, form: Format, static: SideScales | None, shape: KVShape) -> None:
-    """Make a ModelOpt quantizer round keys or values (B, H, S, D) with its own arithmetic; `static` holds the scales."""
-    axis = AXES[form.granularity]
-    attributes: dict[str, Any] = {"num_bits": form.code.modelopt_bits, "axis": axis, "enable": True}
-    if form.code.kind == "integer":
-        attributes["narrow_range"] = True
-    quantizer.set_from_attribute_config(attributes | ({"type": "dynamic"} if static is None else {}))
-    if static is not None:
-        sizes = (1, shape.kv_heads, 1, shape.head_dim)
-        amax = torch.tensor(static.scale) * form.code.limit
-        quantizer.amax = amax.reshape(() if axis is None else tuple(n if dim in axis else 1 for dim, n in enumerate(sizes)))
-    if form.rotation != "none":
-        from stages.quantize import modelopt_adapter as adapter
-
-        adapter._rotate_around(quantizer)
+    adapter.quantize_model(model, weight_recipe(weights, info.shape.layers), forward_loop)
+    adapter.fuse_shared_inputs(model, info.shape.layers)
+    adapter.cast_for_export(model, source_dtype(info))
+    return model.float()
 
 
 def cache_states(model: Any, checkpoint: Path) -> list[dict[Side, torch.Tensor]]:

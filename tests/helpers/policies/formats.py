@@ -39,9 +39,7 @@ def every_format() -> list[Format]:
     formats = []
     rotations, sources = get_args(Rotation), get_args(ScaleSource)
     keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")
-    own = [
-        name for name, code in CODES.items() if code.dynamic_group is None
-    ]  # tests/unit/policies/test_engine_formats.py has the others
+    own = [name for name, code in CODES.items() if code.dynamic_group is None]  # test_engine_formats.py tests the others
     for values in product(own, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
         try:
             formats.append(Format.model_validate(dict(zip(keys, values, strict=True))))
@@ -89,7 +87,7 @@ def fixed(x_HTD: Tensor, form: Format) -> Static | None:
     heads, _, dim = x_HTD.shape
     count = form.static_scales(heads, dim)
     turned_HTD = rotated(x_HTD, form)
-    extremes = (turned_HTD.amin(1), turned_HTD.amax(1), turned_HTD.abs().amax(1))
+    extremes = (turned_HTD.amin(1), turned_HTD.amax(1))
     if form.scale == "uncalibrated":
         return static_scales(SideScales(scale=(1.0,) * count), form, heads, dim)
     made = calibrated(form, count, Extremes(*(tuple(extreme.flatten().tolist()) for extreme in extremes)))

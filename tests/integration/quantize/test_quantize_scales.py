@@ -16,7 +16,7 @@ from torch import Tensor
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import UserError
 from stages.policies.formats import Format, WeightsFormat
-from stages.policies.policy import KVPolicy, KVShape, LayerOverride, Side, Window
+from stages.policies.policy import KVPolicy, KVShape, LayerOverride, Window
 from stages.policies.scales import KVScales, SideScales
 from stages.quantize.run import load_model
 
@@ -65,7 +65,7 @@ def check(scales: SideScales, states_THD: Tensor, form: Format) -> None:
 
 
 def check_all(scales: KVScales, states: States, policy: KVPolicy) -> None:
-    """Check every static format of the policy. A window's copy is measured from the same states."""
+    """Check every static format. A window's copy is measured from the same states."""
     for layer, sides in enumerate(states):
         for side, form in policy.sides(layer).items():
             if form.static:
@@ -80,60 +80,37 @@ def scales_of(checkpoint: Path, out: Path, policy: KVPolicy, weights: WeightsFor
     return scales
 
 
-STATIC_FORMATS = [
-    FP8,
-    fmt("int8", "per_channel"),
-    fmt("fp8_e5m2", "per_head"),
-    fmt("int4", "per_tensor", symmetric=False),
-    fmt("int4", "per_head", rotation="hadamard"),
-    fmt("int8", "per_channel", rotation="hadamard", symmetric=False),
-]
+def policy(key: Format, value: Format, window: Window | None = None, *overrides: LayerOverride) -> KVPolicy:
+    return KVPolicy(name="test", key=key, value=value, window=window, overrides=overrides)
 
 
-@pytest.mark.parametrize("form", STATIC_FORMATS, ids=lambda f: f"{f.dtype}_{f.granularity}_{f.symmetric}_{f.rotation}")
+CHANNEL, HEAD, TOKEN = fmt("int8", "per_channel"), fmt("int8", "per_head", symmetric=False), fmt("int4", "per_token")
+TENSOR, TURNED = fmt("int4", "per_tensor"), fmt("int8", "per_head", rotation="hadamard")
+CASES = {
+    "formats": policy(FP8, fmt("int4", "per_tensor", symmetric=False)),
+    "rotated": policy(fmt("int4", "per_head", rotation="hadamard"), fmt("int8", "per_channel", rotation="hadamard")),
+    "rotated, with zero points": policy(
+        fmt("fp8_e5m2", "per_head"), fmt("int8", "per_channel", rotation="hadamard", symmetric=False)
+    ),
+    "overrides": policy(FP8, TOKEN, None, LayerOverride(layers=(1,), key=CHANNEL), LayerOverride(layers=(1, 3), value=HEAD)),
+    "other formats in a window": policy(
+        TENSOR, TENSOR, Window(tokens=64, key=CHANNEL, value=TURNED), LayerOverride(layers=(2,), key=TOKEN)
+    ),
+    "scales in a window alone": policy(Format(dtype="fp16"), TOKEN, Window(tokens=64, key=CHANNEL, value=FP8)),
+}
+
+
+@pytest.mark.parametrize("policy", CASES.values(), ids=CASES)
 def test_every_static_format_has_the_extremes_of_the_numbers_that_share_a_scale(
-    form: Format, states: States, tiny_checkpoint: Path, tmp_path: Path
+    policy: KVPolicy, states: States, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    policy = KVPolicy(name="test", key=form, value=form)
+    """`KVScales.check` compares the sides of each layer."""
     check_all(scales_of(tiny_checkpoint, tmp_path, policy), states, policy)
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int4_awq"])
-def test_scales_belong_to_the_quantized_weights(weights: WeightsFormat, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    scales = scales_of(tiny_checkpoint, tmp_path, POLICIES["fp8_head"], weights)
+def test_scales_belong_to_the_quantized_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    scales = scales_of(tiny_checkpoint, tmp_path, POLICIES["fp8_head"], "fp8")
     check_all(scales, states_of(tmp_path / "checkpoint"), POLICIES["fp8_head"])
-
-
-def test_an_override_has_scales_in_its_layers_alone(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    channel, head = fmt("int8", "per_channel"), fmt("int8", "per_head", symmetric=False)
-    policy = KVPolicy(
-        name="test",
-        key=FP8,
-        value=fmt("int4", "per_token"),
-        overrides=(LayerOverride(layers=(1,), key=channel), LayerOverride(layers=(1, 3), value=head)),
-    )
-    scales = scales_of(tiny_checkpoint, tmp_path, policy)
-    for layer in range(4):
-        check(scales.layers[layer][Side.KEY], states[layer]["key"], channel if layer == 1 else FP8)
-    assert [sorted(layer) for layer in scales.layers] == [["key"], ["key", "value"], ["key"], ["key", "value"]]
-    check(scales.layers[3][Side.VALUE], states[3]["value"], head)
-
-
-def test_a_window_shares_the_measurement_of_the_base_copy(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Use windows that are finer and coarser than the base, static over dynamic, and rotated over unrotated."""
-    window = Window(tokens=64, key=fmt("int8", "per_channel"), value=fmt("int8", "per_head", rotation="hadamard"))
-    override = LayerOverride(layers=(2,), key=fmt("int4", "per_token"))
-    base = fmt("int4", "per_tensor")
-    policy = KVPolicy(name="test", key=base, value=base, window=window, overrides=(override,))
-    check_all(scales_of(tiny_checkpoint, tmp_path, policy), states, policy)
-
-
-def test_a_window_is_measured_over_a_base_that_is_not(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    window = Window(tokens=64, key=fmt("int8", "per_head"), value=FP8)
-    policy = KVPolicy(name="test", key=Format(dtype="fp16"), value=fmt("int4", "per_token"), window=window)
-    scales = scales_of(tiny_checkpoint, tmp_path, policy)
-    assert [sorted(layer) for layer in scales.layers] == [["window_key", "window_value"]] * 4
-    check_all(scales, states, policy)
 
 
 @pytest.fixture
@@ -152,19 +129,16 @@ def test_a_model_without_a_policys_quantizers_is_an_error_before_any_text_runs(a
 
 
 def test_a_quantizer_that_attention_bypasses_is_an_error(adapter: Any, tiny_checkpoint: Path) -> None:
-    model = load_model(inspect_checkpoint(tiny_checkpoint))
-
     def keys_alone(model: Any) -> None:
         model.get_submodule("model.layers.0.self_attn.k_bmm_quantizer")(torch.ones(1, 2, 3, 64))
 
     with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.v_bmm_quantizer was never called"):
-        adapter.measure(model, 1, "none", keys_alone, tiny_checkpoint)
+        adapter.measure(load_model(inspect_checkpoint(tiny_checkpoint)), 1, "none", keys_alone, tiny_checkpoint)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_named_by_layer_and_side(bad: float, adapter: Any, tiny_checkpoint: Path) -> None:
+def test_values_that_are_not_finite_are_named_by_layer_and_side(adapter: Any, tiny_checkpoint: Path) -> None:
     model = load_model(inspect_checkpoint(tiny_checkpoint))
     with torch.no_grad():
-        model.get_submodule("model.layers.2.self_attn.v_proj").weight[0, 0] = bad  # type: ignore[operator]
+        model.get_submodule("model.layers.2.self_attn.v_proj").weight[0, 0] = float("nan")  # type: ignore[operator]
     with pytest.raises(UserError, match=r"model\.path=.*: the values of layer 2 are not finite on the calibration texts"):
         adapter.measure(model, 4, "none", lambda m: m(torch.tensor([[1, 2]])), tiny_checkpoint)

@@ -54,40 +54,13 @@ def allowed_error(trial: Trial) -> Tensor:
 
 @examples
 @given(x_HTD=tensors())
-def test_no_number_comes_back_further_than_half_a_step_away(x_HTD: Tensor) -> None:
-    for form in fitting(FORMATS, x_HTD.shape[-1]):
+def test_no_number_comes_back_further_than_half_a_step_away_from_the_bytes_of_the_format(x_HTD: Tensor) -> None:
+    heads, tokens, dim = x_HTD.shape
+    for form in fitting(FORMATS, dim):
         trial = tried(x_HTD, form)
         error = (trial.back_HTD.double() - trial.x_HTD.double()).abs()
         assert (error <= allowed_error(trial)).all(), name(form)
-
-
-def resolved(trial: Trial) -> Tensor:
-    """Return a mask of numbers that requantizing must not change: the step must not be finer than the zero's resolution.
-
-    A stored zero is a float16, up to 3 * 2**-10 of itself below the minimum: with a finer step, the minimum's code is not
-    0, and a second pass finds another minimum. A static zero is a float32 that is added to code * scale. A block of NVFP4
-    with a subnormal scale may not use its largest code.
-    """
-    if trial.form.code.block:
-        assert trial.static is not None
-        return trial.step_HTD >= 2.0**-6 * trial.static.scale
-    finest = 2.0**-20 if trial.form.static else 3 * 2.0**-10
-    return trial.step_HTD >= finest * trial.zero_HTD.abs()
-
-
-@examples
-@given(x_HTD=tensors())
-def test_quantizing_a_dequantized_tensor_changes_nothing(x_HTD: Tensor) -> None:
-    """Compare bit for bit, or for rotated formats up to the rounding of the two matrix products."""
-    for form in fitting(FORMATS, x_HTD.shape[-1]):
-        trial = tried(x_HTD, form)
-        again = tried(dequantize(trial.stored, form, trial.static), form, trial.static)
-        if form.rotation == "none":
-            same = resolved(trial)
-            assert torch.equal(again.back_HTD[same], trial.back_HTD[same]), name(form)
-        elif form.symmetric:
-            noise = 2.0**-17 * trial.back_HTD.norm(dim=-1, keepdim=True)
-            assert ((again.back_HTD - trial.back_HTD).abs() <= noise).all(), name(form)
+        assert sum(part.nbytes for part in trial.stored.tensors) == heads * tokens * form.token_bytes(dim), name(form)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -115,16 +88,6 @@ def test_every_integer_code_survives_packing_in_every_channel(
 
 @examples
 @given(x_HTD=tensors())
-def test_a_stored_token_takes_exactly_the_bytes_the_format_says(x_HTD: Tensor) -> None:
-    heads, tokens, dim = x_HTD.shape
-    for form in fitting(FORMATS, dim):
-        stored = quantize(x_HTD, form, fixed(x_HTD, form))
-        stored_bytes = sum(part.nbytes for part in (stored.codes, stored.scale, stored.zero) if part is not None)
-        assert stored_bytes == heads * tokens * form.token_bytes(dim), name(form)
-
-
-@examples
-@given(x_HTD=tensors())
 def test_every_token_and_head_is_quantized_by_itself(x_HTD: Tensor) -> None:
     """Codes of a token must not depend on other tokens, so chunks, batches and pages cannot matter.
 
@@ -139,29 +102,16 @@ def test_every_token_and_head_is_quantized_by_itself(x_HTD: Tensor) -> None:
         assert torch.equal(alone.view(torch.uint8), together.view(torch.uint8)), name(form)
 
 
-@pytest.mark.parametrize("number", [2.0**-149, 2.0**-126, 2.0**-24, 2.0**-15])
-def test_denormals_come_back_finite_and_no_further_than_the_smallest_half_step(number: float) -> None:
-    signs = torch.tensor([1.0, -1.0, 0.5, 0.0]).repeat(32)
-    x_HTD = (number * signs).expand(1, 2, 128).contiguous()
-    for form in fitting(QUANTIZED, 128):
+@pytest.mark.parametrize("number", [2.0**-149, 2.0**-126, 2.0**-24, 2.0**-15, 65504.0, 65480.0])
+def test_the_smallest_and_the_largest_numbers_come_back_finite(number: float) -> None:
+    """A rotation adds 64 large numbers, and a zero is rounded down: float16 scales and zeros must saturate, not overflow."""
+    signs = torch.tensor([1.0, -1.0, 0.5, 0.0]).repeat(16)
+    x_HTD = torch.stack([number * signs, torch.full((64,), number), torch.full((64,), -number)])[None]
+    for form in fitting(DYNAMIC if number > 1 else QUANTIZED, 64):
         trial = tried(x_HTD, form)
         assert trial.back_HTD.isfinite().all(), name(form)
-        if form.scale != "uncalibrated":
+        if number < 1 and form.scale != "uncalibrated":
             assert (trial.back_HTD - trial.x_HTD).abs().max() <= MIN_SCALE / 2 * (1 + 2.0**-10), name(form)
-
-
-@examples
-@given(x_HTD=tensors(largest=100.0))
-def test_an_outlier_hurts_its_own_group_only(x_HTD: Tensor) -> None:
-    hit = x_HTD.clone()
-    hit[0, 0, 0] = 5e4
-    for form in fitting(DYNAMIC, x_HTD.shape[-1]):
-        if form.rotation == "hadamard":
-            continue  # the rotation intentionally spreads the outlier over the head
-        before, after = tried(x_HTD, form).back_HTD, tried(hit, form).back_HTD
-        others = torch.ones_like(x_HTD, dtype=torch.bool)
-        others[0, 0, : form.group_size or x_HTD.shape[-1]] = False
-        assert torch.equal(before[others], after[others]), name(form)
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 64, 128, 256])
@@ -173,27 +123,13 @@ def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
-def test_float8_rounds_all_float16_numbers_as_torch_and_ml_dtypes_do(dtype: str) -> None:
-    """Numbers beyond the limit, including infinities, saturate; NaN stays NaN. The caches refuse infinity and NaN earlier."""
-    limit = CODES[dtype].limit
+def test_float8_rounds_all_float16_numbers_as_ml_dtypes_does(dtype: str) -> None:
+    """Numbers beyond the limit saturate; the caches refuse infinity and NaN earlier."""
     form = Format(dtype=dtype, granularity="per_tensor", scale="uncalibrated")
-    x = torch.from_numpy(EVERY_FLOAT16.astype(np.float32)).view(1, -1, 16)
-    codes = quantize(x, form, Static(torch.ones(1, 1, 1), None)).codes.view(torch.uint8).flatten().numpy()
-    clipped = np.clip(EVERY_FLOAT16.astype(np.float32), -limit, limit)
-    number = ~np.isnan(clipped)
-    np.testing.assert_array_equal(codes[number], clipped[number].astype(FLOAT8[dtype]).view(np.uint8))
-    torch_type = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[dtype]
-    np.testing.assert_array_equal(codes, torch.from_numpy(clipped).to(torch_type).view(torch.uint8).numpy())
-    assert np.isnan(codes[~number].view(FLOAT8[dtype]).astype(np.float32)).all()
-
-
-@pytest.mark.parametrize("number", [65504.0, -65504.0, -65480.0])
-def test_the_largest_numbers_come_back_finite_from_every_dynamic_format(number: float) -> None:
-    """A rotation adds 64 such numbers, and a zero is rounded down: float16 scales and zeros must saturate, not overflow."""
-    x_HTD = torch.full((1, 2, 64), number)
-    x_HTD[0, 1, 1:] = 1.0
-    for form in fitting(DYNAMIC, 64):
-        assert torch.isfinite(dequantize(quantize(x_HTD, form, None), form, None)).all(), name(form)
+    x = EVERY_FLOAT16[np.isfinite(EVERY_FLOAT16)].astype(np.float32)
+    codes = quantize(torch.from_numpy(x).view(1, -1, 16), form, Static(torch.ones(1, 1, 1), None)).codes.view(torch.uint8)
+    expected = np.clip(x, -CODES[dtype].limit, CODES[dtype].limit).astype(FLOAT8[dtype]).view(np.uint8)
+    np.testing.assert_array_equal(codes.flatten().numpy(), expected)
 
 
 def test_conformance_allows_either_scale_of_a_block_that_lies_between_two() -> None:

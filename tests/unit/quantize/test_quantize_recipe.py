@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from helpers.engines.random_llama import BF16, FP8, FP16, fmt
 from safetensors.numpy import save_file
 
@@ -18,7 +18,6 @@ from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride
 from stages.policies.scales import KVScales, SideScales
 from stages.quantize.calibration import tokenize
 from stages.quantize.recipe import check_enabled
-from stages.quantize.run import calibration_device
 from stages.quantize.scales import Extremes, Measured, static_scales
 from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
 
@@ -40,26 +39,12 @@ def test_a_missing_an_unexpected_and_another_quantizer_are_named() -> None:
     check_enabled({"a": {"num_bits": 4}}, {"a": {"num_bits": 4, "axis": None}})
 
 
-def extremes(low: tuple[float, ...], high: tuple[float, ...]) -> Extremes:
-    return Extremes(low, high, tuple(max(-bottom, top) for bottom, top in zip(low, high, strict=True)))
-
-
-def measured(key: Extremes | None = None, value: Extremes | None = None) -> Measured:
-    sides = {Side.KEY: key, Side.VALUE: value}
-    return {"none": {(layer, side): x for layer in range(2) for side, x in sides.items() if x is not None}}
-
-
-def test_a_dead_channel_gets_a_scale_that_divides(tmp_path: Path) -> None:
-    extremes_by_place = measured(key=extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32))
-    scales = static_scales(policy(fmt("int4", "per_channel"), FP16), SMALL, extremes_by_place, tmp_path)
-    smallest_normal = 2.0**-126
-    assert scales.layers[0][Side.KEY].scale == (smallest_normal, smallest_normal, *(1.0,) * 30)
-
-
-def test_a_side_that_is_all_zero_is_refused(tmp_path: Path) -> None:
-    zeros = extremes((0.0,), (0.0,))
+def test_a_dead_channel_gets_a_scale_that_divides_and_a_side_of_zeros_is_refused(tmp_path: Path) -> None:
+    dead: Measured = {"none": {(layer, Side.KEY): Extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32) for layer in range(2)}}
+    scales = static_scales(policy(fmt("int4", "per_channel"), FP16), SMALL, dead, tmp_path)
+    assert scales.layers[0][Side.KEY].scale == (2.0**-126, 2.0**-126, *(1.0,) * 30)
     with pytest.raises(UserError, match=r"model\.path=.*: the values of layer 0 are all 0 on the calibration texts"):
-        static_scales(policy(FP16, FP8), SMALL, measured(value=zeros), tmp_path)
+        static_scales(policy(FP16, FP8), SMALL, {"none": {(0, Side.VALUE): Extremes((0.0,), (0.0,))}}, tmp_path)
 
 
 ROTATED = fmt("fp8_e4m3", "per_tensor", rotation="hadamard")
@@ -87,9 +72,7 @@ def test_a_policy_that_no_export_can_declare_is_explained(kv: KVPolicy, reason: 
 def test_an_override_with_the_format_of_the_rest_and_an_exact_cache_can_be_declared() -> None:
     for kv in (policy(FP8, FP8, None, LayerOverride(layers=(0,), key=FP8)), FP16_POLICY):
         assert export_refusal(kv, UNIFIED_HF_KV) is None
-    refusal = export_refusal(policy(BF16, BF16), UNIFIED_HF_KV)
-    assert refusal is not None
-    assert "the export has no name for this format" in refusal
+    assert "the export has no name for this format" in str(export_refusal(policy(BF16, BF16), UNIFIED_HF_KV))
 
 
 class Words:
@@ -103,19 +86,10 @@ class Words:
         return {"input_ids": [len(word) for word in text.split()][:max_length]}
 
 
-def test_texts_are_cut_and_empty_ones_left_out() -> None:
+def test_texts_are_cut_and_empty_ones_left_out_and_tokens_of_another_model_are_refused() -> None:
     assert tokenize(Words(), ["a bb ccc", "", "dd"], 2, 10) == [[1, 2], [2]]
-
-
-def test_a_tokenizer_of_another_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"makes token 4, the model's vocab_size is 4"):
         tokenize(Words(), ["four"], 8, 4)
-
-
-@pytest.mark.parametrize(("found", "means"), [(False, "cpu"), (True, "cuda")])
-def test_models_are_calibrated_on_a_gpu_if_there_is_one(found: bool, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
-    assert calibration_device().type == means
 
 
 FP8_POLICY = KVPolicy(name="fp8", key=FP8, value=FP8)
@@ -175,15 +149,11 @@ K0 = "model.layers.0.self_attn.k_proj.k_scale"
 TRT_KV1 = "transformer.layers.1.attention.kv_cache_scaling_factor"
 
 
-def test_true_exports_pass(tmp_path: Path) -> None:
-    check_hf(tmp_path)
-    (tmp_path / "trt").mkdir()
-    check_trt(tmp_path / "trt")
-
-
 @pytest.mark.parametrize(
     ("check", "change", "message"),
     [
+        (check_hf, lambda _: None, ""),
+        (check_trt, lambda _: None, ""),
         (check_hf, lambda e: e.tensors.pop(K0), f"{K0} is missing"),
         (check_hf, lambda e: e.tensors.update({K0: scalar(float("nan"))}), r"k_scale is float32 \[nan\], calibration gave"),
         (check_hf, lambda e: e.tensors.update({K0: scalar(0.26)}), r"k_scale is .*0\.26.*, calibration gave 0\.25"),
@@ -204,19 +174,11 @@ def test_true_exports_pass(tmp_path: Path) -> None:
     ],
 )
 def test_an_export_with_a_false_declaration_is_refused(tmp_path: Path, check: Any, change: Change, message: str) -> None:
-    with pytest.raises(ExportMismatch, match=message) as refusal:
+    with pytest.raises(ExportMismatch, match=f"^{tmp_path}.*{message}") if message else nullcontext():
         check(tmp_path, change)
-    assert str(tmp_path) in str(refusal.value)
 
 
 def test_scales_in_an_export_that_declares_none_are_refused(tmp_path: Path) -> None:
     none: dict[str, Any] = {"kv_cache_quant_algo": None, "kv_cache_scheme": None}
     with pytest.raises(ExportMismatch, match=r"_scale is unexpected for kv fp16"):
         check_hf(tmp_path, lambda e: e.config.update(none), FP16_POLICY, NO_SCALES)
-
-
-def test_an_export_with_rubbish_is_refused(tmp_path: Path) -> None:
-    check_hf(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"rubbish!")
-    with pytest.raises(ExportMismatch, match=r"not a safetensors file"):
-        validate_unified_hf(tmp_path, FP8_POLICY, "fp8", 2, SCALES)
