@@ -27,7 +27,7 @@ COLOURS = {
 WORDS = {
     "format: .0e": "format: .1%",
     "mean KL [nats/token]": "lost probability of right answers",
-    "'noise floor: ' + format(datum.exact, '.1e')": "'FP16'",
+    "'noise floor: ' + format(datum.exact, '.1e')": "'FP16 (0 %)'",
     "format(datum.limit, '.3~g')": "format(datum.limit, '.0%')",
 }
 """Text of the report's chart -> text of the picture."""

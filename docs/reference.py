@@ -259,7 +259,7 @@ def page() -> str:
         "# Reference",
         "",
         "`python docs/reference.py` writes this page from the code, and a test compares both. "
-        "Exit codes: [README](../README.md#exit-codes).",
+        "Exit codes: [start](start.md#exit-codes).",
         "",
     ]
     parts = [*head, *policies(), *files(), *groups(), *keys()]

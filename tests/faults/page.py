@@ -63,7 +63,7 @@ def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
     yield HEAD.format(
         judged=len(judged),
         refused=len(judged) - len(missed),
-        left=f"\nNot judged yet (`make faults`): {left}." if left else "",
+        left=f"\nNot judged yet: {left}." if left else "",
         sound=sum(one.verdict == "PASS" for one in sound),
         engines=len(sound),
         policies=len(SOUND_ENGINES),
@@ -87,7 +87,8 @@ def _cost(found: Cost | None, fault: Fault) -> str:
     """Return a fault's cost to a user."""
     if fault.harm != "answers":
         return {"memory": "memory", "claim": "a claim"}[fault.harm]
-    return "an error" if found is not None and found.error else _size(None if found is None else found.worst_kl)
+    worst = f"{_size(None if found is None else found.worst_kl)} nats at one token"
+    return "an error" if found is not None and found.error else worst
 
 
 def _gates(now: Outcomes, judged: list[Fault]) -> Iterator[str]:

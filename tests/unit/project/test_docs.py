@@ -95,7 +95,7 @@ def test_the_hosted_workflow_runs_commands_of_ci() -> None:
 
 
 def test_every_exit_code_is_documented_and_no_other() -> None:
-    rows = re.findall(r"^\| (\d+) \|", TEXT["README.md"].partition("| exit code |")[2].partition("\n\n")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \|", TEXT["docs/start.md"].partition("| exit code |")[2].partition("\n\n")[0], re.MULTILINE)
     assert sorted(map(int, rows)) == sorted({0, DEFECT, INTERRUPTED, *EXIT_CODES.values()})
     assert len(set(rows)) == len(rows)
 
