@@ -1,6 +1,9 @@
 """Checks a checkpoint's tokenizer, chat template and weights before any work starts."""
 
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.files import refusal
 from stages.core.errors import OF_THE_MACHINE, UserError, short
+from stages.core.redaction import nobody_reads
 
 TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
 MOST_ADDED = 1024
@@ -47,9 +51,10 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
 
     path = info.path
     try:
-        tokenizer = load_tokenizer(directory)
-        made, other = (tokenizer(text, verbose=False)["input_ids"] for text in TEXTS[:2])
-        decoded = tokenizer.decode(other, skip_special_tokens=True).strip()
+        with _silent():
+            tokenizer = load_tokenizer(directory)
+            made, other = (tokenizer(text, verbose=False)["input_ids"] for text in TEXTS[:2])
+            decoded = tokenizer.decode(other, skip_special_tokens=True).strip()
     except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
         raise
     except BaseException as error:  # tokenizers panics and raises bare exceptions; transformers raises many types
@@ -79,6 +84,18 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
         )
     if "Hello" not in greeting:
         raise refusal(path, "its chat_template leaves out what the user says; give another template")
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Discard what native code prints on descriptor 2: tokenizers prints a backtrace when it panics."""
+    stderr = os.dup(2)
+    nobody_reads(2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _other_tokens(tokenizer: Any, directory: Path) -> str | None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX, MOST_JSON_BYTES, read_json, refusal
 from stages.checkpoints.quantized import TYPES, Shape
-from stages.core.errors import UserError, short
+from stages.core.errors import short
 from stages.core.redaction import printable
 from stages.core.strict import LFS_POINTER, Unreadable, refuse_pointer
 
@@ -46,30 +46,33 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
     shapes = {name: shape for name, (_, shape) in on_disk.items()}
     plain = [(name, name, shape) for name, shape in shapes.items()]
     found = set()
+    about = f"{info.architecture} of {info.shape.layers} layers"
     for stored, name, shape in plain if info.quantized is None else info.quantized.plain(shapes, expected):
         file = on_disk[stored][0]
         found.add(name)
-        if name not in expected and not _is_computed(name):
-            raise UserError(
-                f"model.path={info.path}: {file} holds {printable(stored[:200])}, which config.json has no place for "
-                f"({info.architecture} of {info.shape.layers} layers); give the config.json that belongs to the weights"
+        # transformers computes rotary frequencies and a tied output matrix itself.
+        if name not in expected and name != HEAD and not name.endswith(".rotary_emb.inv_freq"):
+            raise refusal(
+                info.path,
+                f"{file} holds {printable(stored[:200])}, which config.json has no place for ({about}); give the config.json "
+                "that belongs to the weights",
             )
         if shape != expected.get(name, shape):
-            raise UserError(
-                f"model.path={info.path}: {file}: {stored} has shape {list(shape)}, config.json makes it "
-                f"{list(expected[name])}; give the config.json that belongs to the weights"
+            raise refusal(
+                info.path,
+                f"{file}: {stored} has shape {list(shape)}, config.json makes it {list(expected[name])}; give the config.json "
+                "that belongs to the weights",
             )
     missing = sorted(expected.keys() - found)
     if missing:
-        raise UserError(
-            f"model.path={info.path}: {missing[0]} is missing, and {len(missing) - 1} more tensors of {info.architecture} with "
-            f"{info.shape.layers} layers; give the complete checkpoint"
-        )
+        rest = f"{len(missing) - 1} more tensors of {about}"
+        raise refusal(info.path, f"{missing[0]} is missing, and {rest}; give the complete checkpoint")
     if HEAD in found and HEAD not in expected and not _are_equal(info.path, on_disk, HEAD, EMBEDDING):
-        raise UserError(
-            f"model.path={info.path}: {HEAD} differs from {EMBEDDING} in the weights, but config.json says that both are one "
-            "tensor (tie_word_embeddings; in some families true by default), so engines may use either; set "
-            f"tie_word_embeddings=false if the model was trained with two tensors, or else remove {HEAD} from the file"
+        raise refusal(
+            info.path,
+            f"{HEAD} differs from {EMBEDDING} in the weights, but config.json says that both are one tensor "
+            "(tie_word_embeddings; in some families true by default); set tie_word_embeddings=false if the model was trained "
+            f"with two tensors, or else remove {HEAD} from the file",
         )
 
 
@@ -90,10 +93,8 @@ def tensors_on_disk(info: CheckpointInfo) -> dict[str, tuple[str, Shape]]:
             codes += [name] if dtype not in FLOATS else []
     for name in codes:
         if info.quantized is not None and info.quantized.layout(name.rpartition(".")[0], found) is None:
-            raise UserError(
-                f"model.path={info.path}: {found[name][0]}: {printable(name[:200])} holds codes without the scales that "
-                f"{info.quantized.title} has beside them; give the complete checkpoint"
-            )
+            lacking = f"holds codes without the scales of {info.quantized.title}"
+            raise refusal(info.path, f"{found[name][0]}: {printable(name[:200])} {lacking}; give the complete checkpoint")
     _check_index(info, {name: file for name, (file, _) in found.items()})
     return found
 
@@ -140,36 +141,15 @@ def check_tokenizer(info: CheckpointInfo) -> None:
         isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
     ):
         problem = "added_tokens must be a list of tokens, each with id and content"
-    problem = problem or _panic(tokenizer.get("post_processor"))
     if problem is not None:
         raise refusal(info.path, f"tokenizer.json: {problem}; give the checkpoint its own tokenizer")
     about = content.get("tokenizer_config.json", {})
     if about.get("auto_map") and str(about.get("tokenizer_class")) not in TOKENIZER_CLASSES:
-        raise UserError(
-            f"model.path={info.path}: tokenizer_config.json: auto_map names code of the checkpoint's own, which is not run; "
-            f"leave it out, and give tokenizer_class as PreTrainedTokenizerFast where tokenizer.json is all that it takes"
+        raise refusal(
+            info.path,
+            "tokenizer_config.json: auto_map names code of the checkpoint's own, which is not run; leave it out, and give "
+            "tokenizer_class as PreTrainedTokenizerFast if tokenizer.json suffices",
         )
-
-
-def _panic(post: object) -> str | None:
-    """Return the problem of a post-processor that would make the library panic and print lines; None if it is valid."""
-    parts = post.get("processors") if isinstance(post, dict) else None
-    for part in [post, *(parts if isinstance(parts, list) else [])]:
-        known = part.get("special_tokens") if isinstance(part, dict) else None
-        if not isinstance(known, dict):  # the library refuses it without a panic, or it writes no special tokens
-            continue
-        if "B" in _ids(part.get("single"), "Sequence"):
-            return "post_processor.single writes a second text, B"
-        for token in _ids(part.get("single"), "SpecialToken") + _ids(part.get("pair"), "SpecialToken"):
-            if not isinstance(token, str) or token not in known:
-                return f"post_processor writes {short(token)}, which its special_tokens lack"
-    return None
-
-
-def _ids(pieces: object, kind: str) -> list[Any]:
-    """Return the ids of the pieces of a kind that a post-processor writes."""
-    given = [piece.get(kind) for piece in pieces if isinstance(piece, dict)] if isinstance(pieces, list) else []
-    return [about.get("id") for about in given if isinstance(about, dict)]
 
 
 def tokens_beyond(info: CheckpointInfo) -> list[str]:
@@ -178,11 +158,6 @@ def tokens_beyond(info: CheckpointInfo) -> list[str]:
         return []
     added = read_json(info.path, "tokenizer.json").get("added_tokens", [])
     return [token["content"] for token in added if token["id"] >= info.vocab_size and token["content"]]
-
-
-def _is_computed(name: str) -> bool:
-    """Return whether transformers computes a tensor itself: rotary frequencies, or a tied output matrix."""
-    return name.endswith(".rotary_emb.inv_freq") or name == HEAD
 
 
 def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], one: str, other: str) -> bool:

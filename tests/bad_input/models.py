@@ -148,12 +148,6 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("merges that are dropped by chance", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
      (TOKENIZER, "dropout", "0.5")),
     ("a pointer of Git LFS", with_file(TOKENIZER, "version https://git-lfs.github.com/spec/v1"), (TOKENIZER, "git lfs pull")),
-    ("a template of a token that is not there", with_json(TOKENIZER, lambda old: old | {"post_processor": {
-        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
-        "special_tokens": {}}}), (TOKENIZER, "post_processor", "<nope>")),
-    ("a template of two texts for one", with_json(TOKENIZER, lambda old: old | {"post_processor": {
-        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [],
-        "special_tokens": {}}}), (TOKENIZER, "post_processor.single", "B")),
     ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
      ("tokenizer_config.json", "auto_map")),
     ("generation_config with an end beyond the vocabulary",
@@ -200,6 +194,9 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a chat_template with a token beyond the model", with_image_token, ("makes token 1344",)),
     ("tokens that are not decoded", tokenizer_with(decoder=None), ("decodes the tokens of '9 of 10' as",)),
     ("no end", tokenizer_config_with(eos_token=None), ("no eos_token",)),
+    ("a template of a token that is not there", tokenizer_with(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
+        "special_tokens": {}}), (CANNOT,)),
     ("a tokenizer that deletes everything",
      tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("makes the same",)),
 )  # fmt: skip
