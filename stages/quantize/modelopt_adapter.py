@@ -29,6 +29,7 @@ from stages.quantize.recipe import (
     NOTHING,
     SHARED_INPUTS,
     Attributes,
+    ForwardLoop,
     Place,
     QuantizationRecipe,
     check_enabled,
@@ -36,9 +37,6 @@ from stages.quantize.recipe import (
     quantizer_name,
 )
 from stages.quantize.scales import Extremes
-
-ForwardLoop = Callable[[torch.nn.Module], None]
-"""Function that runs every calibration text through a model."""
 
 
 def quantize_model(model: torch.nn.Module, recipe: QuantizationRecipe, forward_loop: ForwardLoop | None) -> None:

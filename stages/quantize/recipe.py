@@ -5,7 +5,7 @@ installed version reads. Keys and values reach their quantizer after the rotary 
 repeated, as BHSD = (batch, num_kv_heads, sequence, head_dim).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from stages.policies.scales import KVScales
 
 Attributes = dict[str, Any]
 """Settings of one quantizer."""
+ForwardLoop = Callable[[Any], None]
+"""Function that runs every calibration text through a model."""
 
 # From 0.47 on "*weight_quantizer" would also quantize the embedding, and pack it if it is not tied.
 LINEAR_WEIGHTS = "*_proj.weight_quantizer"
@@ -112,18 +114,10 @@ def _per_tensor(form: Format) -> Attributes:
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:
     """Raise RuntimeError unless exactly the expected quantizers are enabled: ModelOpt ignores a name that matches nothing."""
-    if enabled.keys() != expected.keys():
-        missing, unexpected = sorted(expected.keys() - enabled.keys()), sorted(enabled.keys() - expected.keys())
-        raise RuntimeError(
-            f"ModelOpt enabled {len(enabled)} quantizers instead of {len(expected)}: "
-            f"missing {_abbreviated(missing)}; unexpected {_abbreviated(unexpected)}"
-        )
+    for name in sorted(enabled.keys() ^ expected.keys()):
+        problem = "missing" if name in expected else "unexpected"
+        raise RuntimeError(f"ModelOpt enabled {len(enabled)} quantizers instead of {len(expected)}: {name} is {problem}")
     for name, attributes in expected.items():
         for key in attributes.keys() & enabled[name].keys():
             if attributes[key] != enabled[name][key]:
                 raise RuntimeError(f"{name}: ModelOpt set {key}={enabled[name][key]}, asked for {attributes[key]}")
-
-
-def _abbreviated(names: list[str], most: int = 4) -> str:
-    listed = ", ".join(names[:most]) or "none"
-    return listed if len(names) <= most else f"{listed} and {len(names) - most} more"

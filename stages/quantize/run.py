@@ -7,7 +7,6 @@ Only the last step depends on the policy, so a model is quantized and measured o
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,11 +27,8 @@ from stages.quantize.materialize import (
     write_dequantized,
     write_plain,
 )
-from stages.quantize.recipe import weight_recipe
+from stages.quantize.recipe import ForwardLoop, weight_recipe
 from stages.quantize.scales import EXTREMES_FILE, read_extremes, static_scales, write_extremes
-
-if TYPE_CHECKING:
-    from stages.quantize.modelopt_adapter import ForwardLoop
 
 CPU = torch.device("cpu")
 CHECKPOINT = "checkpoint"
@@ -173,7 +169,7 @@ def dequantized_weights(model: torch.nn.Module, layers: int) -> dict[str, torch.
     return {f"{name}.weight": adapter.effective_weight(model.get_submodule(name)) for name in names}
 
 
-def forward_loop(subject: str, samples: Sequence[Sequence[int]], progress: Progress) -> "ForwardLoop":
+def forward_loop(subject: str, samples: Sequence[Sequence[int]], progress: Progress) -> ForwardLoop:
     """Return the function that ModelOpt calls to run all texts. `subject` (weights or cache) labels the progress."""
     passes = 0
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pydoc_data.topics
-import shutil
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +38,7 @@ from stages.checkpoints.gguf.convert import convert_gguf
 from stages.checkpoints.gguf.finite import NUMBERS, check_finite
 from stages.checkpoints.gguf.header import GGUFTensor, Header
 from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.gguf.tokenizer import write_tokenizer
 from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.checkpoints.opening import check_opens
@@ -108,8 +108,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-@pytest.mark.parametrize("bits", [(0x7FC0, 0x7E00), (0xFF80, 0xFC00)], ids=["NaN", "-inf"])
-def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, bits: tuple[int, int], tmp_path: Path) -> None:
+def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, tmp_path: Path) -> None:
     form, first, end = NUMBERS[kind]
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     item = np.dtype(NOT_FINITE[form][0]).itemsize
@@ -117,7 +116,7 @@ def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, 
         stored = np.zeros(3 * size, np.uint8)
         if place is not None:  # the upper half of a float32
             upper = size + place + item - 2
-            stored[upper : upper + 2].view("<u2")[:] = bits[form == "F16"]
+            stored[upper : upper + 2].view("<u2")[:] = 0xFC00 if form == "F16" else 0x7FC0  # -infinity, NaN
         with np.errstate(invalid="ignore"):
             dequantized = dequantize(stored.reshape(3, size), GGMLQuantizationType[kind])
         assert np.isfinite(dequantized).all() == (place is None), "gguf itself reads it so"
@@ -127,22 +126,15 @@ def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, 
             check_finite(header)
 
 
-def test_weights_that_change_in_place_are_looked_at_again(tmp_path: Path) -> None:
-    """Change weights so that the file's path, inode, size and time stay the same."""
-    shutil.copytree(locate_checkpoint("pkg://stages.tiny/checkpoint"), tmp_path / "tiny")
+def test_a_weight_that_is_not_finite_is_refused_at_opening_even_in_a_file_that_was_opened_before(tmp_path: Path) -> None:
     gguf = write_gguf(tmp_path / "s.gguf", "Llama", random_model("Llama"))
-    for weights, info in (
-        (tmp_path / "tiny" / "model.safetensors", inspect_checkpoint(tmp_path / "tiny")),
-        (gguf, inspect_gguf(gguf).info),
-    ):
+    info = inspect_gguf(gguf).info
+    check_opens(info)
+    with gguf.open("r+b") as stream:
+        stream.seek(-64, os.SEEK_END)
+        stream.write(b"\xff" * 64)
+    with pytest.raises(UserError, match="not finite"):
         check_opens(info)
-        before = weights.stat()
-        with weights.open("r+b") as stream:
-            stream.seek(-64, os.SEEK_END)
-            stream.write(b"\xff" * 64)
-        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-        with pytest.raises(UserError, match=r"NaN, infinity|not finite"):
-            check_opens(info)
 
 
 @pytest.mark.parametrize(
@@ -156,12 +148,10 @@ def test_weights_that_change_in_place_are_looked_at_again(tmp_path: Path) -> Non
     ],
     ids=lambda value: str(value.get("rope_type", "")),
 )
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_rope_scaling_is_kept(family: str, scaling: dict[str, Any], metadata: dict[str, Any], tmp_path: Path) -> None:
-    model = random_model(family, rope_scaling={**scaling, "rope_theta": 50000.0})
-    architecture = family.lower()
-    keys: dict[str, Any] = {f"{architecture}__rope__scaling__{name}": value for name, value in metadata.items()}
-    out = converted(tmp_path, family, model=model, **keys)
+def test_rope_scaling_is_kept(scaling: dict[str, Any], metadata: dict[str, Any], tmp_path: Path) -> None:
+    model = random_model("Qwen3", rope_scaling={**scaling, "rope_theta": 50000.0})
+    keys: dict[str, Any] = {f"qwen3__rope__scaling__{name}": value for name, value in metadata.items()}
+    out = converted(tmp_path, "Qwen3", model=model, **keys)
     assert inspect_checkpoint(out).rope_scaling == scaling["rope_type"]
     torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-6)
 
@@ -184,7 +174,8 @@ def test_the_rotary_factors_of_llama_3_become_its_scaling_and_other_factors_are_
 
 
 def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
-    convert_gguf(locate_checkpoint(SMOLLM2), tmp_path, progress=lambda *_: None)
+    model = inspect_gguf(locate_checkpoint(SMOLLM2))
+    write_tokenizer(model.vocabulary, model.info.max_positions, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.convert_ids_to_tokens(tokenizer("48213")["input_ids"]) == ["4", "8", "2", "1", "3"]
     assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|im_end|>", 2, 2)
@@ -192,14 +183,13 @@ def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
     assert turn.startswith("<|im_start|>system\n")
     assert turn.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer(turn)["input_ids"][0] == tokenizer.convert_tokens_to_ids("<|im_start|>") == 1
-    for topic, text in list(pydoc_data.topics.topics.items())[::8]:
-        ids = tokenizer(text)["input_ids"]
-        assert 1 not in ids, "no BOS"
-        assert tokenizer.decode(ids) == text, topic
     # the model's own tokenizer.json splits single digits, then applies GPT-2's expression
     own = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
-    for topic, text in list(pydoc_data.topics.topics.items())[::8]:
+    for topic, text in list(pydoc_data.topics.topics.items())[::16]:
+        ids = tokenizer(text)["input_ids"]
+        assert 1 not in ids, "no BOS"
+        assert tokenizer.decode(ids) == text, topic
         assert cut(text) == own.pre_tokenize_str(text), topic
 
 
@@ -225,15 +215,12 @@ def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre: str, text: str,
     [
         ("gpt-2", {}, ([], [])),
         ("llama-bpe", {}, ([1], [])),
-        ("llama-bpe", {"add_bos_token": False}, ([], [])),
-        ("qwen2", {"add_bos_token": True, "add_eos_token": True}, ([1], [2])),
+        ("llama-bpe", {"tokenizer__ggml__add_bos_token": False}, ([], [])),
+        ("qwen2", {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__add_eos_token": True}, ([1], [2])),
     ],
 )
-def test_bos_and_eos_are_added_as_the_metadata_says(
-    pre: str, keys: dict[str, bool], ends: tuple[list[int], list[int]], tmp_path: Path
-) -> None:
-    metadata: dict[str, Any] = {f"tokenizer__ggml__{name}": value for name, value in keys.items()}
-    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre=pre, **metadata))
+def test_bos_and_eos_are_added_as_the_metadata_says(pre: str, keys: Any, ends: Any, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre=pre, **keys))
     plain = tokenizer("ab", add_special_tokens=False)["input_ids"]
     assert tokenizer("ab")["input_ids"] == [*ends[0], *plain, *ends[1]]
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -108,15 +109,14 @@ def test_the_ends_of_a_gguf_equal_those_of_llama_cpp(tmp_path: Path) -> None:
     assert BundleTokenizer(tmp_path / "out").ends == ends
 
 
-CLASSES = ("Llama", "CodeLlama", "Qwen2", "Gemma", "GPT2", "Evil")
-
-
 @pytest.fixture
 def copied(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
 
 
-@pytest.mark.parametrize("name", [f"{name}Tokenizer{fast}" for name in CLASSES for fast in ("", "Fast")])
+@pytest.mark.parametrize(
+    "name", ["LlamaTokenizer", "CodeLlamaTokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "EvilTokenizer"]
+)
 def test_the_named_class_does_not_change_tokens(copied: Path, name: str) -> None:
     changed(copied / "tokenizer_config.json", tokenizer_class=name, add_bos_token=True, legacy=True)
     itself, loaded = Tokenizer.from_file(str(copied / "tokenizer.json")), load_tokenizer(copied)
@@ -135,8 +135,5 @@ def test_a_class_that_loses_spaces_of_a_vocabulary_with_merges_is_refused(copied
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     (copied / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
     changed(copied / "tokenizer_config.json", tokenizer_class=name)
-    if sound:
-        check_opens(inspect_checkpoint(copied))
-        return
-    with pytest.raises(UserError, match=r"model.path=.*tokenizer"):
+    with nullcontext() if sound else pytest.raises(UserError, match=r"model.path=.*tokenizer"):
         check_opens(inspect_checkpoint(copied))

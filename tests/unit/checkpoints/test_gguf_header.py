@@ -43,18 +43,15 @@ def test_a_header_says_what_the_checkpoint_will_be(small: Path) -> None:
     assert (info.vocab_size, info.max_positions) == (VOCAB_SIZE, 512)
 
 
-def moved(content: bytes, name: str, offset: Callable[[int], int]) -> bytes:
-    """Return the bytes of a GGUF with a changed tensor offset in the header."""
-    at = content.index(name.encode()) + len(name)
-    at += 4 + 8 * struct.unpack_from("<I", content, at)[0] + 4
-    (old,) = struct.unpack_from("<Q", content, at)
-    return content[:at] + struct.pack("<Q", offset(old)) + content[at + 8 :]
-
-
 @pytest.mark.parametrize("offset", [lambda _: 0, lambda old: old - 32, lambda old: old + 4, lambda old: old + 32])
 def test_tensors_that_share_bytes_or_leave_a_gap_are_refused(small: Path, tmp_path: Path, offset: Callable[[int], int]) -> None:
-    (tmp_path / "m.gguf").write_bytes(moved(small.read_bytes(), "blk.1.attn_norm.weight", offset))
-    assert "and the tensor before it ends at byte" in refusal(tmp_path / "m.gguf")
+    content, name = small.read_bytes(), b"blk.1.attn_norm.weight"
+    at = content.index(name) + len(name)
+    at += 4 + 8 * struct.unpack_from("<I", content, at)[0] + 4
+    (old,) = struct.unpack_from("<Q", content, at)
+    assert "and the tensor before it ends at byte" in refusal(
+        altered(small, tmp_path / "m.gguf", at, struct.pack("<Q", offset(old)))
+    )
 
 
 def test_every_type_of_tensor_is_one_that_the_package_dequantizes() -> None:
@@ -80,6 +77,7 @@ GEMMA3 = {"gemma3__attention__causal": True}
         ({"llama__block_count": 4_000_000_000}, "llama.block_count=4000000000"),
         ({"llama__block_count": 3}, "tensor blk.2.attn_norm.weight is missing"),
         ({"llama__block_count": 1}, "tensor blk.1.attn_k.weight does not belong to a llama"),
+        ({"attention_bias": True}, "tensor blk.0.attn_k.bias does not belong to a llama"),
         ({"llama__feed_forward_length": 128}, "has shape (96, 64), a llama of this size has it in shape (128, 64)"),
         ({"llama__rope__dimension_count": 8}, "keys, values and rotary embedding must have one width"),
         ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type=longrope is not supported"),
@@ -105,12 +103,9 @@ GEMMA3 = {"gemma3__attention__causal": True}
 )
 def test_what_cannot_be_converted_right_is_refused(keys: dict[str, Any], problem: str, tmp_path: Path) -> None:
     family = "Gemma3" if any(key.startswith("gemma3") for key in keys) else "Llama"
-    assert problem in refusal(write_gguf(tmp_path / "model.gguf", family, random_model(family), **keys))
-
-
-def test_a_bias_that_transformers_would_drop_is_refused(tmp_path: Path) -> None:
-    model = random_model("Llama", attention_bias=True)
-    assert "tensor blk.0.attn_k.bias does not belong to a llama" in refusal(write_gguf(tmp_path / "model.gguf", "Llama", model))
+    model = random_model(family, attention_bias=keys.get("attention_bias", False))
+    metadata = {key: value for key, value in keys.items() if key != "attention_bias"}
+    assert problem in refusal(write_gguf(tmp_path / "model.gguf", family, model, **metadata))
 
 
 def altered(small: Path, path: Path, at: int, content: bytes) -> Path:
@@ -138,14 +133,14 @@ def test_an_altered_header_is_read_or_refused_and_never_a_defect(small: Path, tm
     header_bytes = min(tensor.offset for tensor in read_header(small).tensors.values())
     generator = random.Random(0)
     refusals = []
-    for _ in range(300):
+    for _ in range(100):
         at = generator.randrange(header_bytes)
         path = altered(small, tmp_path / "model.gguf", at, generator.randbytes(generator.choice((1, 4, 8))))
         try:
             inspect_gguf(path)
         except UserError as error:
             refusals.append(str(error))
-    assert len(refusals) > 100
+    assert len(refusals) > 30
     assert all(text.isprintable() for text in refusals)
 
 

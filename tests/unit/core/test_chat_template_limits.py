@@ -37,14 +37,12 @@ class Templated:
     ("template", "problem"),
     [
         (LOOP, "takes more than 0.3 s"),
-        ("{{ 7**(10**9) % 10 }}", "takes more than 0.3 s"),
         ("{{ 'x'.join(['%s' % (7**(10**8))]) }}", "takes more than 0.3 s"),
         ("{{ 'x' * 10**11 }}", "takes more than 1,024 MiB of memory"),
         ("{{ 'x' * (17 * 1024 * 1024) }}", "writes 17,825,792 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails (RecursionError)"),
         ("{{ messages[7].role.upper() }}", "refuses sample 1"),
         ("{{ 1 // 0 }}", "refuses sample 1 (ZeroDivisionError"),
-        ("{{ 1 + 'a' }}", "refuses sample 1 (TypeError"),
     ],
 )
 def test_a_template_that_takes_too_much_is_refused(template: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +62,10 @@ def test_many_samples_are_rendered_in_one_child_and_the_first_that_is_refused_is
         render_all(Templated("{{ 1 // (7 - messages[0].content | int) }}"), samples)
 
 
-def test_an_answer_that_is_begun_and_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_finish_an_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(UserError, "", "ends the process that renders it"):
+        rendering.rendered([lambda: "sound", lambda: os._exit(3)])
+
     def begin(_: object, writes: Connection) -> None:
         os.write(writes.fileno(), b"\0")
         time.sleep(4)
@@ -74,11 +75,6 @@ def test_an_answer_that_is_begun_and_never_ends_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(rendering, "_render", begin)
     with refused(UserError, "", "takes more than 0.3 s"):
         rendering.rendered([lambda: "never"])
-
-
-def test_a_template_that_ends_its_process_is_refused() -> None:
-    with refused(UserError, "", "ends the process that renders it"):
-        rendering.rendered([lambda: "sound", lambda: os._exit(3)])
 
 
 def test_a_template_that_can_leave_thinking_out_does() -> None:

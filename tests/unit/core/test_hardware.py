@@ -53,7 +53,6 @@ def test_a_driver_that_does_not_answer_is_not_taken_for_no_gpu(tmp_path: Path, m
     ("found", "said"),
     [
         ({"version": "10.15.0.1", "compute_capabilities": ["8.9"]}, "TensorRT 10.15.0.1 and SM 8.9"),
-        ({"compute_capabilities": ["12.0"]}, "TensorRT 10.14.1.48 and SM 12.0"),
         ({"compute_capabilities": []}, "TensorRT 10.14.1.48 and no GPU"),
         ({"library": "TensorRT for RTX", "compute_capabilities": ["8.9"]}, "TensorRT for RTX 10.14.1.48 and SM 8.9"),
     ],

@@ -54,14 +54,11 @@ IN_A_KEY = "holds a password or a key, and configurations are printed and logged
     ("override", "said"),
     [
         ("tracking.uri='http://user:hunter2@host'", IN_A_URI),
-        ("tracking.uri='postgresql://user:hunter2@db/mlflow'", IN_A_URI),
         ("tracking.uri='postgresql+x://u:hun/ter2@h'", IN_A_URI),
         ("tracking.uri='postgresql://h/db?user=u&password=hunter2'", IN_A_URI),
         ("tracking.uri='mssql+pyodbc:///?odbc_connect=DRIVER%3DODBC%3BUID%3Du%3BPWD%3Dhunter2'", IN_A_URI),
         ("backend.url=[http://user:hunter2@h/]", f"backend.url: {IN_A_KEY}"),
-        ("tracking.experiment='password=hunter2'", f"tracking.experiment: {IN_A_KEY}"),
         ("tracking.experiment=${oc.env:HF_TOKEN}", f"tracking.experiment: {IN_A_KEY}"),
-        ("model.path=https://u:hunter2@host/model", f"model.path: {IN_A_KEY}"),
         ("workdir=AKIAABCDEFGHIJKLMNOP", f"workdir: {IN_A_KEY}"),
         ("+hydra.job.env_set.X=hf_0123456789abcdefghij", f"hydra.job.env_set.X: {IN_A_KEY}"),
     ],
@@ -86,7 +83,6 @@ def test_a_secret_on_the_command_line_is_refused_unseen_before_any_file_is_writt
         "--config-dir=/data/api_key: no such directory",
         "workdir=my-secret: is not a directory",
         "model.path=../client-secret: no such directory",
-        "C:\\keys\\passwd: is a file",
         "password_file=/run/secrets/db",
     ],
 )
@@ -123,24 +119,13 @@ def test_a_traceback_and_a_table_show_no_secret(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("planted")
-def test_a_librarys_interpreter_gets_no_secret_and_no_cloud_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_program_gets_a_secret_or_a_cloud_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's interpreter, the compiler, and the driver's tool."""
     monkeypatch.setenv("AWS_PROFILE", "staging")
-    script = tmp_path / "worker.py"
-    script.write_text(f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(str(dict(os.environ)))\ninput()\n")
-
-    with Worker(Program("vllm", "vLLM", script, ""), sys.executable, OMP_NUM_THREADS="1"):
-        pass
-    seen = (tmp_path / "seen").read_text()
-    assert "OMP_NUM_THREADS" in seen
-    assert "AWS_" not in seen
-    assert shown(seen) == []
-
-
-@pytest.mark.usefixtures("planted")
-def test_neither_compiler_nor_driver_tool_sees_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cc", "nvidia-smi"):
         (tmp_path / name).write_text(f"#!/bin/sh\nenv >> {tmp_path}/seen\necho {name} 1, 9.0, 580\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "worker.py").write_text(f"import os\nopen({str(tmp_path / 'seen')!r}, 'a').write(str(os.environ))\ninput()\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(compiler, "_processor", lambda: ("x", frozenset(compiler.FEATURES)))
     for cached in (compiler.find_compiler, hardware.gpus):
@@ -148,11 +133,15 @@ def test_neither_compiler_nor_driver_tool_sees_a_secret(tmp_path: Path, monkeypa
     try:
         assert compiler.find_compiler() is not None
         assert hardware.gpus()
+        with Worker(Program("vllm", "vLLM", tmp_path / "worker.py", ""), sys.executable, OMP_NUM_THREADS="1"):
+            pass
     finally:
         for cached in (compiler.find_compiler, hardware.gpus):
             cached.cache_clear()
     seen = (tmp_path / "seen").read_text()
     assert seen.count("PATH=") >= 2
+    assert "OMP_NUM_THREADS" in seen
+    assert "AWS_" not in seen
     assert shown(seen) == []
 
 
@@ -165,20 +154,10 @@ def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
     assert shown(result.stderr) == []
 
 
-@pytest.mark.parametrize(
-    ("names", "secret"),
-    [
-        (
-            "hf_token HF_TOKEN hub.hfToken password db.passwd client_secret secrets.hub api_key apiKey wandb.key",
-            True,
-        ),
-        ("aws.access-key auth Authorization registry.credentials.user", True),
-        ("kv.key.dtype kv.key.granularity kv.key kv.sink_tokens kv.recent_tokens max_new_tokens tokenizer cache.key", False),
-        ("tokens_per_s eos_token pad_token keys monkey gates.max_mean_kl passes", False),
-    ],
-)
-def test_names_of_secrets_are_told_from_names_of_the_domain(names: str, secret: bool) -> None:
-    assert [name for name in names.split() if secret_name(name) != secret] == []
+def test_names_of_secrets_are_told_from_names_of_the_domain() -> None:
+    secret = "hf_token HF_TOKEN hub.hfToken password db.passwd client_secret secrets.hub api_key apiKey wandb.key auth"
+    domain = "kv.key.dtype kv.key kv.sink_tokens max_new_tokens tokenizer cache.key tokens_per_s eos_token keys monkey passes"
+    assert [name for name in f"{secret} {domain}".split() if secret_name(name)] == secret.split()
 
 
 @pytest.mark.parametrize(
