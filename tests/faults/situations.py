@@ -193,6 +193,29 @@ def computed_once(found: Array, step: Step) -> Array:
     return found
 
 
+def note_origin(_: Any, source: Any, child: Any) -> None:
+    child.origin, child.forked_at = source, source.length
+
+
+def inherit_page(release: Any, engine: Any, handle: int) -> None:
+    """When the origin of four forks ends, overwrite the first fork's copy of the page at which they part."""
+    pool = engine.pool
+    row = pool.sequences[handle]
+    heirs = [one for one in pool.sequences.values() if getattr(one, "origin", None) is row]
+    for heir in heirs[:1] if len(heirs) >= 4 else ():
+        number = heir.forked_at // PAGE_TOKENS
+        if heir.forked_at % PAGE_TOKENS and number < min(len(row.pages), len(heir.pages)):
+            for array in [array for name, array in pool.arrays.items() if "pool" in name]:
+                array[heir.pages[number]] = array[row.pages[number]]
+    release(handle)
+
+
+def cut_waiting(generate: Any, _: Any, prompts: Any, *given: Any, **options: Any) -> Any:
+    """Cut prompts that have to wait after 512 tokens."""
+    first = options.get("max_sequences") or len(prompts)
+    return generate([*prompts[:first], *(prompt[:512] for prompt in prompts[first:])], *given, **options)
+
+
 def share_second_page(prefill: Any, engine: Any, handle: int, prompt: Sequence[int]) -> Any:
     """Let live prompts with the same first page share the second page, too."""
     found, pool = prefill(handle, prompt), engine.pool
@@ -278,6 +301,10 @@ FAULTS = [
        given("page_table", one_row_further), engine="graph"),
     of("forks_computed_once", "int8", "in batches of eight or more, forks of one length with the same token are computed once",
        logits(computed_once, lambda step: np.array(len(step.handles) >= 8))),
+    of("first_fork_inherits_a_page", "int8", "when the origin of four forks ends, the first gets the page at which they part",
+       forking(note_origin) + method("pool.release", inherit_page)),
+    of("waiting_prompt_is_cut", "int8", "a prompt that has to wait loses its tokens beyond 512",
+       method("generate", cut_waiting)),
     of("first_page_decides_the_second", "int8", "prompts of one call with the same first page share their second page, too",
        method("_prefill", share_second_page)),
     of("first_41_tokens_share_a_page", "int8", "prompts of one call that share 41 tokens share the first page",

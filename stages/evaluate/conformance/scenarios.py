@@ -33,13 +33,15 @@ LEAVING = 32
 CONTINUED = 6
 """Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
 
-KEPT_CHUNKS, HITS = 8, 9
-"""Maximum number of chunks in a kept prefix, and number of drawn prompts that reuse a part of it."""
+KEPT_CHUNKS, HITS, FLOODS = 8, 9, 3
+"""Maximum number of chunks in a kept prefix, number of drawn prompts that reuse a part of it, and number of unrelated prompts
+of the maximum length that may evict it."""
 
 PROMPTS, SHORT, WAITING = 8, 30, 140
 """Number of different prompts of free answers, of different short prompts, and of waiting prompts in one call."""
-CALLS, ANSWER, REPEATING = 5, 18, 130
-"""Number of calls with the same prompts, maximum tokens of their answers, and tokens of two answers that repeat themselves."""
+CALLS, ANSWER, REPEATING, GOING_ON = 5, 18, 130, 8
+"""Number of calls with the same prompts, maximum tokens of their answers, tokens of two answers that repeat themselves, and
+number of prompts that continue a prompt and its answer."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,9 @@ def batch(test: StressTest) -> None:
     """
     sequences = ragged(test)
     more = [test.sequence("a prompt that joins", test.length(1, 41), test.length(1, 3)) for _ in range(test.largest // 2 + 1)]
-    limits = [min(2, len(sequence.ahead)) for sequence in sequences] + [len(sequence.ahead) for sequence in more]
-    for place in range(max(1, len(sequences) - 2), len(sequences)):
-        limits[place] = len(sequences[place].ahead)
-    asked = [*sequences, *more]
+    whole = sequences[max(1, len(sequences) - 2) :]
+    asked = [*more, *sequences]  # long prompts wait, too
+    limits = [len(one.ahead) if one in whole or one in more else min(2, len(one.ahead)) for one in asked]
     for sequence, answer in zip(asked, test.ask(asked, limits), strict=True):
         sequence.ahead[: len(answer)] = answer
     test.serve(sequences)
@@ -190,6 +191,11 @@ def prefix(test: StressTest) -> None:
         if isinstance(test.engine, SupportsFork) and together < test.largest:
             rows.append(test.fork(rows[-1], "a fork of a prompt with a kept beginning", STEPS))
         test.finish(rows)
+    for _ in range(FLOODS):
+        other = ForcedSequence("", test.draw(test.max_tokens - 1), watched=False)
+        test.prefill(other)
+        test.release(other)
+    test.serve([test.sequence("a kept beginning after many others", [*beginning[: 2 * chunk], *test.draw(5)], STEPS)])
     live = test.sequence("a prompt whose kept beginning is dropped", [*beginning[:chunk], *test.draw(5)], STEPS)
     test.prefill(live)
     if isinstance(test.engine, SupportsForgetting):
@@ -216,15 +222,17 @@ def shared(test: StressTest) -> None:
     rows: list[ForcedSequence] = []
     for number in range(count):
         # Every second row is a fork of the second row before it.
-        rows.append(test.fork(rows[-2] if number > 1 and number % 2 else origin, f"row {number} on one prefix", 3 * STEPS))
+        rows.append(test.fork(rows[-2] if number > 1 and number % 2 else origin, f"row {number} on one prefix", 4 * STEPS))
         rows[-1].ahead[1] = again
         if number >= CONTINUED:
             rows[-1].ahead = list(rows[-1 - CONTINUED].ahead)
     test.decode(*rows, steps=left - 1)
     test.decode(*rows[1::2])  # from here on, the rows differ in length
     test.decode(*rows)
+    test.release(origin)
+    test.decode(*rows)
     kept = rows[2 * count // 3 :]
-    test.release(origin, *rows[: 2 * count // 3])
+    test.release(*rows[: 2 * count // 3])
     fresh = [test.sequence("a new sequence beside them", min(n, length)) for n in (test.length(65, 140), test.length(33, 90))]
     test.prefill(*fresh)
     test.decode(*kept, *fresh, steps=STEPS + 2)
@@ -247,17 +255,22 @@ def offsets(test: StressTest) -> None:
 def answers(test: StressTest) -> None:
     """Generate answers to the same prompts in several calls: in other orders and batches, with other limits and stop tokens.
 
-    Four prompts begin alike, one only within the first page, one within the second. One call has a long queue of short prompts.
+    Five prompts begin alike: one is the beginning itself, and two share only a part of one or two pages. One call has a long
+    queue of short prompts.
     """
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
     within = (test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.length(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
     prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *within)]
-    prompts += [test.draw(int(length)) for length in np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), PROMPTS))]
+    lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), PROMPTS)).astype(int)
+    prompts += [beginning, *map(test.draw, lengths.tolist())]
     asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]
     found = test.ask(asked, [test.length(10, ANSWER) for _ in asked])
     known = [(sequence, answer) for sequence, answer in zip(asked, found, strict=True) if answer]
+    short = sorted(known, key=lambda pair: len(pair[0].prompt))[:GOING_ON]
+    goes_on = [test.sequence("a conversation that goes on", [*one.prompt, *answer, *test.draw(STEPS)]) for one, answer in short]
+    test.ask(goes_on, [ANSWER] * len(goes_on))
     for call in range(CALLS if known else 0):
         chosen = [known[i] for i in test.rng.permutation(len(known))[: test.length(1, len(known))]]
         limits = [test.length(1, len(answer)) if call % 2 else len(answer) for _, answer in chosen]
@@ -272,10 +285,10 @@ def answers(test: StressTest) -> None:
         test.ask(sequences, limits, stops, test.length(1, test.largest), full)
     # The answers to short random prompts repeat themselves.
     test.ask([test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)], [REPEATING] * 2)
-    short = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]
-    short += [short[i] for i in test.rng.integers(0, SHORT, WAITING - SHORT)]
+    waiting = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]
+    waiting += [waiting[i] for i in test.rng.integers(0, SHORT, WAITING - SHORT)]
     limits = np.minimum(test.rng.geometric(0.4, WAITING), PAGE_TOKENS).tolist()
-    test.ask(short, limits, at_once=max(1, test.largest // test.length(2, 6)))
+    test.ask(waiting, limits, at_once=max(1, test.largest // test.length(2, 6)))
 
 
 SCENARIOS = (

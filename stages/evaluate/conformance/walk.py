@@ -22,7 +22,7 @@ TURN_TILES = (120, 112)
 JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES = 11, 24, 22, 12, 5, 10
 """Number of operations of each kind."""
 BORDERS = (-1, 0, 1, -2, 2)
-"""Distances from a page's end, in tokens, at which `run` stops and forks a row."""
+"""Distances from a page's end, in tokens, at which `run` forks a row."""
 EQUAL_TURN = 20
 """Maximum tokens of the turns of equal length that siblings begin with."""
 LAST_STEPS = 4
@@ -55,7 +55,7 @@ def walk(test: StressTest) -> None:
     order = [operations[place] for place in test.rng.permutation(len(operations))]
     if isinstance(test.engine, SupportsExtend):
         order.insert(test.length(0, len(order) // 4), walker.long_turn)  # early, while it has room
-    for operate in order:
+    for operate in [walker.alone, *order, walker.alone]:
         operate()
     walker.finish()
 
@@ -144,16 +144,12 @@ class Walk:
             self._decode(same)
             self._decode(rows)
             return
-        if self.rng.random() < 1 / 4:
-            self._alternate(rows, len(rows) // 2)
+        if self.rng.random() < 1 / 4:  # two batches of equal size in turns
+            half = len(rows) // 2
+            for batch in 2 * (rows[:half], rows[half : 2 * half]):
+                self._decode(batch)
         share = self.rng.random()
         self._decode([row for row in rows if self.rng.random() < share])
-
-    def _alternate(self, rows: Sequence[ForcedSequence], size: int) -> None:
-        """Decode two batches of equal size twice, in turns."""
-        for _ in range(2):
-            self._decode(rows[:size])
-            self._decode(rows[size : 2 * size])
 
     def _reordered(self, rows: list[ForcedSequence]) -> list[ForcedSequence]:
         """Return the rows in the same order, sorted by length, or with some rows in another order or at another place."""
@@ -175,14 +171,18 @@ class Walk:
     def _mixed(self, rows: Sequence[ForcedSequence]) -> list[ForcedSequence]:
         return [rows[place] for place in self.rng.permutation(len(rows))]
 
+    def alone(self) -> None:
+        """Decode every row alone, after a row of similar length: rows with as many pages follow each other."""
+        rows = sorted(self.rows, key=lambda row: len(row.tokens))
+        for row in [*rows, *rows[::-1]]:
+            self._decode([row])
+
     def run(self) -> None:
-        """Decode two rows alone, in turns; decode one to the end of a page while the other rows rest, and fork it."""
+        """Decode a row to the end of a page while the other rows rest; fork it, and decode the forks."""
         row = self._pick()
-        alike = sorted(self.rows, key=lambda other: abs(len(other.tokens) - len(row.tokens)))
-        self._alternate(alike[:2], 1)
         self._decode([row], (next(self.borders) - len(row.tokens)) % PAGE_TOKENS)
-        self._make_room(1, row)
-        self._fork(row)
+        self._make_room(FORKS_AT_ONCE, row)
+        self._decode(list(dict.fromkeys(self._fork(row) for _ in range(FORKS_AT_ONCE))))
 
     def turn(self) -> None:
         """Extend a row once, or twice in succession. A fourth of the turns end with a page, where another begins."""
@@ -204,14 +204,22 @@ class Walk:
             self.test.extend(row, count)
 
     def fork(self) -> None:
-        """Fork a row several times, or fork it, its fork, and so on. Some forks begin with turns of equal length."""
+        """Fork a row several times, or fork it, its fork, and so on. Some forks begin with turns of equal length.
+
+        Often another fork comes first and ends soon. After some of these, the row has a turn of its own.
+        """
         row = min(self._pick(), self._pick(), key=lambda row: len(row.tokens))  # forks of short rows cost less
         chain, count = self.rng.random() < 1 / 2, self.test.length(1, FORKS_AT_ONCE)
         self._make_room(count, row)
         branches = [row]
-        if self.rng.random() < 1 / 2 and (gone := self._fork(row)) is not row:  # its pages serve the next forks
-            self._decode([row, gone])
+        if self.rng.random() < 2 / 3 and (gone := self._fork(row)) is not row:  # its pages serve the next forks
+            rejected = self.rng.random() < 1 / 2
+            if rejected:
+                self._extend(gone, self.test.length(1, EQUAL_TURN))
+            self._decode([gone] if rejected else [row, gone])
             self._end([gone])
+            if rejected:
+                self._extend(row, self.test.length(1, EQUAL_TURN))
         for _ in range(count):
             branches.append(self._fork(branches[-1] if chain else row))
         if self.rng.random() < 1 / 2:

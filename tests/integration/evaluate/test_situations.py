@@ -29,6 +29,8 @@ SCENARIOS = {
     "step_known_by_its_outer_rows": "walk",
     "one_row_joins_in_front": "walk",
     "forks_computed_once": "shared",
+    "first_fork_inherits_a_page": "shared",
+    "waiting_prompt_is_cut": "batch",
     "first_page_decides_the_second": "answers",
     "first_41_tokens_share_a_page": "equal",
     "stops_seen_in_blocks": "answers",
