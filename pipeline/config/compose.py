@@ -29,16 +29,16 @@ from pydantic import ValidationError
 from pipeline.config import CONF
 from pipeline.config.config import STAGES, Config, StageFacts
 from pipeline.config.explain import explain_hydra, explain_validation
-from pipeline.config.launchers import BASIC, LAUNCHER_KEYS, check_sweep
+from pipeline.config.launchers import BASIC, check_installed, refuse_code
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
+    LAUNCHER,
     MOST_JOBS,
     OPTION,
     SEARCHPATH,
     as_text,
     problem_of,
     readable,
-    refuse_code,
     searching,
 )
 from pipeline.config.policies import check_name
@@ -191,9 +191,13 @@ def _parse(overrides: Sequence[str], places: list[str], parser: OverridesParser)
 
 def _planned(overrides: list[Override], multirun: bool, parser: OverridesParser) -> Plan:
     plain, composed = _suited([str(o.input_line) for o in overrides if not o.is_sweep_override()])
-    refuse_code(composed.hydra)
-    keys = [o.key_or_group.removeprefix(LAUNCHER_KEYS) for o in overrides if o.key_or_group.startswith(LAUNCHER_KEYS)]
-    launcher, launcher_config = check_sweep(composed.hydra, keys)
+    launcher = str(composed.hydra.runtime.choices[LAUNCHER])
+    if any(o.key_or_group == SEARCHPATH for o in overrides):
+        check_installed(launcher)
+        typed = {o.key_or_group: str(o.input_line) for o in overrides if is_hydras(o.key_or_group)}
+        others = [line for key, line in typed.items() if key not in (SEARCHPATH, LAUNCHER)]
+        refuse_code(composed.hydra, _composed([f"{LAUNCHER}={launcher}", *others]).hydra)
+    launcher_config: Any = OmegaConf.to_container(composed.hydra.launcher)
     if multirun or composed.hydra.mode == RunMode.MULTIRUN:
         return replace(_sweep(overrides, composed.hydra, parser), launcher=launcher, launcher_config=launcher_config)
     swept = next((as_typed(str(o.input_line)) for o in overrides if o.is_sweep_override()), None)

@@ -4,9 +4,8 @@ A launcher's configuration can name code and shell commands (`_target_`, `setup`
 own, and other keys come from the command line, never from files of --config-dir.
 """
 
-from collections.abc import Collection
+import re
 from importlib.util import find_spec
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
@@ -18,7 +17,6 @@ from stages.core.redaction import leaves
 LAUNCHER_KEYS = "hydra.launcher."
 BASIC = "basic"
 """Hydra's launcher that runs the jobs sequentially in this process."""
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 NO_NUMBER = (
     "a job ends with a verdict, not with a number to minimize; search formats with stage=tune, or list the candidates, "
     "as in -m kv=fp8,int8"
@@ -50,30 +48,16 @@ def check_installed(name: object) -> None:
     raise UserError(f"hydra/launcher={short(str(name))}: no such launcher; choose one of {', '.join(installed())}")
 
 
-def check_sweep(hydra: DictConfig, typed: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Refuse a composition with another sweeper, or with a launcher other than an installed plugin plus the typed keys.
+NOT_CODE = re.compile(r"(runtime|overrides|searchpath|mode|job\.(name|override_dirname)|sweeper\.params)\b")
+"""Keys below `hydra` that differ between compositions without harm."""
 
-    `typed` are the dotted keys below `hydra.launcher` on the command line. Return the launcher's name and its configuration.
-    Interpolations are not resolved.
+
+def refuse_code(hydra: DictConfig, own: DictConfig) -> None:
+    """Refuse what files of --config-dir set below `hydra`: Hydra would import and call it, or a launcher would run it.
+
+    `own` is the same node composed without these files. Interpolations are not resolved.
     """
-    for key in ("launcher", "sweeper"):
-        if not isinstance(hydra[key], DictConfig):
-            raise UserError(f"hydra.{key}={short(hydra[key])}: is no {key} of Hydra; leave it out")
-    sweeper = str(hydra.sweeper.get("_target_"))
-    if sweeper != BASIC_SWEEPER:
-        raise UserError(f"hydra.sweeper._target_={sweeper}: {NO_NUMBER}")
-    target = str(hydra.launcher.get("_target_"))
-    nodes = {option: ConfigStore.instance().load(f"hydra/launcher/{option}.yaml").node for option in installed()}
-    plugins = {option: dict(leaves(OmegaConf.to_container(node))) for option, node in nodes.items()}
-    name = next((option for option, keys in plugins.items() if keys["_target_"] == target), None)
-    if name is None:
-        raise UserError(f"hydra.launcher._target_={target}: is no launcher; choose hydra/launcher={'|'.join(plugins)}")
-    launcher: Any = OmegaConf.to_container(hydra.launcher)
-    shipped, composed = plugins[name], dict(leaves(launcher))
-    for key in {**shipped, **composed}:
-        changed = key not in shipped or key not in composed or composed[key] != shipped[key]
-        if changed and key.rpartition(".")[2] == "_target_":
-            raise UserError(f"hydra.launcher.{key}: names code; leave it out")
-        if changed and not any(f"{key}.".startswith(f"{option}.") or option.startswith(f"{key}.") for option in typed):
-            raise UserError(f"hydra.launcher.{key}: is set by a file, and could name a command; give it on the command line")
-    return name, launcher
+    given, expected = (dict(leaves(OmegaConf.to_container(node))) for node in (hydra, own))
+    for key in {**expected, **given}:
+        if not NOT_CODE.match(key) and given.get(key) != expected.get(key):
+            raise UserError(f"hydra.{key}: is set by a file, and could name code; give it on the command line, or leave it out")

@@ -11,7 +11,6 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import OverrideParseException
-from omegaconf import DictConfig
 
 from pipeline.config import CONF, launchers
 from pipeline.config.explain import suggest
@@ -121,7 +120,7 @@ def _hydra_problem(override: Override, line: str) -> str | None:
     if key == LAUNCHER and plain:
         launchers.check_installed(value)
         return None
-    if key.startswith(LAUNCHER_KEYS) and key != f"{LAUNCHER_KEYS}_target_" and plain:
+    if key.startswith(LAUNCHER_KEYS) and "_target_" not in line and plain:
         return None
     return f"{line}: kvgate sets hydra.* itself; leave it out (only the launcher of a sweep may be another one)"
 
@@ -144,14 +143,3 @@ def _check_option(path: Path, folder: Path) -> None:
                 raise Unreadable(f"nested more than {MOST_DEPTH} deep")
     except (ValueError, OverflowError, yaml.YAMLError) as error:  # not UTF-8, or "\UFFFFFFFF"
         raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())}); correct it") from None
-
-
-def refuse_code(hydra: DictConfig) -> None:
-    """Refuse a composition that would make Hydra import and call code, as a file of --config-dir could request."""
-    loggers = ("handlers", "formatters", "filters", "loggers")
-    for key in ("callbacks", *(f"{log}.{part}" for log in ("job_logging", "hydra_logging") for part in loggers)):
-        node: object = hydra
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, DictConfig) else None
-        if node:
-            raise UserError(f"hydra.{key}: names what Hydra would run; leave it out")

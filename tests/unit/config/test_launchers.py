@@ -99,13 +99,14 @@ def test_any_key_that_is_typed_is_passed_on_to_the_launcher() -> None:
     assert passed == {"partition": "a100", "qos": "high", "tasks_per_node": 2, "additional_parameters": {"nice": 5}}
 
 
+SLURM_LAUNCHER = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 REFUSED: dict[str, tuple[list[str], str]] = {
     "one of another name": (["hydra/launcher=rq"], "no such launcher; choose one of basic, joblib"),
     "two": (["hydra/launcher=basic,joblib"], "kvgate sets hydra.*"),
     "none": (["~hydra/launcher"], "kvgate sets hydra.*"),
     "in another place": (["hydra/launcher@kv=joblib"], "kvgate sets hydra.*"),
     "code": (["hydra/launcher=joblib", "hydra.launcher._target_=os.system"], "kvgate sets hydra.*"),
-    "code below": ([*SLURM, "+hydra.launcher.additional_parameters._target_=os.system"], "names code"),
+    "code below": ([*SLURM, "+hydra.launcher.additional_parameters._target_=os.system"], "kvgate sets hydra.*"),
     "a key of another": (["hydra/launcher=joblib", "hydra.launcher.partition=a"], "the launcher has no such key"),
     "no launcher": (["hydra.launcher.n_jobs=2"], "the launcher has no such key; choose hydra/launcher=NAME"),
     "words for a number": (["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=long"], "timeout_min: Value 'long'"),
@@ -137,28 +138,22 @@ def test_no_job_of_a_sweep_promotes_or_plans(asked: str, why: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra warns about a file with the name of a schema
 @pytest.mark.parametrize(
-    ("file", "text", "said"),
+    ("file", "text", "key"),
     [
-        ("hydra/launcher/joblib.yaml", "_target_: os.system\n", "hydra.launcher._target_=os.system: is no launcher"),
-        (
-            "hydra/launcher/submitit_slurm.yaml",
-            "_target_: hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher\nsetup: [reboot]\n",
-            "hydra.launcher.setup: is set by a file, and could name a command",
-        ),
-        (
-            "experiment/mine.yaml",
-            "launcher: {_target_: hydra_plugins.mine.Launcher}",
-            "hydra_plugins.mine.Launcher: is no launcher",
-        ),
-        ("experiment/mine.yaml", "sweeper: {_target_: hydra_plugins.mine.Sweeper}", "a job ends with a verdict"),
+        ("hydra/launcher/joblib.yaml", "_target_: os.system", "launcher._target_"),
+        ("hydra/launcher/submitit_slurm.yaml", f"_target_: {SLURM_LAUNCHER}\nsetup: [reboot]", "launcher.setup"),
+        ("experiment/mine.yaml", "launcher: {_target_: hydra_plugins.mine.Launcher}", "launcher._target_"),
+        ("experiment/mine.yaml", "sweeper: {_target_: hydra_plugins.mine.Sweeper}", "sweeper._target_"),
+        ("experiment/mine.yaml", "job: {env_set: {LD_PRELOAD: evil.so}}", "job.env_set"),
+        ("kv/mine.yaml", "# @package hydra.callbacks\nevil: {_target_: os.system}", "callbacks"),
     ],
 )
-def test_files_of_config_dir_bring_no_code_in_a_launchers_place(file: str, text: str, said: str, tmp_path: Path) -> None:
+def test_files_of_config_dir_bring_no_code_into_hydra(file: str, text: str, key: str, tmp_path: Path) -> None:
     (tmp_path / file).parent.mkdir(parents=True)
     group, option = str(Path(file).parent), Path(file).stem
     (tmp_path / file).write_text(text if group != "experiment" else f"# @package _global_\nhydra: {{{text}}}\n")
-    with refused(UserError, "", said):
-        plan([f"{group}={option}", "kv=fp8,int8"], multirun=True, folders=[tmp_path])
+    with refused(UserError, f"hydra.{key}", "is set by a file, and could name code"):
+        plan([f"{group}={option}", "kv=fp8,int8" if group != "kv" else "seed=1,2"], multirun=True, folders=[tmp_path])
 
 
 @pytest.mark.parametrize(("name", "library"), [("joblib", "joblib"), ("submitit_slurm", "submitit"), ("ray", "ray")])
