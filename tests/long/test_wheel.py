@@ -65,12 +65,9 @@ def test_a_wheel_made_from_the_source_distribution_is_the_same(built: Path, tmp_
     assert {item.filename: item.CRC for item in ours.infolist()} == {item.filename: item.CRC for item in theirs.infolist()}
 
 
-def test_a_wheel_carries_no_tests_and_no_benchmarks(installed: Path) -> None:
+def test_a_wheel_carries_no_tests_and_brings_the_command_kvgate_whose_interpreter_pip_writes(installed: Path) -> None:
     packages = {path.name for path in installed.iterdir() if path.is_dir() and path.suffix not in (".dist-info", ".data")}
     assert packages == {"pipeline", "stages", "plugins", "conf"}
-
-
-def test_a_wheel_brings_the_command_kvgate_whose_interpreter_pip_writes(installed: Path) -> None:
     (script,) = installed.glob("*.data/scripts/kvgate")
     assert script.read_text().startswith("#!python\n")
 

@@ -26,19 +26,7 @@ FAULTS: tuple[Fault, ...] = ("SIGKILL", "SIGTERM", "ENOSPC", "EIO")
 
 CHANGES = {"os.rename": 1, "os.link": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.chmod": 0, "shutil.copyfile": 1}
 """Audit event -> index of the argument that holds the changed path."""
-STATES = (
-    "create_run",
-    "log_inputs",
-    "log_batch",
-    "log_artifacts",
-    "create_logged_model",
-    "log_model_artifacts",
-    "finalize_logged_model",
-    "create_model_version",
-    "set_logged_model_tags",
-    "log_outputs",
-    "set_terminated",
-)
+STATES = [name for name in dir(MlflowClient) if name.startswith(("create_", "finalize_", "log_", "set_"))]
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
