@@ -18,7 +18,7 @@ from pipeline.chain.inputs import checks
 from pipeline.chain.run import Run
 from pipeline.chain.serving import promotable
 from pipeline.cli import console
-from pipeline.cli.grids import Column, Grid, Value, words
+from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import verdict_lines
 from pipeline.config.compose import Plan
 from pipeline.config.config import Config
@@ -39,7 +39,7 @@ from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Verdict
 from stages.workloads.config import LONG, LONG_QUESTIONS
 
-COLUMNS = Column("artifact", "artifact", kind="text"), Column("job", "job"), *words("is")
+COLUMNS = list(map(Column, ("artifact", "job", "is")))
 
 
 class StandIn(Artifact):

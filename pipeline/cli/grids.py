@@ -25,12 +25,10 @@ def _known(value: Value) -> Value:
 class Column:
     key: str
     """Name in records."""
-    heading: str
-    """Heading, possibly with several lines."""
+    heading: str = ""
+    """Heading, possibly with several lines; by default the key."""
     form: str = ""
     """Format specification of numbers."""
-    kind: Literal["number", "word", "text"] = "number"
-    """Content: numbers, which are aligned right, a few fixed words, or texts, which wrap."""
 
     def text(self, value: Value) -> str:
         """Return a value as text; `-` if it is missing or not finite."""
@@ -40,10 +38,6 @@ class Column:
             return "-"
         text = format(value, self.form)
         return text if len(text) <= (INTEGER_WIDTH if isinstance(value, int) else CELL_WIDTH) else format(value, ".2e")
-
-
-def words(*keys: str) -> list[Column]:
-    return [Column(key, key, kind="word") for key in keys]
 
 
 @dataclass(frozen=True)
@@ -60,20 +54,19 @@ class Grid:
 
     def texts(self) -> list[list[str]]:
         """Return the table as text: the headings, then the rows."""
-        headings = [" ".join(column.heading.split()) for column in self.columns]
+        headings = [" ".join((column.heading or column.key).split()) for column in self.columns]
         return [headings, *([*map(Column.text, self.columns, row)] for row in self.rows)]
 
     def table(self, width: int) -> Table:
-        """Return the table for a terminal of `width` columns. Texts wrap; numbers and words are never cut."""
+        """Return the table for a terminal of `width` columns. Columns with only texts wrap; numbers are never cut."""
         _, *rows = self.texts()
         table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=self.title or None, title_justify="left")
         for index, column in enumerate(self.columns):
-            widest = max(map(len, [*column.heading.split("\n"), *(row[index] for row in rows)]))
-            if column.kind == "text":
-                table.add_column(column.heading, overflow="fold", min_width=min(widest, TEXT_WIDTH))
-            else:
-                side: Literal["left", "right"] = "left" if column.kind == "word" else "right"
-                table.add_column(column.heading, justify=side, no_wrap=True, min_width=widest)
+            heading, numbers = column.heading or column.key, any(isinstance(row[index], int | float) for row in self.rows)
+            widest = max(map(len, [*heading.split("\n"), *(row[index] for row in rows)]))
+            side: Literal["left", "right"] = "right" if numbers else "left"
+            least_width = widest if numbers else min(widest, TEXT_WIDTH)
+            table.add_column(heading, justify=side, no_wrap=numbers, overflow="fold", min_width=least_width)
         least = sum((column.min_width or 0) + 1 for column in table.columns)
         table.width = least if least > width else None
         for row in rows:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from pipeline.cli.grids import Column, Grid, Value, words
+from pipeline.cli.grids import Column, Grid, Value
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
@@ -83,7 +83,7 @@ def sizes(title: str, pieces: Iterable[Piece]) -> Grid:
     for piece in pieces:
         kinds[piece.kind].append(piece)
     rows: list[list[Value]] = [[kind, len(members), decimal(distinct_bytes(members))] for kind, members in kinds.items()]
-    return Grid(title, [*words("kind"), Column("count", "count", ",d"), *words("size")], rows)
+    return Grid(title, [Column("kind"), Column("count", form=",d"), Column("size")], rows)
 
 
 def _piece(root: Path, kind: str, path: Path) -> Piece:

@@ -6,7 +6,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.cli import console
-from pipeline.cli.grids import Column, Grid, words
+from pipeline.cli.grids import Column, Grid
 from pipeline.cli.needs import Inventory, distinct_bytes, last_sweeps, sizes, take_inventory
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
@@ -49,7 +49,7 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
         notes = ", ".join(filter(None, (covered, _missing(digest, inventory))))
         made = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
         rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), made, notes])
-    columns = *words("alias", "version", "engine", "verdict", "registered"), Column("holds", "holds", kind="text")
+    columns = list(map(Column, ("alias", "version", "engine", "verdict", "registered", "holds")))
     console.show("aliases", Grid(f"{model.name}: versions {len(model.versions)}", columns, rows, COLOURS))
     champion = aliases.get("champion")
     if champion is None:
@@ -81,7 +81,7 @@ def _show_sweep(sweep: Summary, inventory: Inventory) -> None:
     missing = f", which has not finished: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""
     title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"
     if rows:
-        first, last = (Column(key, key, kind="text") for key in ("candidate", "because"))
-        console.show("sweep", Grid(title, (first, *words("verdict", "version", "model", "backend"), last), rows, COLOURS))
+        columns = list(map(Column, ("candidate", "verdict", "version", "model", "backend", "because")))
+        console.show("sweep", Grid(title, columns, rows, COLOURS))
     else:
         console.say(escape(title))

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from pipeline.cli import console
 from pipeline.cli.console import duration
-from pipeline.cli.grids import Column, Grid, Value, words
+from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
@@ -21,7 +21,7 @@ from stages.report.exhibit import BASELINE
 from stages.verdict.candidate import Candidate
 
 MEASURES = (
-    (Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
+    (Column("recovery", form=".3f"), "quality/recovery", "1"),
     (Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
     (Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
     (Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
@@ -46,7 +46,7 @@ Columns of speculative decoding are shown only if a candidate has the metric.
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow", BASELINE: "dim"}
-POLICY = Column("policy", "policy", kind="text")
+POLICY = Column("policy")
 
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:
@@ -69,7 +69,7 @@ def comparison(candidates: Sequence[Candidate]) -> Grid:
         rows.append([name, BASELINE, *(_measured(judged, base) for *_, base in shown)])
     for judged in candidates:
         rows.append([judged.name, judged.verdict, *(_measured(judged, own) for _, own, _ in shown)])
-    columns = (POLICY, *words("verdict"), *(column for column, *_ in shown))
+    columns = (POLICY, Column("verdict"), *(column for column, *_ in shown))
     return Grid("KV caches against the FP16-KV engine, on the decode path", columns, rows, COLOURS)
 
 
@@ -81,7 +81,7 @@ def _measured(candidate: Candidate, name: str) -> Value:
 def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
     """Return a table of the findings of a replay, one row per finding, with differences last."""
     ordered = sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status))
-    columns = (*words("what", "replayed"), Column("found", "found", kind="text"))
+    columns = list(map(Column, ("what", "replayed", "found")))
     rows = [[finding.name, finding.status, finding.detail] for finding in ordered]
     return Grid(console.relative(f"{policy} of {model}: {directory}"), columns, rows, FINDING_COLOURS)
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NOISE = """
 import logging, os, sys, warnings
 from pipeline.cli import console
-from pipeline.cli.grids import Column, Grid, words
+from pipeline.cli.grids import Column, Grid
 from stages.core.redaction import redact_output
 redact_output()
 console.configure("json")
@@ -28,7 +28,7 @@ logging.getLogger("kvgate.waits").warning("waiting for a lock")
 logging.getLogger("hub").addHandler(logging.StreamHandler())
 logging.getLogger("hub.files").warning("printed once, by its own handler")
 console.say("[bold]a sentence[/] for people in colour")
-console.show("comparison", Grid("t", [*words("policy"), Column("kl", "KL", ".1e")], [["fp8", float("nan")], ["int8", 0.25]]))
+console.show("comparison", Grid("t", [Column("policy"), Column("kl", "KL", ".1e")], [["fp8", float("nan")], ["int8", 0.25]]))
 with console.progress("round fp8") as progress:
     progress("look at this", 0, 0)
 console.step("round fp8", "/somewhere", 1.5)

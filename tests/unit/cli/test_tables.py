@@ -96,9 +96,9 @@ def test_a_figure_of_some_candidates_is_a_column_with_gaps(
 
 
 COLUMNS = [
-    Column("policy", "policy", kind="text"),
+    Column("policy"),
     *(Column(f"c{i}", f"column\n{i}", form) for i, form in enumerate((",", ".3f", ".1e"))),
-    Column("why", "why", kind="text"),
+    Column("why"),
 ]
 ROWS: list[list[Value]] = [
     ["int4_streaming kv.sink_tokens=4", 2**63, 123456.789, 1e-9, "a remark of several words that wraps"],
