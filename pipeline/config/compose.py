@@ -44,7 +44,7 @@ from pipeline.config.overrides import (
 from pipeline.config.policies import check_name
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from stages.core.errors import UserError, short
-from stages.core.redaction import holds_secret, printable, redact_text
+from stages.core.redaction import holds_secret, leaves, printable, redact_text
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import not_passed
 from stages.verdict.thresholds import Check, Status, Thresholds
@@ -81,14 +81,9 @@ def to_config(composed: DictConfig) -> Config:
 
 def _refuse_secrets(value: object, key: str = "") -> None:
     """Raise UserError for values that hold a secret, since configurations are printed, stored with sweeps and logged."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            _refuse_secrets(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for inner in value:
-            _refuse_secrets(inner, key)
-    elif isinstance(value, str) and key != TRACKING_URI and holds_secret(value):  # tracking.uri has its own check
-        raise UserError(f"{key}: holds a password or a key, and configurations are printed and logged; leave it out")
+    for path, leaf in leaves(value, key):
+        if path != TRACKING_URI and holds_secret(str(leaf)):  # tracking.uri has its own check
+            raise UserError(f"{path}: holds a password or a key, and configurations are printed and logged; leave it out")
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,17 @@
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, get_args
+from itertools import accumulate
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
-from pipeline.config.config import Config
 from pipeline.config.launchers import LAUNCHER_KEYS
 from stages.core.errors import short
-from stages.core.redaction import redact_text
+from stages.core.redaction import leaves, redact_text
 from stages.engines.config import backend_configs
 
 MOST_SHOWN = 400
@@ -22,22 +22,23 @@ MOST_SHOWN = 400
 
 def explain_validation(error: ValidationError, composed: DictConfig) -> list[str]:
     """Return one line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
-    lines = []
+    lines, raw = [], dict(leaves(OmegaConf.to_container(composed)))
     for problem in error.errors(include_url=False):
         location = problem["loc"]
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
             continue  # the problems of the list's items have their own lines
         if location[1:2] == (composed.backend.get("name"),):  # pydantic inserts the tag of the union
             location = location[:1] + location[2:]
-        written = _interpolation(composed, location)
+        *_, key = places = list(accumulate(map(str, location), "{}.{}".format)) or [""]
+        texts = [text for text in map(raw.get, places) if isinstance(text, str)]
+        written = next((text for text in texts if "${" in text), None)  # `${seed}` or `${oc.env:HOME}`, also of the section
         if written is not None and ":" not in written:
             continue  # interpolated from another key, whose problem has its own line
-        key = ".".join(str(part) for part in location)
         # An environment variable may hold a secret, so only its name is shown.
         text: str = problem["msg"]
         value: Any = problem["input"] if written is None else written
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: {_unknown(location, composed.backend.get('name'))}")
+            lines.append(f"{key}: {_unknown(location, composed)}")
             if key == "experiment":
                 lines[-1] = "experiment: its file begins without '# @package _global_'; write that into its first line"
         elif problem["type"] == "union_tag_invalid":
@@ -57,38 +58,16 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
     return lines
 
 
-def _interpolation(composed: DictConfig, location: tuple[int | str, ...]) -> str | None:
-    """Return the interpolation of a key, such as `${seed}` or `${oc.env:HOME}`; None for a plain value."""
-    if not location:  # a problem that concerns several sections
-        return None
-    node: object = composed
-    for part in location:
-        if not isinstance(node, DictConfig) or part not in node:
-            return None
-        if OmegaConf.is_interpolation(node, str(part)):
-            written: Any = OmegaConf.to_container(node, resolve=False)
-            return str(written[part])
-        node = node[part]
-    return None
-
-
-def _unknown(location: tuple[int | str, ...], backend: str | None) -> str:
+def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
     name = str(location[-1])
     owners = [option for option, model in backend_configs().items() if name in model.model_fields]
     if location[0] == "backend" and len(location) == 2 and owners:
         return f"the backend here has no such key; choose one that has: backend={', '.join(owners)}"
-    return f"unknown key{suggest(name, _siblings(location, backend)) or '; leave it out'}"
-
-
-def _siblings(location: tuple[int | str, ...], backend: str | None) -> list[str]:
-    """Return the valid keys next to an unknown key. Below `backend` these are the named backend's keys."""
-    models: list[Any] = [Config]
-    for part in location[:-1]:
-        annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        models = [m for kind in annotations for m in get_args(kind) or (kind,) if hasattr(m, "model_fields")]
-        if part == "backend" and backend is not None:
-            models = [m for m in models if backend in get_args(m.model_fields["name"].annotation)] or models
-    return list(dict.fromkeys(key for model in models for key in model.model_fields))
+    if any(isinstance(part, int) for part in location):  # items of a list need not have all keys
+        return "unknown key; leave it out"
+    siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) if location[:-1] else composed
+    known = [str(key) for key in siblings if key not in (name, "hydra")]
+    return f"unknown key{suggest(name, known) or '; leave it out'}"
 
 
 def suggest(value: str, choices: Sequence[str]) -> str:
