@@ -44,21 +44,17 @@ def test_control_c_finishes_work_in_flight_and_the_same_command_resumes(swept: S
     assert not list(artifacts.glob(".partial/*/*"))
 
 
-def test_the_reference_engine_is_judged_and_promoted_like_the_onnx_engine(swept: Swept) -> None:
+def test_the_reference_engine_gets_the_verdict_of_the_onnx_engine(swept: Swept) -> None:
     work, _ = swept
-    by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", "workloads.batch_size=2")
+    (by_onnx,) = (candidate for candidate in summary(work)["candidates"] if candidate["policy"] == "fp8")
+    engine = ("backend=torch", "backend.device=cpu", "workloads.batch_size=2")
+    result = pipeline(work, "stage=evaluate", "kv=fp8", *engine)
     assert result.returncode == 0, result.stderr
-    by_reference = {c["policy"]: c for c in summary(work)["candidates"]}
-    for kv, candidate in by_reference.items():
-        assert (candidate["backend"], by_engine[kv]["backend"]) == ("torch", "onnxruntime")
-        assert candidate["verdict"] == by_engine[kv]["verdict"]
-        found, expected = (c["metrics"]["quality/kl_mean"] for c in (candidate, by_engine[kv]))
-        assert found == pytest.approx(expected, rel=0.02)
-    assert 0 < by_reference["fp8"]["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
-    promoted = pipeline(work, "stage=promote")
-    assert promoted.returncode == 0, promoted.stderr
-    assert summary(work)["champion"] == "fp8"
+    (by_reference,) = summary(work)["candidates"]
+    assert [(c["backend"], c["verdict"]) for c in (by_reference, by_onnx)] == [("torch", "PASS"), ("onnxruntime", "PASS")]
+    found, expected = (c["metrics"]["quality/kl_mean"] for c in (by_reference, by_onnx))
+    assert found == pytest.approx(expected, rel=0.02)
+    assert 0 < by_reference["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
 
 
 def test_signed_evidence_verifies_and_is_recommended_for_a_use_that_it_covers(swept: Swept, tmp_path: Path) -> None:

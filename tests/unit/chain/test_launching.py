@@ -43,24 +43,6 @@ def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
     console.close()
 
 
-PARALLEL = """
-import os
-from pipeline.chain.launching import launch
-from pipeline.config.compose import plan
-from stages.core.redaction import reserve_stdout
-reserve_stdout()
-planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"], multirun=True)
-launch(planned, lambda config: print(f"{config.kv.name}\\n", end="", flush=True))  # one write
-os.write(1, b"noise")
-"""
-
-
-def test_results_of_jobs_in_other_processes_are_on_stdout() -> None:
-    done = subprocess.run([sys.executable, "-c", PARALLEL], check=True, capture_output=True, text=True, timeout=100)
-    assert sorted(done.stdout.split()) == ["fp8", "int8"], done.stderr
-    assert done.stderr.endswith("noise"), "afterwards, native output is kept off stdout again"
-
-
 SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
 
 
