@@ -32,13 +32,17 @@ FEW = [
 ]
 
 
+MOST_S = 1200
+"""Seconds after which a command hangs, also on a machine that is busy with other tests."""
 SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", "PGPASSWORD": "hunter2-password"}
 
 
 def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
     command = [sys.executable, "-m", "pipeline", f"workdir={work}", *few, *arguments]
     environment = {**os.environ, **SECRETS}
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400, env=environment)
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=MOST_S, env=environment
+    )
 
 
 def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None) -> Ended:
@@ -52,7 +56,7 @@ def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
             patch.setattr(f"{module}.in_child", _in_this_process)
-        done = run_in_fork(case, cwd, seconds=400, limited=False)
+        done = run_in_fork(case, cwd, seconds=MOST_S, limited=False)
     assert done.code is not None, "it takes too long"
     return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)
 
