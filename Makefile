@@ -142,7 +142,7 @@ $(LLAMACPP)/ready: requirements/llamacpp.lock
 	CMAKE_ARGS='-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=$(NO_AMX) -DCMAKE_CXX_FLAGS=$(NO_AMX) -DCMAKE_PROJECT_INCLUDE=$(abspath $(LLAMACPP))/library.cmake' $(LLAMACPP_PIP) --requirement $<
 	touch $@
 
-# Test backend=llamacpp with llama.cpp: the tiny model, and a short evaluation of SmolLM2's own GGUF.
+# Test backend=llamacpp with llama.cpp and the tiny model.
 test-llamacpp: $(VENV)/for-test llamacpp
 	REQUIRE_LLAMACPP=1 KVGATE_LLAMACPP_PYTHON=$(LLAMACPP)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_llamacpp
 

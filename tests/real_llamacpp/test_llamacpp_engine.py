@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints.gguf_files import write_without_tokenizer
+from helpers.checkpoints.gguf_files import write_checkpoint
 from helpers.engines.interpreter_bundles import config_of, write_scales
 from helpers.engines.real_libraries import (
     FIRST,
@@ -52,7 +52,7 @@ def make_engine(checkpoint: Path, out: Path, policy: KVPolicy, python: str, **ch
     """Build a bundle in `out`, as the chain does, and return its engine."""
     out.mkdir(parents=True)
     gguf, config = out.with_suffix(".gguf"), config_of("llamacpp", python, **changes)
-    write_without_tokenizer(gguf, checkpoint)
+    write_checkpoint(gguf, checkpoint)
     scales = write_scales(out.with_suffix(".json"), policy)
     build(checkpoint, out, config, gguf, policy, scales)
     return LlamaCppEngine(out, config)

@@ -1,5 +1,6 @@
 """Small GGUF files, written with llama.cpp's gguf package in the layout of its converter."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,25 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
     return path
 
 
-def write_without_tokenizer(path: Path, checkpoint: Path) -> Path:
-    """Write a Llama checkpoint as a GGUF without a tokenizer, which accepts only token ids."""
+def write_checkpoint(path: Path, checkpoint: Path, kind: str = "F16") -> Path:
+    """Write a Llama checkpoint with a byte-level BPE as a GGUF.
+
+    Its tokenizer splits texts as GPT-2's does, and the model answers worse than with its own.
+    """
     model = load_causal_lm(checkpoint, dtype=torch.float32)
-    keys = dict.fromkeys((key.replace(".", "__") for key in bpe_metadata()), None)
-    keys |= {"tokenizer__ggml__model": "none", "llama__vocab_size": model.config.vocab_size}
-    keys["llama__rope__freq_base"] = float(model.config.rope_parameters["rope_theta"])
-    return write_gguf(path, "Llama", model, "F16", **keys)
+    given = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    ids, controls = given["model"]["vocab"], {token["content"] for token in given["added_tokens"]}
+    keys: dict[str, Any] = {
+        "llama__rope__freq_base": float(model.config.rope_parameters["rope_theta"]),
+        "tokenizer__ggml__tokens": sorted(ids, key=ids.get),
+        "tokenizer__ggml__token_type": [3 if token in controls else 1 for token in sorted(ids, key=ids.get)],
+        "tokenizer__ggml__merges": [" ".join(pair) for pair in given["model"]["merges"]],
+        "tokenizer__ggml__bos_token_id": model.config.bos_token_id,
+        "tokenizer__ggml__eos_token_id": model.config.eos_token_id,
+        "tokenizer__ggml__add_bos_token": True,
+        "tokenizer__chat_template": None,
+    }
+    return write_gguf(path, "Llama", model, kind, **keys)
 
 
 def bpe_metadata() -> dict[str, Any]:
