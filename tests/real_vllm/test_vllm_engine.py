@@ -16,7 +16,6 @@ from helpers.engines.real_libraries import (
     KNOWN_LAYOUT,
     assert_batches_steps_and_answers_agree,
     assert_reads_what_it_stored,
-    mean_kl,
     two_stories,
 )
 from helpers.policies.shipped import conf
@@ -51,7 +50,7 @@ def texts(tiny_checkpoint: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, vllm_python: str) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("vllm")
-    return {kv: make_bundle("vllm", tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp16", "fp8", "fp8_head")}
+    return {kv: make_bundle("vllm", tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp8", "fp8_head")}
 
 
 @pytest.fixture(scope="module")
@@ -85,31 +84,10 @@ def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python
 
 
 @KNOWN_LAYOUT
-def test_a_16_bit_cache_is_the_reference_but_for_rounding(
-    bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str
-) -> None:
-    engine = open_engine(bundles["fp16"], vllm_python)
-    rows = engine.forced_together([(text, FIRST) for text in texts])
-    for number, text in enumerate(texts):
-        replay = assert_reads_what_it_stored(engine, tiny_checkpoint, text, number, rows[number])
-        assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.1
-    engine.close()
-
-
-@KNOWN_LAYOUT
-def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
-    fp8: VllmEngine, texts: list[list[int]], tiny_checkpoint: Path
-) -> None:
-    """docs/backends.md#what-kvgate-found-in-vllm: truncated codes are off by 1/40 of a vector more than the nearest codes."""
-    rows = fp8.forced_together([(text, FIRST) for text in texts])
-    for copy in assert_reads_what_it_stored(fp8, tiny_checkpoint, texts[0], 0, rows[0]).errors[0].values():
-        assert 0.015 < float(copy.engine.mean()) < 0.04
-
-
-@KNOWN_LAYOUT
 def test_layers_that_the_policy_leaves_at_16_bits_are_skipped(
     texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str, tmp_path: Path
 ) -> None:
+    """docs/backends.md#what-kvgate-found-in-vllm: truncated codes are off by 1/40 of a vector more than the nearest codes."""
     exact = {"layers": [0, 3], "key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
     policy = KVPolicy.model_validate({**conf("kv", "fp8"), "name": "fp8_between", "overrides": [exact]})
     bundle = make_bundle("vllm", tiny_checkpoint, tmp_path / "bundle", policy, vllm_python)
@@ -121,24 +99,13 @@ def test_layers_that_the_policy_leaves_at_16_bits_are_skipped(
     replay = assert_reads_what_it_stored(engine, tiny_checkpoint, texts[0], 0, rows)
     off = [float(max(copy.engine.mean() for copy in layer.values())) for layer in replay.errors]
     assert max(off[0], off[3]) < 0.01
-    assert min(off[1:3]) > 0.015, "codes of the other layers are truncated"
+    assert 0.015 < min(off[1:3]) <= max(off[1:3]) < 0.04, "codes of the other layers are truncated"
     assert engine.memory().pool_bytes == 0
     engine.close()
 
 
 def test_batches_and_steps_agree(fp8: VllmEngine, texts: list[list[int]]) -> None:
     assert_batches_steps_and_answers_agree(fp8, texts, 1e-3)
-
-
-def test_the_control_scale_arrives_and_changes_what_is_read(
-    bundles: dict[str, Path], texts: list[list[int]], vllm_python: str
-) -> None:
-    engine = open_engine(bundles["fp8"], vllm_python)
-    before = engine.forced(texts[0], FIRST)
-    engine.corrupt_key_scale(0.1)
-    assert mean_kl(before, engine.forced(texts[0], FIRST)) > 0.05
-    assert engine.delivery()[0].used[Side.KEY] == pytest.approx((KEY_SCALE / 10,))
-    engine.close()
 
 
 def altered(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str, str], dict[str, Tensor]], None]) -> Path:
@@ -158,28 +125,21 @@ def altered(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str,
     return out
 
 
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        ("a file that the index does not name", r"8 defaulted \(layer 0 keys: 0\.04 became the default, 1\.0\)"),
-        ("a layer without its key scale", r"1 missing \(layer 2 keys: the checkpoint lacks it, and 1 is used\)"),
-    ],
-)
 def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
-    bundles: dict[str, Path], vllm_python: str, tmp_path: Path, fault: str, expected: str
+    bundles: dict[str, Path], vllm_python: str, tmp_path: Path
 ) -> None:
     """Alter a checkpoint so that vLLM loads it without an error but reads scale 1.0 instead of the missing scales."""
 
     def lose(_: object, places: dict[str, str], tensors: dict[str, Tensor]) -> None:
-        if fault == "a layer without its key scale":
-            del tensors["model.layers.2.self_attn.k_scale"], places["model.layers.2.self_attn.k_scale"]
-        else:
-            for name in tensors:
-                del places[name]
+        for name in tensors:
+            del places[name]
+        del tensors["model.layers.2.self_attn.k_scale"]
 
     engine = open_engine(altered(bundles["fp8"], tmp_path / "bundle", lose), vllm_python)
-    with pytest.raises(GateRefusal, match=f"the engine does not use the scales of its checkpoint: {expected}"):
+    with pytest.raises(GateRefusal, match="the engine does not use the scales of its checkpoint: ") as refused:
         audit_scales(engine, ())
+    assert "7 defaulted (layer 0 keys: 0.04 became the default, 1.0)" in str(refused.value)
+    assert "1 missing (layer 2 keys: the checkpoint lacks it, and 1 is used)" in str(refused.value)
     engine.close()
 
 
