@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,6 @@ class Plan:
     """One plugin's part of an engine."""
 
     outputs: list[tuple[str, tuple[Triple, ...]]]
-    aliases: dict[int, int]
-    """Output index -> index of the input that it aliases."""
     types: list[str]
     """Data types of the inputs and outputs, as the plugin supports them; all formats are linear."""
     symbol: str
@@ -87,7 +86,7 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
         output_shapes = plugin.get_output_shapes(shapes, [], expressions)
     assert len(output_shapes) == len(output_types) == plugin.get_num_outputs()
     outputs = [tuple(dim.values for dim in dims) for dims in output_shapes]
-    aliases = {i: plugin.get_aliased_input(i) for i in range(len(outputs))}
+    assert [plugin.get_aliased_input(i) for i in range(len(outputs))] == [-1] * len(outputs)
 
     described = [_description(trt, *pair) for pair in zip([*types, *output_types], [*values, *outputs], strict=True)]
     given, made = described[: len(types)], described[len(types) :]
@@ -97,7 +96,7 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
     assert plugin.get_valid_tactics() == []
     plugin.set_tactic(0)
 
-    launch, extras = _Launch(), _Extras()
+    launch, extras = SimpleNamespace(), _Extras()
     with stubs.expressions(trt) as expressions:
         plugin.get_launch_params(shapes, described, len(types), launch, extras, expressions)
     symbol, ptx = plugin.get_kernel([desc.desc for desc in given], [desc.desc for desc in made])
@@ -106,7 +105,6 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
     size = {name: symbolic.expr.values for name, symbolic in vars(launch).items()}
     return Plan(
         outputs=[(kind.name, dims) for kind, dims in zip(output_types, outputs, strict=True)],
-        aliases={output: source for output, source in aliases.items() if source != -1},
         types=[desc.type.name for desc in supported],
         symbol=symbol,
         ptx=ptx.decode(),
@@ -118,21 +116,12 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
 
 
 def declared() -> dict[str, tuple[list[str], dict[str, type], list[str], int]]:
-    """Return the declarations that NVIDIA's parser has read, by operation.
-
-    Each holds the input names, the attributes with their types, the attributes that the implementation takes, and the
-    number of outputs.
-    """
+    """Return, by operation, the input names, attributes and number of outputs that NVIDIA's parser has read."""
     from tensorrt_bindings.plugin import _lib
 
     return {
-        name: (
-            list(found.input_tensor_names),
-            dict(found.input_attrs),
-            list(found.aot_impl_attr_names),
-            found.num_outputs,
-        )
-        for name, found in _lib.QDP_REGISTRY.items()
+        name: (list(read.input_tensor_names), dict(read.input_attrs), list(read.aot_impl_attr_names), read.num_outputs)
+        for name, read in _lib.QDP_REGISTRY.items()
     }
 
 
@@ -152,12 +141,8 @@ def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int | float]) 
     return creator.create_plugin(name, namespace, fields, trt.TensorRTPhase.BUILD, request)
 
 
-class _Launch:
-    """Stand-in for the library's KernelLaunchParams; the plugin sets seven expressions."""
-
-
 class _Extras(dict[int, Any]):
-    """Stand-in for ISymExprs."""
+    """Stand-in for ISymExprs. A launch's parameters are a SimpleNamespace with seven expressions."""
 
     nbSymExprs = -1
 
