@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.checkpoints.gguf_files import random_model, write_gguf
 from helpers.policies.ggml import form_of
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.engines.interpreter.process import CHANNEL
 from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.backend import cache_types, rotates
@@ -52,15 +51,6 @@ def test_llama_cpps_own_rotation_is_accepted(head_dim: int, key: str) -> None:
     assert rotates(policy, head_dim)
     assert not rotates(policy_of(form_of("q8_0"), FP16), head_dim)
     assert list(cache_types(policy, head_dim).values()) == ["q8_0", "q4_0"]
-
-
-@pytest.mark.parametrize("python", ["null", "/no/such/python"])
-def test_a_missing_interpreter_is_named_with_its_command(python: str, tmp_path: Path) -> None:
-    model = random_model("Llama", head_dim=64, max_position_embeddings=32768)
-    given = [f"model.path={write_gguf(tmp_path / 'model.gguf', 'Llama', model)}", "workloads=builtin", "kv=llamacpp_q8_0"]
-    (job,) = plan([*given, "backend=llamacpp", f"backend.python={python}"], multirun=False).jobs
-    with pytest.raises(MissingRequirement, match=rf"^backend\.python={python}: .*make llamacpp compiles it"):
-        check_inputs(job)
 
 
 def test_a_checkpoint_is_refused_with_the_converter_that_writes_a_gguf_of_it() -> None:

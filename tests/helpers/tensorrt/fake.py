@@ -4,15 +4,12 @@ It is as strict as TensorRT: shapes must lie in the profile, every tensor needs 
 must be given, and output shapes follow from the input shapes.
 """
 
-import ctypes
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
@@ -35,8 +32,6 @@ trt = SimpleNamespace(
 )
 LIBRARY = Library("tensorrt_rtx", trt, SimpleNamespace(lines=[]))
 STREAM = 0x5EED
-NUMPY = {"FLOAT": "f4", "HALF": "f2", "INT8": "i1", "INT32": "i4", "INT64": "i8", "FP8": "u1"}
-"""numpy type with the same bytes, by the name of a trt.DataType."""
 
 
 def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, **changes: Any) -> Path:
@@ -90,16 +85,12 @@ class FakeEngine:
         self.inputs = {t.name: t for t in record.inputs[mode]}
         self.profile = record.limits(policy).ranges(mode)
         # If weights were inputs, ONNX Runtime would sum in another order, and codes of new tokens would round to
-        # neighbours. So weights are constants here, and a run checks that the bound weights are equal to them.
+        # neighbours. So weights are constants here.
         self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
         model = onnx.load(graph)
-        values = computed_with(model)
-        self.weights = {
-            weight.name: values[weight.name].astype(NUMPY[self.inputs[weight.name].dtype]) for weight in record.weights
-        }
+        self.weights = {weight.name for weight in record.weights}
         self.types = {v.name: v.type.tensor_type.elem_type for v in [*model.graph.input, *model.graph.output]}
         self.contexts: list[FakeContext] = []
-        self.caches: list[object] = []
         self.capturable = True
 
     @property
@@ -113,12 +104,8 @@ class FakeEngine:
         config = SimpleNamespace(strategy=None, dynamic_shapes_kernel_specialization_strategy=None)
         config.set_execution_context_allocation_strategy = lambda strategy: setattr(config, "strategy", strategy)
         config.create_runtime_cache = object
-        config.set_runtime_cache = self._set_runtime_cache
+        config.set_runtime_cache = lambda cache: cache is not None
         return config
-
-    def _set_runtime_cache(self, cache: object) -> bool:
-        self.caches.append(cache)
-        return True
 
     def create_execution_context(self, config: Any) -> "FakeContext":
         assert config.strategy == trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -184,8 +171,6 @@ class FakeContext:
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert stream_handle == STREAM
         assert self.memory >= self.engine.device_memory_size_v2
-        for name in self.engine.weights:
-            self._check_weight(name)
         binding = self.engine.session.io_binding()
         for tensor in self.engine.tensors:
             if tensor.name in self.engine.weights:
@@ -196,16 +181,3 @@ class FakeContext:
         self.engine.session.run_with_iobinding(binding)
         self.runs += 1
         return True
-
-    def _array(self, tensor: GraphTensor) -> npt.NDArray[Any]:
-        """Return the memory bound to an input or output."""
-        kind, shape = np.dtype(NUMPY[tensor.dtype]), self._shape(tensor)
-        memory = (ctypes.c_uint8 * (kind.itemsize * math.prod(shape))).from_address(self.addresses[tensor.name])
-        array: npt.NDArray[Any] = np.ctypeslib.as_array(memory).view(kind).reshape(shape)
-        return array
-
-    def _check_weight(self, name: str) -> None:
-        expected = self.engine.weights[name]
-        assert self.shapes[name] == expected.shape
-        if not self.runs:
-            assert np.array_equal(self._array(self.engine.inputs[name]), expected), name

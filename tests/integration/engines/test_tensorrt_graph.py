@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from helpers.engines.random_llama import BY_NAME, LAYERS, make_bundle
-from helpers.tensorrt.graphs import INT4_KEYS, SM, Surgery, forced, operate, surgeries
+from helpers.engines.random_llama import BY_NAME, LAYERS
+from helpers.tensorrt.graphs import INT4_KEYS, SM, Surgery, forced, surgeries
 
 from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
@@ -26,7 +26,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
     return surgeries(tmp_path_factory)
 
 
-def test_layers_that_the_kernels_support_get_two_plugins_and_share_a_work_list(
+def test_layers_that_the_kernels_support_get_two_plugins_which_alone_take_the_pools(
     graphs: dict[str, Surgery],
 ) -> None:
     both, one = graphs["fp8k_int4v"], graphs["aged"]
@@ -42,29 +42,9 @@ def test_layers_that_the_kernels_support_get_two_plugins_and_share_a_work_list(
                 assert (f"PagedAttention_{layer}" in functions) == (not taken)
                 assert any(node.op_type == f"PagedAttention_{layer}" for node in model.graph.node) == (not taken)
                 assert f"QuantizeKey_{layer}" in functions
-
-
-def test_no_plan_widens_the_pool_of_a_layer_that_the_kernels_hold(graphs: dict[str, Surgery]) -> None:
-    """The pools of such a layer are inputs of the plugin only."""
-    for surgery in graphs.values():
-        for model in (surgery.model, surgery.prefill):
-            for layer in surgery.layers.layouts:
-                pools = (f"key_pool.{layer}", f"value_pool.{layer}")
-                takers = {node.domain for node in model.graph.node if set(pools) & set(node.input)}
-                assert takers == {"kv"}
-                (attend,) = (node for node in model.graph.node if f"key_pool.{layer}" in node.input)
-                assert any(attribute.name == "plugin_namespace" for attribute in attend.attribute)
-
-
-def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(decoder: Path, tmp_path: Path) -> None:
-    """Other reasons: tests/unit/engines/test_kernel_policies.py."""
-    policy = BY_NAME["int8_asym"]
-    surgery = operate(make_bundle(decoder, tmp_path / policy.name, policy), policy)
-    reason = "kv.key.symmetric=false: the CUDA kernels have no zero points"
-    assert surgery.layers.layouts == {}
-    assert [str(refusal) for refusal in surgery.layers.refusals.values()] == [reason] * LAYERS
-    for name, model in (("decode", surgery.model), ("prefill", surgery.prefill)):
-        assert model == onnx.load(surgery.onnx_bundle / f"{name}.onnx", load_external_data=False)
+                pools = {f"key_pool.{layer}", f"value_pool.{layer}"}
+                takers = {node.domain for node in model.graph.node if pools & set(node.input)}
+                assert not taken or takers == {"kv"}, "no plan widens these pools"
 
 
 def test_the_work_is_divided_for_the_programs_that_run_at_once_on_the_building_gpu(
@@ -141,6 +121,8 @@ def test_a_bundles_graphs_are_replaced_and_layers_without_the_plugin_have_their_
     given: dict[Mode, Path] = {mode: surgery.onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     written, native = with_plugin(given, tmp_path, surgery.bundle.model, surgery.limits, sm=SM)
     assert native == {1: INT4_KEYS}
+    without = replace(surgery.limits, policy=BY_NAME["int8_asym"])  # formats that the kernels do not support
+    assert with_plugin(given, tmp_path, surgery.bundle.model, without, sm=SM)[0] is given
     for mode, operation in (("decode", "decode_partial"), ("prefill", "context_partial")):
         model = onnx.load(written[mode], load_external_data=False)  # type: ignore[index]
         operators = {node.op_type for node in model.graph.node}
