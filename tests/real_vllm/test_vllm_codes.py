@@ -13,7 +13,6 @@ from torch import Tensor
 
 from stages.engines.reference.formats import quantize
 from stages.policies.arithmetic_torch import unpack
-from stages.policies.formats import Format
 from stages.policies.vllm_token_head.arithmetic_torch import signs, token_head
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "engines" / "vllm_kernels.py"
@@ -57,27 +56,19 @@ def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
-def same_values(slot: npt.NDArray[np.uint8], values: Tensor, form: Format) -> None:
-    """Compare vLLM's bytes with codes, scales and minima."""
-    ours = quantize(values, form, None)
-    assert ours.scale is not None
-    assert ours.zero is not None
-    assert np.array_equal(nibbles(slot[..., :-4]), (unpack(ours.codes, 4) + 8).numpy().astype(np.uint8))
-    assert np.array_equal(slot[..., -4:-2], ours.scale.view(torch.uint8).numpy())
-    assert np.array_equal(slot[..., -2:], ours.zero.view(torch.uint8).numpy())
-
-
-def test_turboquant_k8v4_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
+def test_four_bit_caches_are_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
+    """Compare codes, scales and minima of turboquant_k8v4, then codes and scales of int4_per_token_head."""
     (keys, values), theirs = stored
     slot, dim = theirs["turboquant"], keys.shape[-1]
     assert slot.shape[-1] == dim + dim // 2 + 4
     assert np.array_equal(slot[..., :dim], keys.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
-    same_values(slot[..., dim:], values, SHIPPED["vllm_k8v4"].value)
-
-
-def test_int4_per_token_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
-    x, theirs = stored
-    for states, side in zip(x, ("key", "value"), strict=True):
+    ours = quantize(values, SHIPPED["vllm_k8v4"].value, None)
+    assert ours.scale is not None
+    assert ours.zero is not None
+    assert np.array_equal(nibbles(slot[..., dim:-4]), (unpack(ours.codes, 4) + 8).numpy().astype(np.uint8))
+    assert np.array_equal(slot[..., -4:-2], ours.scale.view(torch.uint8).numpy())
+    assert np.array_equal(slot[..., -2:], ours.zero.view(torch.uint8).numpy())
+    for states, side in ((keys, "key"), (values, "value")):
         codes, scale = token_head(states)
         assert np.array_equal(nibbles(theirs[side]), codes.numpy())
         assert np.array_equal(theirs[f"{side}_scale"].view(np.int32), scale[..., 0].numpy().view(np.int32))

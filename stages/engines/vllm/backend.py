@@ -5,7 +5,7 @@ Unsupported configurations are refused before any work.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 from pydantic import Field
@@ -44,17 +44,11 @@ class VllmDescription(protocol.Description):
     """Cache types that this machine does not support -> reason."""
 
 
-class LayerScales(StrictModel):
-    """The scales that one attention layer reads."""
-
-    key: list[float]
-    value: list[float]
-
-
 class VllmFacts(StrictModel):
     """Answer to `facts`: scales and blocks of a loaded engine."""
 
-    scales: list[LayerScales]
+    scales: list[dict[Literal["key", "value"], list[float]]]
+    """The scales that each attention layer reads."""
     block_tokens: Annotated[int, Field(ge=1)]
     block_bytes: Annotated[int, Field(ge=1)]
     """Bytes of one block over all layers."""

@@ -1,11 +1,12 @@
 """The engine of vLLM."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from stages.engines.interface import ForcedRequest
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import Bytes, ShowingEngine, whole
-from stages.engines.vllm.backend import PROGRAM, LayerScales, VllmBundle, VllmFacts, on_cpu
+from stages.engines.vllm.backend import PROGRAM, VllmBundle, VllmFacts, on_cpu
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import Format
@@ -99,11 +100,10 @@ class VllmEngine(ShowingEngine):
             carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
         return [LayerDelivery(dict(given), self._used(layer)) for given, layer in zip(carried, used, strict=True)]
 
-    def _used(self, layer: LayerScales) -> dict[Side, tuple[float, ...]]:
+    def _used(self, layer: Mapping[Literal["key", "value"], Sequence[float]]) -> dict[Side, tuple[float, ...]]:
         """Return the scales that a layer reads. With several workers vLLM lists one scale per head even for a shared scale."""
-        read = {Side.KEY: layer.key, Side.VALUE: layer.value}
         by_head = self.policy.key.granularity == "per_head"
-        return {side: tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in read.items()}
+        return {Side(side): tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in layer.items()}
 
     def close(self) -> None:
         super().close()

@@ -124,16 +124,12 @@ def test_scales_in_a_file_that_the_index_does_not_name_are_not_loaded(tmp_path: 
     assert "defaulted: layer 0 keys: 0.5 became the default, 1.0" in said
 
 
-def test_a_separate_file_of_older_modelopt_is_read(tmp_path: Path) -> None:
+def test_a_separate_file_of_older_modelopt_is_read_and_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
     model = write(tmp_path / "model", None, PROJECTIONS)
-    (model / "hf_quant_config.json").write_text(
-        json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
-    )
+    declared = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (model / "hf_quant_config.json").write_text(json.dumps(declared))
     assert said_of(model) == []
-
-
-def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    model = write(tmp_path / "model", COMPRESSED, {"model.layers.0.self_attn.k_scale": np.zeros(1, np.int8)})
+    write(model, COMPRESSED, {"model.layers.0.self_attn.k_scale": np.zeros(1, np.int8)})
     with pytest.raises(UserError, match="k_scale is I8"):
         audit(model)
 
