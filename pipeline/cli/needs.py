@@ -34,7 +34,7 @@ from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel, locate
 from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, read_manifest
 from stages.core.digest import file_digest, files_digest
-from stages.core.errors import Refusal, UserError
+from stages.core.errors import Refusal, UserError, describe
 
 UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
 """Kinds of pieces that are not artifacts: resumable work of an interrupted command, and temporary directories."""
@@ -130,7 +130,7 @@ class Inventory:
         except Refusal as error:
             self.problems.append(error)
         except OSError as error:
-            self.problems.append(UserError(str(error)))
+            self.problems.append(UserError(describe(error)))
 
 
 def take_inventory(config: Config) -> Inventory:
@@ -139,8 +139,9 @@ def take_inventory(config: Config) -> Inventory:
     for piece in inventory.pieces:
         if piece.kind == "identity":
             with inventory.noting_problems():
+                lineage = read_lineage(piece.path / IDENTITY_FILE)
                 digest = file_digest(piece.path / IDENTITY_FILE)
-                inventory.lineages[digest] = read_lineage(piece.path / IDENTITY_FILE)
+                inventory.lineages[digest] = lineage
                 inventory.identity_places[digest].add(piece.place)
     for sweep in summary.sweeps(config.work):
         with inventory.noting_problems():

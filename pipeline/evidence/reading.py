@@ -5,6 +5,7 @@ There are two layouts. In the artifact store, evidence is in `identity/KEY/` and
 version in the second layout.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -67,7 +68,7 @@ def find_evidence(directory: Path) -> list[Path]:
         UserError: the directory has neither, or the evidence is unreadable.
         MissingRequirement: the bundle was not judged.
     """
-    if (directory / IDENTITY_FILE).is_file():
+    if os.path.lexists(directory / IDENTITY_FILE):
         return [directory]
     if not any((directory / name).exists() for name in (BUNDLE_FILE, REPORT_FILE, "engine")):
         raise UserError(
@@ -117,7 +118,7 @@ def bundle_of(directory: Path, role: Role, identity: Lineage) -> Path | None:
 def identities(store: Path) -> dict[str, Path]:
     """Return the evidence in a store: the sha256 of every identity.json -> its directory."""
     paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"), reverse=True)  # of equal identities the first counts
-    return {file_digest(path): path.parent for path in paths}
+    return {file_digest(path): path.parent for path in paths if path.is_file()}
 
 
 def registered_evidence(known: Mapping[str, Path], version: Version) -> Evidence:

@@ -208,6 +208,7 @@ class Engines:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
             now = registry.read()
+            now.check("champion")
             old = now.aliases.get("champion")
             if old == best.version:
                 return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)

@@ -206,6 +206,7 @@ def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
         except (GateRefusal, MissingRequirement) as error:
             where = f"routing.routes.{workload}={engine.candidate.name}"
             raise type(error)(f"{where}: version {engine.candidate.version} is not proven: {error}") from error
+        engines.model.check(alias_of(workload))
         before = route_of(engines.model, workload)
         after = before.moved_to(engine.candidate.version)
         if after != before:

@@ -98,18 +98,18 @@ def last_judged(workdir: Path) -> Summary | None:
 
 def _read(workdir: Path, name: str) -> Summary | None:
     """Return a summary; None if the file does not exist. Raises UserError if the file is damaged."""
+    problem = "it lacks fields"
     try:
         summary = Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
-        return summary.model_copy(update={"candidates": tuple(one.below(workdir) for one in summary.candidates)})
+        if summary.model_fields_set == Summary.model_fields.keys():  # `{}` is no sweep without candidates
+            return summary.model_copy(update={"candidates": tuple(one.below(workdir) for one in summary.candidates)})
     except Unreadable as error:
         if not os.path.lexists(workdir / name):
             return None
         raise UserError(f"workdir={workdir}: {name} {error}") from error
     except ValidationError as error:
         problem = first_problem(error)
-        raise UserError(
-            f"workdir={workdir}: {name} is damaged, or of another kvgate ({problem}); remove it and evaluate again"
-        ) from error
+    raise UserError(f"workdir={workdir}: {name} is damaged, or of another kvgate ({problem}); remove it and evaluate again")
 
 
 def _write(path: Path, summary: Summary) -> None:
@@ -140,9 +140,15 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None =
 
     Return the summary in `summary.json` before, for `forget`; None if there was no file.
     """
-    before = _read(workdir, FILE)
-    note(workdir, sweep, names=tuple(names), began=time.time(), command=command and redact_text(command))
-    return before
+    before: list[Summary | None] = []
+
+    def change(old: Summary) -> Summary:
+        before.append(_read(workdir, FILE))  # under the lock, since another command may be writing it
+        about = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
+        return old.model_copy(update=about)
+
+    _update(workdir, sweep, change)
+    return before[0]
 
 
 def forget(workdir: Path, sweep: str, before: Summary | None) -> None:

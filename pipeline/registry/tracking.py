@@ -134,6 +134,14 @@ class RegisteredModel:
         """Alias -> version, as servers read it. A version that was deleted from the store has no tags."""
         return {alias: self.versions.get(number, Version(number, {})) for alias, number in self.aliases.items()}
 
+    def check(self, alias: str) -> None:
+        """Raise UserError if an alias points at a version that does not exist: no other alias can be set to it."""
+        number = self.aliases.get(alias)
+        if number is not None and number not in self.versions:
+            raise UserError(
+                f"the alias {alias} of {self.name} points at version {number}, which does not exist; delete the alias in MLflow"
+            )
+
     def left(self, workload: str) -> set[str]:
         """Return the versions that a route left because they broke."""
         return set(filter(None, self.tags.get(f"{LEFT}{workload}", "").split(",")))

@@ -28,6 +28,7 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
 SUMMARIES: tuple[tuple[str, str | bytes], ...] = (
     ("no JSON", "{"),
     ("of another version", '{"schema_version": 99, "candidates": []}'),
+    ("an object without fields", "{}"),
 )
 
 LINE = {"prompt": "Copy: abc", "reference": "abc", "check": "exact"}
