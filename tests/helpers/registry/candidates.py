@@ -1,4 +1,4 @@
-"""Candidates with minimal evidence on disk, enough to register and promote them."""
+"""Candidates with minimal evidence on disk, and an in-memory registry of them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,9 @@ from typing import Any
 
 from helpers.verdicts.reports import report as make_report
 from helpers.verdicts.reports import row
+from pipeline.config.policies import shipped_policies
 from pipeline.registry.promotion import Engines, Finding, RegisteredEngine, Registry
+from pipeline.registry.routing import route
 from pipeline.registry.tracking import LEFT, RegisteredModel, Version
 from stages.core.digest import file_digest, files_digest, tree_files
 from stages.core.errors import GateRefusal
@@ -17,8 +19,11 @@ from stages.policies.policy import FP16_POLICY
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Limits
 from stages.verdict.gates import Decide
-from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.thresholds import Status, Verdict
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, load_report, load_rows
+from stages.verdict.thresholds import Check, Gate, LineStatus, Status
+
+POLICIES = {policy.name: policy for policy in shipped_policies()}
+CLASSES = ("retrieval", "copy")
 
 
 def judged_candidate(
@@ -38,7 +43,7 @@ def judged_candidate(
     (engine / "weights.bin").write_bytes(b"weights")
     (baseline / "bundle.json").write_text("{}")
     engine_digest, baseline_digest = (files_digest(tree_files(path)) for path in (engine, baseline))
-    rows = [row("copy", 0)]
+    rows = [row(name, 0) for name in CLASSES]
     if report is None:
         report = make_report(rows, engine_digest=engine_digest, baseline_digest=baseline_digest).model_dump_json()
     (evidence / REPORT_FILE).write_text(report)
@@ -70,25 +75,20 @@ def evidence_digest(report: Path) -> str:
     return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(report.with_name(SAMPLES_FILE))})
 
 
-def replay_without_findings(_candidate: Candidate) -> Sequence[Finding]:
-    """Return the findings of a replay that found no differences."""
-    return ()
-
-
-def decide_pass(report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
-    """Return a PASS for any report."""
-    covered = None if report.limits is None else str(report.limits)
-    return Verdict(status="PASS", reasons=[], checks=[], samples_needed={}, covered=covered)
+def compare_identity(candidate: Candidate) -> Sequence[Finding]:
+    """Replay the evidence of a candidate: compare only its identity's digest."""
+    same = file_digest(candidate.identity.path) == candidate.identity.digest
+    return [Finding("identity", "same" if same else "differs", "its sha256")]
 
 
 def engines_of(
     registry: Registry,
     candidates: Iterable[Candidate],
-    replay: Callable[[Candidate], Sequence[Finding]] = replay_without_findings,
+    replay: Callable[[Candidate], Sequence[Finding]] = compare_identity,
     decide: Decide | None = None,
     **changes: Any,
 ) -> Engines:
-    """Return the registered engines of candidates. By default their replay finds no difference and their verdicts stay.
+    """Return the registered engines of candidates, whose verdicts stay if `decide` is None.
 
     `changes` are fields of every engine.
     """
@@ -104,31 +104,58 @@ def engines_of(
             {"covered": report.limits and str(report.limits)} if decide is None else Candidate.decided(decide(report, rows))
         )
         candidate = candidate.model_copy(update=decided)
-        workloads = frozenset(one.workload for one in rows)
-        engine = RegisteredEngine(candidate, report.limits, Limits(), FP16_POLICY, workloads, partial(replay, candidate))
+        policy, workloads = POLICIES.get(candidate.policy, FP16_POLICY), frozenset(one.workload for one in rows)
+        engine = RegisteredEngine(candidate, report.limits, Limits(), policy, workloads, partial(replay, candidate))
         return replace(engine, **changes)
 
     return Engines(registry, read)
 
 
 class MemoryRegistry:
-    """An in-memory registry that records the order of alias moves."""
+    """An in-memory registry that records replays and the order of alias moves."""
 
     def __init__(self, folder: Path) -> None:
-        self.lock = folder / "lock"
+        self.folder, self.lock = folder, folder / "lock"
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.routes_left: dict[str, set[str]] = {}
         self.moves: list[tuple[str, str]] = []
-        self.candidates: list[Candidate] = []
+        self.candidates: dict[str, Candidate] = {}
+        self.replays: list[str] = []
 
     def add(self, candidate: Candidate) -> Candidate:
         """Register a candidate as the next version; return it with the version."""
         version = str(len(self.versions) + 1)
         tags = {"kv": candidate.name, "verdict": candidate.verdict, "identity_digest": candidate.identity.digest}
         self.versions[version] = tags
-        self.candidates.append(candidate.model_copy(update={"run_id": "run", "version": version}))
-        return self.candidates[-1]
+        self.candidates[version] = candidate.model_copy(update={"run_id": "run", "version": version})
+        return self.candidates[version]
+
+    def judge(self, policy: str, live_tokens: float = 1000, verdict: Status = "PASS", **lines: LineStatus) -> Candidate:
+        """Register a new engine. `lines`: class of work -> status of its line in the report, PASS by default."""
+        one: dict[str, Any] = {"gate": Gate.ACCURACY, "value": 0.0, "bound": 0.0, "threshold": 0.0}
+        checks = tuple(Check(**one, where=name, status=lines.get(name, "PASS"), reason=f"{name}: a reason") for name in CLASSES)
+        metrics = {"quality/kl_mean": 0.1, "memory/max_live_tokens": float(live_tokens)}
+        judged = judged_candidate(self.folder, policy, verdict, metrics=metrics)
+        return self.add(judged.model_copy(update={"checks": checks}))
+
+    def change(self, version: str, **changes: Any) -> Candidate:
+        """Change the evidence of a version; return its candidate."""
+        self.candidates[version] = self.candidates[version].model_copy(update=changes)
+        return self.candidates[version]
+
+    def engines(self, replay: Callable[[Candidate], Sequence[Finding]] = compare_identity, **given: Any) -> Engines:
+        """Return the engines as a command opens them. `given` are arguments of `engines_of`."""
+
+        def counted(candidate: Candidate) -> Sequence[Finding]:
+            self.replays.append(candidate.name)
+            return replay(candidate)
+
+        return engines_of(self, self.candidates.values(), counted, **given)
+
+    def routed(self, **routes: str) -> list[str]:
+        """Set routes (class -> engine), and return the printed lines."""
+        return list(route(self.engines(), routes))
 
     def read(self) -> RegisteredModel:
         versions = {number: Version(number, dict(tags), "run") for number, tags in self.versions.items()}
@@ -139,6 +166,7 @@ class MemoryRegistry:
         if version is None:
             del self.aliases[alias]
         else:
+            assert version in self.versions, "MLflow refuses other aliases"
             self.moves.append((alias, version))
             self.aliases[alias] = version
 

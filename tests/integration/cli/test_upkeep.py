@@ -6,14 +6,13 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.commands.interruptions import FORK, attempt
+from helpers.commands.interruptions import attempt
 from helpers.commands.jobs import run_job
 from helpers.registry.evidence_copies import edit
 from helpers.registry.judged_engine import candidate_of, config_of, judged_engine
@@ -25,6 +24,7 @@ from pipeline.cli.needs import Piece, distinct_bytes, take_inventory, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
 from pipeline.cli.status import show_status
 from pipeline.config.compose import plan
+from pipeline.config.config import Config
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
@@ -56,12 +56,6 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
     summary.finish(work, sweep, 0)
 
 
-def command(work: Path, *overrides: str) -> None:
-    """Run a stage in this process."""
-    config = config_of(f"workdir={work}", MODEL, *overrides)
-    run_job(config, "20260105-000000-1-e")
-
-
 def write_one(out: Path) -> None:
     (out / "one.txt").write_text("one")
 
@@ -83,11 +77,15 @@ class Ground:
         version = self.store.read().pointed_at.get(name)
         return None if version is None else version.name
 
+    def config(self, *overrides: str) -> Config:
+        return config_of(f"workdir={self.work}", MODEL, *self.tracking, *overrides)
+
     def command(self, *overrides: str) -> None:
-        command(self.work, *self.tracking, *overrides)
+        """Run a stage in this process."""
+        run_job(self.config(*overrides), "20260105-000000-1-e")
 
     def plan(self, *overrides: str) -> PrunePlan:
-        return make_plan(config_of(f"workdir={self.work}", MODEL, "stage=prune", *self.tracking, *overrides))
+        return make_plan(self.config("stage=prune", *overrides))
 
     def identity_of(self, kv: str) -> Path:
         """Return the identity.json of a policy's engine."""
@@ -100,14 +98,14 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(ENVIRONMENT, raising=False)
         work = tmp_path_factory.mktemp("upkeep") / "work"
-        store = MlflowStore(locate(Tracking(log_bundle=False), work, "some-llm", {}))
+        ground = Ground(work, MlflowStore(locate(Tracking(log_bundle=False), work, "some-llm", {})))
         for sweep, kv in SWEEPS.items():
-            judge(work, store, sweep, kv)
+            judge(work, ground.store, sweep, kv)
             if kv != "int8_tensor":
-                command(work, "stage=promote", f"promote.sweep={sweep}", f"promote.name={kv}")
-        judge(work, store, LAST, "fp8k_int4v")
-        make_artifact(Store(work / "artifacts"), Recipe("tune", (), {}, {}), write_one)
-    return Ground(work, store)
+                ground.command("stage=promote", f"promote.sweep={sweep}", f"promote.name={kv}")
+        judge(work, ground.store, LAST, "fp8k_int4v")
+        make_artifact(Store(ground.artifacts), Recipe("tune", (), {}, {}), write_one)
+    return ground
 
 
 @pytest.fixture
@@ -224,32 +222,14 @@ def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(
         assert all(piece.is_artifact for piece in walk(copied)), "the next command that makes something removes leftovers"
 
 
-@contextmanager
-def running(artifacts: Path) -> Iterator[int]:
-    """Run a process that uses artifacts; yield its process id."""
-    receive, send = FORK.Pipe(duplex=False)
-
-    def use() -> None:
-        with used(artifacts, make=True):
-            send.send("uses")
-            signal.pause()
-
-    process = FORK.Process(target=use)
-    process.start()
-    assert process.pid is not None
-    assert receive.recv() == "uses"
-    try:
-        yield process.pid
-    finally:
-        process.kill()
-        process.join()
-
-
-def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_holds_nothing(
+def test_nothing_is_removed_while_a_command_uses_artifacts_and_the_reverse(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(ground.artifacts)
-    with running(ground.artifacts) as pid, pytest.raises(MissingRequirement, match=f"process {pid} .*nothing was removed"):
+    with (
+        used(ground.artifacts, make=True),
+        pytest.raises(MissingRequirement, match=f"process {os.getpid()} .*nothing was removed"),
+    ):
         ground.command("stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
     assert contents(ground.artifacts) == before
     # Conversely, a command that starts while artifacts are removed waits and prints the reason.
@@ -272,9 +252,10 @@ def test_nothing_is_removed_if_it_is_unknown_what_serves(ground: Ground, copied:
     with pytest.raises(UserError, match=r"identity.json: .* it may name needed artifacts"):
         copied.plan()
     shutil.rmtree(unreadable)
-    (copied.work / "summaries" / "20250101-000000-1-z.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
-        copied.plan()
+    for content in ("{", "{}"):
+        (copied.work / "summaries" / f"{LAST}.json").write_text(content)
+        with pytest.raises(UserError, match=f"stage=prune: .*{LAST}.json is damaged"):
+            copied.plan()
 
 
 def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
@@ -284,14 +265,19 @@ def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
     assert any(piece.kind == "tune" for piece in copied.plan("prune.keep_sweeps=0").removable)
 
 
-def test_pipes_that_replace_evidence_are_reported_without_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("make", "problem"), [(os.mkfifo, "is no regular file"), (Path.mkdir, "(Is a directory); give a file")]
+)
+def test_pipes_and_directories_that_replace_evidence_are_reported_without_waiting(
+    make: Callable[[Path], object], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("summaries/20260301-025900-1-a.json", f"artifacts/identity/{'b' * 32}/identity.json", "summary.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        os.mkfifo(tmp_path / name)
+        make(tmp_path / name)
     write = (tmp_path / f"artifacts/identity/{'b' * 32}/{MANIFEST}").write_text
     write(json.dumps({"key": "x", "files": {}, "seconds": 1, "parts": {"inputs": {}}}))
     problems = take_inventory(config_of(f"workdir={tmp_path}", MODEL, "stage=prune")).problems
-    assert ["no regular file" in str(problem) for problem in problems] == [True] * 3
+    assert [problem in str(one) for one in problems] == [True] * 3
     with pytest.raises(UserError) as caught:
         show_status(config_of(f"workdir={tmp_path}", MODEL, "stage=status"))
     assert [line in str(caught.value) for line in map(str, problems)] == [True] * 3

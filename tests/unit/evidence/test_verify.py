@@ -1,5 +1,6 @@
 """stage=verify names every altered, exchanged or lost file, digest or verdict, even if it was sealed again or is unreadable."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from pipeline.evidence.identity import IDENTITY_FILE, Role, read_identity, read_
 from pipeline.evidence.reading import find_evidence
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.thresholds import RULES
 
 
@@ -45,51 +45,83 @@ def of_identity(change: Callable[[Any], object]) -> Callable[[Path], None]:
     return lambda copy: edit(copy / IDENTITY_FILE, change)
 
 
-def lose_every_answer(copy: Path) -> None:
-    text = (copy / "samples.jsonl").read_text()
-    (copy / "samples.jsonl").write_text(text.replace('"candidate_correct":true', '"candidate_correct":false'))
+def to_bytes(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda copy: (copy / name).write_bytes(content)
 
 
-def put_the_engine_in_place_of_the_baseline(copy: Path) -> None:
-    shutil.rmtree(copy / "baseline")
-    shutil.copytree(copy / "engine", copy / "baseline")
+def replaced(name: str, old: bytes, new: bytes) -> Callable[[Path], object]:
+    return lambda copy: (copy / name).write_bytes((copy / name).read_bytes().replace(old, new))
 
 
-def relax_the_gates(identity: Any) -> None:
-    identity["gates"]["max_mean_kl"] *= 2
+def removed(*names: str) -> Callable[[Path], object]:
+    return lambda copy: [(copy / name).rename(copy.with_name(f"removed{n}")) for n, name in enumerate(names)]
 
 
-def ask_by_another_seed(identity: Any) -> None:
-    member(identity, "evaluation")["parts"]["config"]["workloads"]["seed"] += 1
+def linked(name: str) -> Callable[[Path], object]:
+    """Return a function that moves a part of a copy elsewhere, and links to it."""
+    return lambda copy: (copy / name).symlink_to((copy / name).rename(copy.with_name("moved")))
+
+
+def sealed(role: Role, name: str, content: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return a function that changes a file of the engine or the report, and seals it again."""
+
+    def alter(copy: Path) -> None:
+        path = (copy / "engine" if role == "engine" else copy) / name
+        path.write_bytes(content(path.read_bytes()))
+        shutil.rmtree(copy / "baseline")  # optional in copies
+        resealed(copy, role, lambda link: link["files"].update({name: file_digest(path)}))
+
+    return alter
+
+
+def constant(content: bytes) -> Callable[[bytes], bytes]:
+    return lambda _: content
+
+
+def of_another_data_set(report: bytes) -> bytes:
+    return json.dumps({**json.loads(report), "workloads_digest": "0" * 64}).encode()
+
+
+SAMPLES, VERDICT, GARBAGE = "samples, made again", "verdict, decided again", b"\xff\x00{"
 
 
 @pytest.mark.parametrize(
-    ("alter", "named"),
+    ("alter", "differs", "missing"),
     [
-        (lambda copy: (copy / "engine" / "weights.bin").write_text("altered"), ["engine: weights.bin"]),
-        (lambda copy: (copy / "engine" / "hook.py").write_text(""), ["engine: hook.py"]),
-        (lambda copy: edit(copy / "report.json", lambda r: r["control"].update(factor=2.0)), ["report: report.json"]),
-        (lose_every_answer, ["report: samples.jsonl", "verdict, decided again"]),
-        (put_the_engine_in_place_of_the_baseline, ["baseline: kv_policy.json", "baseline: kv_scales.json"]),
-        (of_identity(lambda identity: identity["verdict"].update(round=2)), ["verdict, decided again"]),
-        (of_identity(relax_the_gates), ["verdict, decided again"]),
-        (of_identity(ask_by_another_seed), ["chain: evaluate int8", "samples, made again"]),
+        (to_bytes("engine/weights.bin", b"altered"), ["engine: weights.bin"], []),
+        (to_bytes("engine/hook.py", b""), ["engine: hook.py"], []),
+        (to_bytes("baseline/weights.bin", b"altered"), ["baseline: weights.bin"], []),
+        (replaced("report.json", b'"factor":0.1', b'"factor":2.0'), ["report: report.json"], []),
+        (replaced("samples.jsonl", b'te_correct":true', b'te_correct":false'), ["report: samples.jsonl", VERDICT], []),
+        (of_identity(lambda identity: identity["verdict"].update(round=2)), [VERDICT], []),
+        (of_identity(lambda identity: identity["verdict"].update(status="FAIL")), [VERDICT], []),
+        (of_identity(lambda identity: identity["gates"].update(max_mean_kl=0.5)), [VERDICT], []),
+        (of_identity(lambda identity: member(identity, "evaluation")["parts"]["config"]["workloads"].update(seed=99)),
+         ["chain: evaluate int8", SAMPLES], []),
+        (linked("engine/weights.bin"), ["engine: weights.bin"], []),
+        (linked("baseline/weights.bin"), ["baseline: weights.bin"], []),
+        (linked("report.json"), ["report: report.json"], []),
+        (linked("engine"), [], []),
+        (removed("baseline"), [], []),
+        (removed("engine/weights.bin"), [], ["engine: weights.bin"]),
+        (removed("engine", "report.json"), [], ["engine", "report: report.json"]),
+        (lambda copy: (removed("engine/weights.bin")(copy), to_bytes("engine/kv_scales.json", b"x")(copy)),
+         ["engine: kv_scales.json"], ["engine: weights.bin"]),
+        (to_bytes("report.json", GARBAGE), ["report: report.json", "report"], []),
+        (to_bytes("samples.jsonl", GARBAGE), ["report: samples.jsonl", "report"], []),
+        (to_bytes("engine/tokenizer.json", GARBAGE), ["engine: tokenizer.json"], []),
+        (to_bytes("engine/bundle.json", b"[" * 100_000), ["engine: bundle.json"], []),
+        (sealed("evaluation", "report.json", of_another_data_set), [SAMPLES], []),
+        *((sealed("engine", "tokenizer.json", constant(text)), ["report cites the engine", SAMPLES], [])
+          for text in (b"{}", b'{"model": {}}', b"\0", b"[" * 100_000)),
     ],
-)
-def test_every_alteration_is_named(copy: Path, alter: Callable[[Path], object], named: list[str]) -> None:
+)  # fmt: skip
+def test_every_alteration_is_named_even_if_it_is_sealed_again(
+    copy: Path, alter: Callable[[Path], object], differs: list[str], missing: list[str]
+) -> None:
     alter(copy)
-    assert wrong(copy) == dict.fromkeys(named, "differs")
-
-
-def test_rows_without_a_first_round_are_refused_in_one_line(tmp_path: Path) -> None:
-    judged = judged_engine(tmp_path / "store", measured={"planned_rounds": 2})
-    copy = exported(judged, tmp_path / "copy", *ALL)
-    rows = (copy / SAMPLES_FILE).read_text()
-    (copy / SAMPLES_FILE).write_text(rows.replace('"round":1', '"round":2'))
-    detail = {finding.name: finding.detail for finding in replayed(copy)}["verdict, decided again"]
-    reason = "all: samples.jsonl has rounds 2 of 1 to 2; rounds start at 1 and have no gaps"
-    assert detail == f"recorded PASS, it is FAIL: {reason}"
-    assert code(copy) == 3
+    assert wrong(copy) == dict.fromkeys(differs, "differs") | dict.fromkeys(missing, "missing")
+    assert code(copy) == (3 if differs else 4 if missing else 0)
 
 
 def test_any_file_that_was_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
@@ -107,36 +139,6 @@ def test_any_file_that_was_added_to_the_engine_is_named_and_not_followed(copy: P
     added = (".hidden/.manifest.json", ".hidden/evil.so", "plugins", "dangling", "pipe", r"'odd\udcff\n'")
     assert wrong(copy) == {f"engine: {name}": "differs" for name in added}
     assert code(copy) == 3, "and every name can be printed"
-
-
-@pytest.mark.parametrize("name", ["engine/weights.bin", "baseline/weights.bin", "report.json"])
-def test_a_file_that_became_a_link_to_the_same_bytes_elsewhere_is_named(copy: Path, tmp_path: Path, name: str) -> None:
-    (copy / name).rename(tmp_path / "moved")
-    (copy / name).symlink_to(tmp_path / "moved")
-    what = name.partition("/")[0] if "/" in name else "report"
-    assert wrong(copy) == {f"{what}: {Path(name).name}": "differs"}
-
-
-def test_an_engine_may_be_reached_through_a_link(copy: Path, tmp_path: Path) -> None:
-    (copy / "engine").rename(tmp_path / "moved")
-    (copy / "engine").symlink_to(tmp_path / "moved")
-    assert wrong(copy) == {}
-
-
-def test_a_file_of_the_engine_that_is_gone_is_named_and_is_something_missing(copy: Path) -> None:
-    (copy / "engine" / "weights.bin").unlink()
-    assert wrong(copy) == {"engine: weights.bin": "missing"}
-    assert code(copy) == 4
-    (copy / "engine" / "kv_scales.json").write_text("altered")
-    assert code(copy) == 3, "differences weigh more than missing files"
-
-
-def test_a_verdict_that_the_rows_do_not_give_is_named(tmp_path: Path) -> None:
-    copy = exported(judged_engine(tmp_path / "store", copy=100), tmp_path / "copy", *ALL)
-    assert read_identity(copy / IDENTITY_FILE).verdict.status == "FAIL"
-    assert wrong(copy) == {}, "a refused engine can be verified as well"
-    edit(copy / IDENTITY_FILE, lambda i: i["verdict"].update(status="PASS"))
-    assert wrong(copy) == {"verdict, decided again": "differs"}
 
 
 @pytest.mark.parametrize(
@@ -161,14 +163,6 @@ def test_a_verdict_by_older_rules_is_refused_for_its_rules_whatever_fields_it_ha
     assert read_lineage(copy / IDENTITY_FILE).reads == read_identity(evidence / IDENTITY_FILE).reads
 
 
-def test_evidence_without_the_engine_or_its_report_is_missing_something(copy: Path) -> None:
-    shutil.rmtree(copy / "engine")
-    assert wrong(copy) == {"engine": "missing"}
-    (copy / "report.json").unlink()
-    assert wrong(copy) == {"engine": "missing", "report: report.json": "missing"}
-    assert code(copy) == 4
-
-
 def test_a_copy_without_its_identity_names_the_missing_file(copy: Path) -> None:
     (copy / IDENTITY_FILE).unlink()
     with pytest.raises(MissingRequirement, match=r"identity\.json is missing, .*run stage=evaluate"):
@@ -180,18 +174,20 @@ def test_the_users_samples_travel_with_the_evidence_and_are_not_read_through_a_l
     samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
     judged = judged_engine(tmp_path / "store", ["workloads=jsonl", f"workloads.jsonl={samples}"])
     copy = exported(judged, tmp_path / "copy", *ALL)
+    other = exported(judged, tmp_path / "other", *ALL)
+    edit(other / IDENTITY_FILE, lambda identity: identity.update(workloads_file=None))
+    assert wrong(other) == {SAMPLES: "differs"}, "a path that the identity names is not opened"
     samples.unlink()
     assert wrong(copy) == {}
-    for linked in ("workloads", "workloads/mine.jsonl"):
-        (copy / linked).rename(tmp_path / "moved")
-        (copy / linked).symlink_to(tmp_path / "moved")
-        assert wrong(copy) == {"samples, made again": "differs"}
-        (copy / linked).unlink()
-        (tmp_path / "moved").rename(copy / linked)
+    for name in ("workloads", "workloads/mine.jsonl"):
+        linked(name)(copy)
+        assert wrong(copy) == {SAMPLES: "differs"}
+        (copy / name).unlink()
+        (tmp_path / "moved").rename(copy / name)
     (copy / "workloads" / "mine.jsonl").write_text('{"prompt": "2 + 3 =", "reference": "5"}\n')
-    assert wrong(copy) == {"samples, made again": "differs"}
+    assert wrong(copy) == {SAMPLES: "differs"}
     (copy / "workloads" / "mine.jsonl").unlink()
-    assert wrong(copy) == {"samples, made again": "missing"}
+    assert wrong(copy) == {SAMPLES: "missing"}
 
 
 def test_the_users_texts_travel_with_the_evidence_as_one_file(tmp_path: Path) -> None:
@@ -206,22 +202,7 @@ def test_the_users_texts_travel_with_the_evidence_as_one_file(tmp_path: Path) ->
     (copied,) = (copy / "workloads").iterdir()
     assert copied.read_text().split() == ["one"] * 300 + ["two"] * 300
     copied.write_text("other " * 600)
-    assert wrong(copy) == {"samples, made again": "differs"}
-
-
-# --- altered, and sealed again ---------------------------------------------------------------------------------------
-
-
-def test_a_report_about_another_data_set_is_found_out_even_when_it_is_sealed_again(copy: Path) -> None:
-    edit(copy / "report.json", lambda r: r.update(workloads_digest="0" * 64))
-
-    def seal(identity: Any) -> None:
-        link = member(identity, "evaluation")
-        link["files"]["report.json"] = file_digest(copy / "report.json")
-        link["digest"] = files_digest(link["files"])
-
-    edit(copy / IDENTITY_FILE, seal)
-    assert wrong(copy) == {"samples, made again": "differs"}
+    assert wrong(copy) == {SAMPLES: "differs"}
 
 
 @pytest.mark.parametrize(
@@ -261,25 +242,6 @@ def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> N
     assert wrong(evidence) == {"identity": "differs"}
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"model": {}}', "\0", "[" * 100_000])
-def test_a_tokenizer_that_cannot_encode_is_named_even_when_it_is_sealed_again(copy: Path, content: str) -> None:
-    (copy / "engine" / "tokenizer.json").write_text(content)
-    digest = file_digest(copy / "engine" / "tokenizer.json")
-    resealed(copy, "engine", lambda link: link["files"].update({"tokenizer.json": digest}))
-    assert wrong(copy)["samples, made again"] == "differs"
-    assert code(copy) == 3
-
-
-def test_samples_of_a_path_that_an_identity_names_are_not_opened(copy: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("root:x:0:0\n")
-    resealed(copy, "evaluation", lambda link: link["parts"]["config"]["workloads"].update(jsonl=str(secret)))
-    finding = {finding.name: finding for finding in replayed(copy)}["samples, made again"]
-    assert finding.status == "differs"
-    assert "the evidence has no copy" in finding.detail
-    assert not any("root" in finding.detail for finding in replayed(copy))
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -287,15 +249,12 @@ def test_samples_of_a_path_that_an_identity_names_are_not_opened(copy: Path, tmp
             lambda i: i["chain"][0]["parts"]["inputs"].update(x=None),
             r"chain\.0\.parts\.inputs\.x: Input should be a valid string",
         ),
-        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=5), r"parts\.inputs\.x: Input"),
-        (lambda i: i["chain"][0]["parts"]["inputs"].update(x=["y"]), r"parts\.inputs\.x: Input"),
-        (lambda i: i["chain"][0]["parts"]["libraries"].update(x=5), r"parts\.libraries\.x: Input"),
         (lambda i: i["chain"][0]["parts"]["config"].update(x=float("nan")), "a number that JSON has no form for"),
         (lambda i: i["chain"][0]["parts"].update(stage="../../../etc"), r"parts\.stage: String should match pattern"),
         (lambda i: i["chain"][0].update(key="../../etc"), r"chain\.0\.key: String should match pattern"),
         *(
             (lambda i, name=name: i.update(workloads_file=name), r"workloads_file: .*must be null or workloads/NAME")
-            for name in ("../../etc/passwd", "/etc/passwd", "workloads/..", "workloads/../../x", "workloads/", "workloads/a/b")
+            for name in ("../../etc/passwd", "/etc/passwd", "workloads/..", "workloads/a/b")
         ),
     ],
 )
@@ -306,19 +265,6 @@ def test_an_identity_of_other_types_or_with_paths_elsewhere_is_a_users_error(
     with pytest.raises(UserError, match=problem):
         replayed(copy)
     assert code(copy) == 2
-
-
-def test_files_that_cannot_be_read_are_named_and_never_a_defect(copy: Path) -> None:
-    bundle = (copy / "engine" / "bundle.json").read_bytes()
-    for name in ("report.json", "samples.jsonl", "engine/bundle.json", "engine/tokenizer.json"):
-        kept = (copy / name).read_bytes()
-        (copy / name).write_bytes(b"\xff\x00{")
-        assert code(copy) == 3, name
-        (copy / name).write_bytes(kept)
-    (copy / "engine" / "bundle.json").write_text("[" * 100_000)
-    assert code(copy) == 3
-    (copy / "engine" / "bundle.json").write_bytes(bundle)
-    assert code(copy) == 0
 
 
 def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one(tmp_path: Path) -> None:

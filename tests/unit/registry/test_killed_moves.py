@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.registry.candidates import MemoryRegistry, engines_of, judged_candidate
+from helpers.registry.candidates import MemoryRegistry
 
 from pipeline.registry import promotion
 from pipeline.registry.promotion import mover
-from pipeline.registry.routing import Move, Route, make_moves, route_of
 from stages.core.errors import UserError
-from stages.verdict.candidate import Candidate
 
 
 class Killed(BaseException):
@@ -33,82 +31,72 @@ class Dying(MemoryRegistry):
             self.dies_in -= 1
         return super().__getattribute__(name)
 
+    def put(self, version: str) -> None:
+        candidate = self.candidates[version]
+        self.engines().promote([candidate], "tiny", candidate.name)
+
+    def killed(self, act: Callable[[], object]) -> Iterator[dict[str, str]]:
+        """Kill `act` before every write in turn, always starting from the same state; yield the aliases."""
+        begin = deepcopy((self.aliases, self.versions))
+        for writes in range(100):
+            self.aliases, self.versions = deepcopy(begin)
+            self.dies_in = writes
+            try:
+                act()
+            except Killed:
+                self.dies_in = -1
+                yield dict(self.aliases)
+            else:
+                assert writes > 1, "it writes"
+                return
+        raise AssertionError("it never ended")
+
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Dying:
-    return Dying(tmp_path)
-
-
-@pytest.fixture
-def three(registry: Dying, tmp_path: Path) -> list[Candidate]:
-    return [registry.add(judged_candidate(tmp_path, policy, metrics={})) for policy in ("int8", "fp8", "bf16")]
-
-
-def put_forward(registry: MemoryRegistry, *candidates: Candidate) -> None:
-    for candidate in candidates:
-        engines_of(registry, registry.candidates).promote([candidate], "tiny", candidate.name)
-
-
-def killed(registry: Dying, act: Callable[[], object]) -> Iterator[dict[str, str]]:
-    """Kill `act` before every write in turn, always starting from the same state; yield the aliases."""
-    begin = deepcopy((registry.aliases, registry.versions))
-    for writes in range(100):
-        registry.aliases, registry.versions = deepcopy(begin)
-        registry.dies_in = writes
-        try:
-            act()
-        except Killed:
-            registry.dies_in = -1
-            yield dict(registry.aliases)
-        else:
-            assert writes > 1, "it writes"
-            return
-    raise AssertionError("it never ended")
+    """A registry of three engines; the second is the champion, the first the previous one."""
+    registry = Dying(tmp_path)
+    for policy in ("int8", "fp8", "bf16"):
+        registry.judge(policy)
+    registry.put("1")
+    registry.put("2")
+    return registry
 
 
 @pytest.mark.parametrize("rolled_back", [False, True])
-def test_a_killed_promotion_leaves_a_champion_and_is_finished_by_running_it_again(
-    registry: Dying, three: list[Candidate], rolled_back: bool
-) -> None:
-    put_forward(registry, *three[:2])
+def test_a_killed_promotion_leaves_a_champion_and_is_finished_by_running_it_again(registry: Dying, rolled_back: bool) -> None:
     old, new = ("2", "3")
     if rolled_back:
-        engines_of(registry, three).rollback()
+        registry.engines().rollback()
         old, new = ("1", "2")
-    for left in killed(registry, lambda: put_forward(registry, three[int(new) - 1])):
+    for left in registry.killed(lambda: registry.put(new)):
         assert left["champion"] == old, "the champion moves last"
-        put_forward(registry, three[int(new) - 1])
+        registry.put(new)
         assert registry.aliases == {"champion": new, "previous": old}
         assert registry.versions[new]["promoted_over"] == old
         assert registry.versions[new].keys() >= {"promoted_by", "promoted_at"}
         assert "rolled_back_at" not in registry.versions[new]
 
 
-def test_a_killed_rollback_leaves_a_champion_and_never_brings_the_bad_one_back(registry: Dying, three: list[Candidate]) -> None:
-    put_forward(registry, *three[:2])
-    for left in killed(registry, lambda: engines_of(registry, three).rollback()):
+def test_a_killed_rollback_leaves_a_champion_and_never_brings_the_bad_one_back(registry: Dying) -> None:
+    for left in registry.killed(lambda: registry.engines().rollback()):
         if left["champion"] == "2":
-            engines_of(registry, three).rollback()
+            registry.engines().rollback()
         else:
             with pytest.raises(UserError, match="no previous champion to return to"):
-                engines_of(registry, three).rollback()
+                registry.engines().rollback()
         assert registry.aliases["champion"] == "1"
         assert "rolled_back_at" in registry.versions["2"]
         assert "promoted_at" not in registry.versions["2"]
 
 
-@pytest.mark.usefixtures("three")
 def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(registry: Dying) -> None:
-    def route(version: str) -> None:
-        before = route_of(registry.read(), "copy")
-        make_moves(registry, [Move("copy", before, before.moved_to(version), "a test")])
-
-    route("1")
-    for left in killed(registry, lambda: route("3")):
+    registry.routed(copy="1")
+    for left in registry.killed(lambda: registry.routed(copy="3")):
         assert left["route-copy"] in ("1", "3")
         assert left["route-copy"] == "1" or left["route-copy-previous"] == "1"
-        route("3")
-        assert route_of(registry.read(), "copy") == Route("3", "1")
+        registry.routed(copy="3")
+        assert (registry.aliases["route-copy"], registry.aliases["route-copy-previous"]) == ("3", "1")
 
 
 def test_a_move_says_who_made_it_and_never_a_password(monkeypatch: pytest.MonkeyPatch) -> None:

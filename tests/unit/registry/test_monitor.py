@@ -3,10 +3,12 @@
 import json
 import math
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
-from helpers.registry.routes import Fleet
+from helpers.registry.candidates import MemoryRegistry
 
 from pipeline.config.compose import plan
 from pipeline.registry.monitors import (
@@ -18,7 +20,7 @@ from pipeline.registry.monitors import (
     read_monitors,
     read_snapshot,
 )
-from pipeline.registry.routing import Route, monitor, route_of, step
+from pipeline.registry.routing import monitor, step
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Cited
 
@@ -36,33 +38,34 @@ FULL = {"memory": {"live_tokens": 950, "max_tokens": 1000}}
 
 
 @pytest.fixture
-def fleet(tmp_path: Any) -> Fleet:
-    return Fleet(tmp_path)
+def fleet(tmp_path: Path) -> MemoryRegistry:
+    return MemoryRegistry(tmp_path)
 
 
-def int8_then_fp8(fleet: Fleet) -> None:
-    """Route `copy` to int8 (version 1), then to fp8 (version 2)."""
+def int8_then_fp8(fleet: MemoryRegistry, *workloads: str) -> None:
+    """Route `copy` and other classes to int8 (version 1), then to fp8 (version 2)."""
     for policy in ("int8", "fp8"):
-        fleet.add(policy)
-        fleet.routed(copy=policy)
+        fleet.judge(policy)
+        fleet.routed(**dict.fromkeys(("copy", *workloads), policy))
 
 
-def fp8_beside(fleet: Fleet, **others: int) -> None:
+def fp8_beside(fleet: MemoryRegistry, **others: int) -> None:
     """Route `copy` to fp8 (version 1, 1,000 tokens). `others`: policy -> live tokens of the following versions."""
     for policy, live_tokens in {"fp8": 1000, **others}.items():
-        fleet.add(policy, live_tokens)
+        fleet.judge(policy, live_tokens)
     fleet.routed(copy="fp8")
 
 
-def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
+def limits(fleet: MemoryRegistry, snapshot: object) -> MonitorConfig:
     path = fleet.folder / "snapshot.json"
     path.write_text(snapshot if isinstance(snapshot, str) else json.dumps(snapshot))
     return LIMITS.model_copy(update={"snapshot": str(path)})
 
 
-def monitored(fleet: Fleet, version: str = "1", **changes: object) -> list[str]:
-    """Check a snapshot of the class `copy`; return the output. Raises if a monitor breaks."""
-    return list(monitor(fleet.engines, limits(fleet, {"classes": {"copy": {**WELL, "version": version, **changes}}})))
+def monitored(fleet: MemoryRegistry, version: str = "1", others: Any = MappingProxyType({}), **changes: object) -> list[str]:
+    """Check a snapshot of `copy` and `others`; return the output. Raises GateRefusal if a monitor breaks."""
+    classes = {"copy": {**WELL, "version": version, **changes}, **others}
+    return list(monitor(fleet.engines(), limits(fleet, {"classes": classes})))
 
 
 def read(**changes: object) -> list[Reading]:
@@ -97,38 +100,39 @@ def test_quality_is_not_shown_to_hold_without_json_and_canaries() -> None:
     assert not quality_holds(read(canaries={"good": 9, "of": 10}))
 
 
-def test_no_route_moves_if_no_monitor_broke_or_there_is_no_previous_engine(fleet: Fleet) -> None:
+def test_no_route_moves_if_no_monitor_broke_or_there_is_no_previous_engine(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet)
-    moves = list(fleet.registry.moves)
+    moves = list(fleet.moves)
     for changes in ({}, {"json_validity": {"good": 1, "of": 3}}):
         assert monitored(fleet, "1", **changes)[-1] == "route-copy: stays at version 1"
     with pytest.raises(GateRefusal):
         monitored(fleet, "1", **NO_JSON)
-    assert fleet.registry.moves == moves
+    assert fleet.moves == moves
 
 
 @pytest.mark.parametrize("broken", [NO_JSON, {"canaries": {"good": 200, "of": 400}}, SLOW, {**NO_JSON, **FULL}])
-def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: dict[str, Any]) -> None:
-    int8_then_fp8(fleet)
+def test_a_broken_monitor_brings_the_previous_engine_of_its_class_back(fleet: MemoryRegistry, broken: dict[str, Any]) -> None:
+    int8_then_fp8(fleet, "retrieval")
+    well = {"retrieval": {**WELL, "version": "2"}}
     with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
-        monitored(fleet, "2", **broken)
-    assert route_of(fleet.registry.read(), "copy") == Route("1")
-    assert fleet.registry.read().left("copy") == {"2"}
+        monitored(fleet, "2", well, **broken)
+    assert fleet.aliases == {"route-copy": "1", "route-retrieval": "2", "route-retrieval-previous": "1"}
+    assert fleet.read().left("copy") == {"2"}
     assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
-def pressed(fleet: Fleet, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
+def pressed(fleet: MemoryRegistry, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
     """Return the route of `copy` after memory pressure, and the output, with "refused" at the end if no move was possible."""
     said: list[str] = []
     try:
         snapshot = {"classes": {"copy": {**WELL, "version": version, **FULL, **changes}}}
-        said.extend(monitor(fleet.engines, limits(fleet, snapshot)))
+        said.extend(monitor(fleet.engines(), limits(fleet, snapshot)))
     except GateRefusal:
         said.append("refused")
-    return fleet.route("copy"), said
+    return fleet.aliases.get("route-copy"), said
 
 
-def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet: Fleet) -> None:
+def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet, int4=1900, fp8k_int4v=1300, fp8k_int4v_aged=1200)
     taken = ["1"]
     for _ in range(3):
@@ -137,7 +141,7 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
         assert version is not None
         taken.append(version)
     assert [fleet.candidates[version].policy for version in taken] == ["fp8", "fp8k_int4v_aged", "fp8k_int4v", "int4"]
-    assert route_of(fleet.registry.read(), "copy").previous == "3"
+    assert fleet.aliases["route-copy-previous"] == "3"
     version, said = pressed(fleet, "2", latency=SLOW["latency"])
     assert (version, said[-1]) == ("2", "refused"), "an engine that holds less would be slower"
 
@@ -145,34 +149,25 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
 @pytest.mark.parametrize(
     ("policy", "lines", "changes", "expected"),
     [
-        (
-            "int4",
-            {},
-            {"canaries": {"good": 9, "of": 10}},
-            "its keys lose too, and not every monitor",
-        ),
+        ("int4", {}, {"canaries": {"good": 9, "of": 10}}, "its keys lose too, and not every monitor"),
         ("fp8k_int4v", {"copy": "INCONCLUSIVE"}, {}, "copy is INCONCLUSIVE: copy: a reason"),
     ],
 )
 def test_no_engine_is_taken_whose_keys_or_evidence_do_not_allow_it(
-    fleet: Fleet, policy: str, lines: dict[str, Any], changes: dict[str, Any], expected: str
+    fleet: MemoryRegistry, policy: str, lines: dict[str, Any], changes: dict[str, Any], expected: str
 ) -> None:
     fp8_beside(fleet)
-    fleet.add(policy, 1900, **lines)
-    fleet.add("fp8k_int4v_aged", 1200, "FAIL")
+    fleet.judge(policy, 1900, **lines)
+    fleet.judge("fp8k_int4v_aged", 1200, "FAIL")
+    fleet.judge("fp8k_int4v_aged", 900)  # holds less
+    fleet.judge("fp8k_int4v", 1300)
+    fleet.change("5", baseline=Cited(path=fleet.folder, digest="of other weights"))
     version, said = pressed(fleet, **changes)
     assert (version, said[-1]) == ("1", "refused")
     assert [line for line in said if line.startswith(f"copy: not version 2 ({policy}): {expected}")]
 
 
-def test_an_engine_with_another_baseline_or_without_more_tokens_is_not_chosen(fleet: Fleet) -> None:
-    fp8_beside(fleet, fp8k_int4v=1300, fp8k_int4v_aged=900)
-    other = {"baseline": Cited(path=fleet.folder, digest="of other weights")}
-    fleet.candidates["2"] = fleet.candidates["2"].model_copy(update=other)
-    assert pressed(fleet)[0] == "1"
-
-
-def test_an_engine_that_was_rolled_back_is_taken_again_only_once_it_is_routed_by_name(fleet: Fleet) -> None:
+def test_an_engine_that_was_rolled_back_is_taken_again_only_once_it_is_routed_by_name(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet, fp8k_int4v=1300)
     assert pressed(fleet)[0] == "2"
     with pytest.raises(GateRefusal):
@@ -183,16 +178,6 @@ def test_an_engine_that_was_rolled_back_is_taken_again_only_once_it_is_routed_by
     fleet.routed(copy="fp8k_int4v")
     fleet.routed(copy="fp8")
     assert pressed(fleet)[0] == "2"
-
-
-def test_a_broken_class_does_not_move_other_classes(fleet: Fleet) -> None:
-    for policy in ("int8", "fp8"):
-        fleet.add(policy)
-        fleet.routed(copy=policy, retrieval=policy)
-    classes = {"copy": {**WELL, "version": "2", **NO_JSON}, "retrieval": {**WELL, "version": "2"}}
-    with pytest.raises(GateRefusal, match=": copy: broken"):
-        list(monitor(fleet.engines, limits(fleet, {"classes": classes})))
-    assert (fleet.route("copy"), fleet.route("retrieval")) == ("1", "2")
 
 
 @pytest.mark.parametrize(
@@ -206,17 +191,17 @@ def test_a_broken_class_does_not_move_other_classes(fleet: Fleet) -> None:
     ],
 )
 def test_a_step_says_whether_keys_and_recent_values_lose(
-    fleet: Fleet, now: str, to: str, keys: bool, recent_values: bool
+    fleet: MemoryRegistry, now: str, to: str, keys: bool, recent_values: bool
 ) -> None:
-    fleet.add(now)
-    fleet.add(to)
-    one, other = map(fleet.engines.find, fleet.registry.read().versions.values())
+    fleet.judge(now)
+    fleet.judge(to)
+    one, other = map(fleet.engines().find, fleet.read().versions.values())
     change = step(one, other)
     assert (change.keys, change.recent_values) == (keys, recent_values)
 
 
 @pytest.mark.parametrize("seconds", [-3600, 3600])
-def test_a_snapshot_that_is_not_of_now_is_refused(fleet: Fleet, seconds: int) -> None:
+def test_a_snapshot_that_is_not_of_now_is_refused(fleet: MemoryRegistry, seconds: int) -> None:
     now = datetime.now(UTC)
     fresh = {"taken_at": now.isoformat(), "classes": {"copy": WELL}}
     assert read_snapshot(limits(fleet, json.dumps(fresh, indent="\t"))).taken_at == now
@@ -224,15 +209,18 @@ def test_a_snapshot_that_is_not_of_now_is_refused(fleet: Fleet, seconds: int) ->
         read_snapshot(limits(fleet, {**fresh, "taken_at": (now + timedelta(seconds=seconds)).isoformat()}))
 
 
-def test_unknown_classes_and_versions_are_refused_and_move_nothing(fleet: Fleet) -> None:
-    int8_then_fp8(fleet)
-    fleet.registry.moves.clear()
-    for name, version, expected in (
+@pytest.mark.parametrize(
+    ("name", "version", "expected"),
+    [
         ("copi", "2", r"classes\.copi: this model has no such route"),
         ("copy", "9", r"classes\.copy\.version=9: the registry has no such version"),
-    ):
-        broken = {**WELL, **NO_JSON, "version": "2"}
-        classes = {"copy": broken, name: {**broken, "version": version}}
-        with pytest.raises(UserError, match=expected):
-            list(monitor(fleet.engines, limits(fleet, {"classes": classes})))
-    assert fleet.registry.moves == []
+    ],
+)
+def test_unknown_classes_and_versions_are_refused_and_move_nothing(
+    fleet: MemoryRegistry, name: str, version: str, expected: str
+) -> None:
+    int8_then_fp8(fleet)
+    fleet.moves.clear()
+    with pytest.raises(UserError, match=expected):
+        monitored(fleet, "2", {name: {**WELL, **NO_JSON, "version": version}}, **NO_JSON)
+    assert fleet.moves == []

@@ -4,7 +4,7 @@ import socket
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
 from stages.core.errors import MissingRequirement, UserError
 
 SECRET = "hunter2/hunter2"
+ANY = ("127.0.0.1", 0)
+"""Any free port."""
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Print nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(ANY, Handler)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # connections may break
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -60,42 +62,46 @@ def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "; repair it, or name another"),
-        (b"precious notes, which are longer than a header", "; repair it, or name another"),
         (b"SQLite format 3\0" + b"\xff" * 4096, "; repair it, or name another"),
-        ("create table moz_places (url)", "is a database of another program; name another file"),
+        (b"precious notes, which are longer than a header", "; repair it, or name another"),
+        (None, "is a database of another program; name another file"),
     ],
-    ids=["directory", "text", "damaged", "another program"],
+    ids=["damaged", "text", "another program"],
 )
 def test_a_file_that_is_no_store_is_refused_and_stays_unchanged(
-    content: str | bytes | None, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    content: bytes | None, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "mlflow.db"
     if content is None:
-        path.mkdir()
-    elif isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
         with sqlite3.connect(path) as other:
-            other.execute(content)
-    before = path.read_bytes() if path.is_file() else None
+            other.execute("create table moz_places (url)")
+    else:
+        path.write_bytes(content)
+    before = path.read_bytes()
     assert refusal(f"sqlite:///{path}", tmp_path, UserError).endswith(problem)
-    assert (path.read_bytes() if path.is_file() else None) == before
+    assert path.read_bytes() == before
     assert caplog.text == ""
 
 
-def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_folder_in_the_place_of_the_store_or_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert refusal(f"sqlite:///{tmp_path}/folder", tmp_path, UserError).endswith("; repair it, or name another")
+    (tmp_path / "file").touch()
+    assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_silent_store_is_waited_for_as_long_as_the_configuration_says(
+    served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reaching, "QUIET_S", 0.2)
-    other = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
-    other.execute("create table t (a)")
-    other.execute("begin exclusive")
-    try:
-        text = refusal(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, MissingRequirement)
-    finally:
-        other.close()
+    with closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as other, socket.create_server(ANY) as silent:
+        other.execute("create table t (a)")
+        other.execute("begin exclusive")
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}" if served else f"sqlite:///{tmp_path}/mlflow.db"
+        text = refusal(uri, tmp_path, MissingRequirement)
     assert text.endswith("did not answer within tracking.timeout_s=1; look at who keeps it busy, or give it longer")
+    assert caplog.messages[0].startswith(f"waiting for MLflow's store {uri} ")
     assert "a request may take until" in caplog.text
 
 
@@ -105,12 +111,7 @@ def test_a_store_whose_first_command_was_interrupted_is_completed(tmp_path: Path
     check_reachable(locate(Tracking(), tmp_path, "tiny", {ENVIRONMENT: f"sqlite:///{tmp_path}/mlflow.db"}))
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
-
-
-with socket.create_server(("127.0.0.1", 0)) as _free:
+with socket.create_server(ANY) as _free:
     NOBODY = f"127.0.0.1:{_free.getsockname()[1]}"
     """An address at which nothing listens."""
 
@@ -136,7 +137,6 @@ def test_an_address_without_a_store_is_named(uri: str, kind: type[Exception], ex
         (401, b"who are you?", UserError, "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and"),
         (403, b"no", UserError, "does not permit this (403)"),
         (403, b"Invalid Host header - possible DNS rebinding attack detected", UserError, "start it with --allowed-hosts"),
-        (404, b"<html>", UserError, "is no server of MLflow"),
         (200, b"<html>", UserError, "is no server of MLflow"),
         (302, b"", UserError, "is no server of MLflow"),
         (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "an error of its own (5xx)"),
@@ -148,17 +148,6 @@ def test_each_error_of_a_server_has_its_own_message(
     monkeypatch.setenv("SERVER_PASSWORD", "hunter2")
     with answering(status, body) as url:
         assert expected in refusal(url.replace("//", f"//me:{SECRET.replace('/', '%2F')}@"), tmp_path, kind)
-
-
-def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(reaching, "QUIET_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        text = refusal(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, MissingRequirement)
-    assert "did not answer within tracking.timeout_s=1; " in text
-    assert caplog.messages[0].startswith("waiting for MLflow's store http://127.0.0.1:")
-    assert "(tracking.timeout_s=1)" in caplog.messages[0]
 
 
 @pytest.fixture(scope="module")

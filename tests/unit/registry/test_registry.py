@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.refusals import refused
-from helpers.registry.candidates import MemoryRegistry, decide_pass, engines_of, evidence_digest, judged_candidate
+from helpers.registry.candidates import MemoryRegistry, evidence_digest
 
 from pipeline.registry.promotion import Finding, PromotionMove, choose_champion
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
@@ -22,16 +22,8 @@ def registry(tmp_path: Path) -> MemoryRegistry:
 
 
 @pytest.fixture
-def fp8(tmp_path: Path, registry: MemoryRegistry) -> Candidate:
-    return make(tmp_path, registry, "fp8")
-
-
-def make(
-    folder: Path, registry: MemoryRegistry, policy: str, *, kib: float = 2.0, kl: float = 0.1, verdict: Status = "PASS"
-) -> Candidate:
-    """Return a registered candidate with a baseline, an engine and a report on disk."""
-    metrics = {"quality/kl_mean": kl, "memory/max_live_tokens": 1e6 / kib}
-    return registry.add(judged_candidate(folder, policy, verdict, metrics=metrics))
+def fp8(registry: MemoryRegistry) -> Candidate:
+    return registry.judge("fp8")
 
 
 def changed(candidate: Candidate, **changes: Any) -> Candidate:
@@ -39,73 +31,57 @@ def changed(candidate: Candidate, **changes: Any) -> Candidate:
 
 
 def promote(registry: MemoryRegistry, *candidates: Candidate, name: str | None = None, **given: Any) -> PromotionMove:
-    """Promote candidates. `given` are arguments of `engines_of`."""
-    return engines_of(registry, registry.candidates, **given).promote(candidates, "tiny", name)
-
-
-def rollback(registry: MemoryRegistry, **given: Any) -> PromotionMove:
-    return engines_of(registry, registry.candidates, **given).rollback()
+    """Promote candidates. `given` are arguments of `MemoryRegistry.engines`."""
+    return registry.engines(**given).promote(candidates, "tiny", name)
 
 
 def test_an_engine_is_read_and_replayed_once_a_command(fp8: Candidate, registry: MemoryRegistry) -> None:
-    replays: list[str] = []
-
-    def replay(candidate: Candidate) -> Sequence[Finding]:
-        replays.append(candidate.name)
-        return ()
-
-    engines = engines_of(registry, [fp8], replay)
+    engines = registry.engines()
     assert engines.promote([fp8], "tiny").message == "fp8 (version 1) is the champion"
     fp8.report.path.unlink()
     assert engines.promote([fp8], "tiny").message == "fp8 (version 1) is the champion already"
-    assert replays == ["fp8"]
+    assert registry.replays == ["fp8"]
 
 
-def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registry: MemoryRegistry) -> None:
-    candidates = [
-        make(tmp_path, registry, "int8", kib=2.06),
-        make(tmp_path, registry, "fp8k_int4v", kib=1.56),
-        make(tmp_path, registry, "int4", kib=1.06, verdict="FAIL"),
-        make(tmp_path, registry, "int4_g32", kib=1.1, verdict="INCONCLUSIVE"),
-    ]
-    move = promote(registry, *candidates)
+def test_the_smallest_cache_that_passed_becomes_champion_and_stays_unless_a_name_is_given(registry: MemoryRegistry) -> None:
+    large, small = registry.judge("int8", 480), registry.judge("fp8k_int4v", 640)
+    others = registry.judge("int4", 900, "FAIL"), registry.judge("int4_g32", 890, "INCONCLUSIVE")
+    move = promote(registry, large, small, *others)
     assert (move.champion, "(version 2) is the champion" in move.message) == ("fp8k_int4v", True)
     assert registry.aliases == {"champion": "2"}
     assert registry.versions["2"]["promoted_over"] == "none"
-
-
-def test_the_champion_stays_if_nothing_better_passed_unless_a_name_is_given(tmp_path: Path, registry: MemoryRegistry) -> None:
-    small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
-    promote(registry, small)
     stays = promote(registry, large)
-    assert (stays.champion, "(version 1) stays the champion" in stays.message) == ("fp8k_int4v", True)
+    assert (stays.champion, "(version 2) stays the champion" in stays.message) == ("fp8k_int4v", True)
     assert stays.candidates == (large, small)
     assert promote(registry, large, name="int8").champion == "int8"
     assert promote(registry, small, large).champion == "fp8k_int4v"
-    assert promote(registry, make(tmp_path, registry, "int4", kib=0.5)).champion == "int4"
+    assert promote(registry, registry.judge("int4", 2000)).champion == "int4"
 
 
+def fail_the_champion(report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
+    status: Status = "FAIL" if report.policy == "fp8k_int4v" else "PASS"
+    return Verdict(status=status, reasons=[], checks=[], samples_needed={})
+
+
+@pytest.mark.parametrize(
+    ("champion", "candidate", "given", "competes"),
+    [
+        ({"checkpoint": "of one"}, {"checkpoint": "of one"}, {}, True),
+        ({"checkpoint": "of one"}, {"checkpoint": "of another"}, {}, False),
+        ({"metrics": {}}, {}, {}, False),  # the larger cache wins
+        ({}, {}, {"decide": fail_the_champion}, False),
+    ],
+)
 def test_a_champion_competes_only_if_it_passes_and_has_the_candidates_checkpoint(
-    tmp_path: Path, registry: MemoryRegistry
+    registry: MemoryRegistry, champion: dict[str, Any], candidate: dict[str, Any], given: dict[str, Any], competes: bool
 ) -> None:
-    small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
+    small, _ = registry.judge("fp8k_int4v", 1000), registry.judge("int8", 500)
     promote(registry, small)
-    rebuilt = changed(small, checkpoint="of one", baseline=Cited(path=tmp_path, digest="of a rebuilt baseline"))
-    for champion, candidate, competes in (
-        (rebuilt, changed(large, checkpoint="of one"), True),
-        (rebuilt, changed(large, checkpoint="of another"), False),
-        (changed(small, metrics={}), large, False),  # the larger cache wins
-    ):
-        registry.aliases = {"champion": "1"}
-        move = engines_of(registry, [champion, candidate]).promote([candidate], "tiny")
-        assert (move.champion == "fp8k_int4v") is competes
-
-    def fails(report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
-        status: Status = "FAIL" if report.engine_digest == small.engine.digest else "PASS"
-        return Verdict(status=status, reasons=[], checks=[], samples_needed={})
-
-    registry.aliases = {"champion": "1"}
-    assert promote(registry, large, decide=fails).champion == "int8"
+    report = load_report(small.report.path.parent).model_copy(update={"policy": "fp8k_int4v"})
+    small.report.path.write_text(report.model_dump_json())
+    registry.change("1", baseline=Cited(path=registry.folder, digest="of a rebuilt baseline"), **champion)
+    move = promote(registry, registry.change("2", **candidate), **given)
+    assert (move.champion == "fp8k_int4v") is competes
 
 
 def test_live_tokens_decide_then_the_lower_mean_kl_and_unknown_figures_lose(fp8: Candidate) -> None:
@@ -119,15 +95,6 @@ def test_live_tokens_decide_then_the_lower_mean_kl_and_unknown_figures_lose(fp8:
     assert choose_champion([one("reference", 9.0, 0.0, backend="torch"), one("a", 9.0, 0.1)]).name == "a"
 
 
-def test_nothing_is_promoted_when_none_passed(tmp_path: Path, registry: MemoryRegistry) -> None:
-    int4 = make(tmp_path, registry, "int4", verdict="FAIL")
-    for name in (None, "int4"):
-        with pytest.raises(GateRefusal, match=r"int4: FAIL \(mean KL\)"):
-            promote(registry, int4, name=name)
-    with pytest.raises(GateRefusal, match="there is no candidate"):
-        promote(registry)
-
-
 def test_promote_decides_again_and_believes_no_claimed_pass(fp8: Candidate, registry: MemoryRegistry) -> None:
     sample = load_rows(fp8.samples.parent)[0].model_copy(update={"id": "a\u2028b\u2029c\x85d"})
     fp8.samples.write_text(sample.model_dump_json() + "\n", encoding="utf-8")
@@ -137,8 +104,11 @@ def test_promote_decides_again_and_believes_no_claimed_pass(fp8: Candidate, regi
         assert rows == [sample], "unicode line separators end no row"
         return Verdict(status="INCONCLUSIVE", reasons=["mean KL too high"], checks=[], samples_needed={})
 
-    with pytest.raises(GateRefusal, match=r"no candidate passed: fp8: INCONCLUSIVE \(mean KL too high\)"):
-        promote(registry, fp8, decide=says_no)
+    for name in (None, "fp8"):
+        with pytest.raises(GateRefusal, match=r"no candidate passed: fp8: INCONCLUSIVE \(mean KL too high\)"):
+            promote(registry, fp8, name=name, decide=says_no)
+    with pytest.raises(GateRefusal, match="there is no candidate"):
+        promote(registry)
 
 
 SAME = Finding("chain", "same", "9 artifacts")
@@ -178,56 +148,52 @@ def test_an_engine_that_allows_more_than_its_verdict_covers_is_not_promoted(fp8:
     assert move.message.endswith("is the champion, up to 1,003 tokens, batch 16")
 
 
-def test_a_promotion_sets_previous_first_and_a_rollback_returns_to_it_once(tmp_path: Path, registry: MemoryRegistry) -> None:
-    one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8", kib=1.0)
+def test_a_rollback_returns_once_and_the_engine_comes_back_after_a_new_evaluation_or_by_name(registry: MemoryRegistry) -> None:
+    one, two = registry.judge("int8", 500), registry.judge("fp8", 1000)
     promote(registry, one)
     with pytest.raises(UserError, match="no previous champion"):
-        rollback(registry)
-    promote(registry, two)
+        registry.engines().rollback()
+    promote(registry, one, two)
     assert registry.moves[1:] == [("previous", "1"), ("champion", "2")]
     assert "champion already" in promote(registry, two).message
     with pytest.raises(GateRefusal, match="rollback: version 1 does not serve again: weights: differs, recorded a, found b"):
-        rollback(registry, replay=lambda _: [DIFFERS])
+        registry.engines(replay=lambda _: [DIFFERS]).rollback()
     assert len(registry.moves) == 3
-    assert rollback(registry).champion == "int8"
+    assert registry.engines().rollback().champion == "int8"
     assert registry.aliases == {"champion": "1"}
-    assert "rolled_back_at" in registry.versions["2"]
     with pytest.raises(UserError, match="no previous champion"):
-        rollback(registry)
-
-
-def test_a_rolled_back_engine_returns_only_after_a_new_evaluation_or_by_name(tmp_path: Path, registry: MemoryRegistry) -> None:
-    one, two = make(tmp_path, registry, "int8", kib=2.0), make(tmp_path, registry, "fp8", kib=1.0)
-    promote(registry, one)
-    promote(registry, one, two)
-    rollback(registry)
+        registry.engines().rollback()
     assert promote(registry, one, two).message == "int8 (version 1) is the champion already"
     with pytest.raises(GateRefusal, match=r"fp8: PASS, but it was rolled back at .*: judge it anew, .*promote\.name='fp8'"):
         promote(registry, two)
     assert registry.aliases == {"champion": "1"}
     assert "it had been rolled back at" in promote(registry, two, name="fp8").message
     assert registry.aliases == {"champion": "2", "previous": "1"}
-    rollback(registry)
+    registry.engines().rollback()
     report = load_report(two.report.path.parent).model_copy(update={"workloads_digest": "others"})
     two.report.path.write_text(report.model_dump_json())
     cited = Cited(path=two.report.path, digest=evidence_digest(two.report.path))
-    assert promote(registry, one, registry.add(changed(two, report=cited))).message.startswith(
-        "fp8 (version 3) is the champion"
-    )
+    again = promote(registry, one, registry.add(changed(two, report=cited)))
+    assert again.message.startswith("fp8 (version 3) is the champion")
 
 
+@pytest.mark.parametrize(
+    ("listed", "model", "kind", "expected"),
+    [
+        ({}, "llama", GateRefusal, r"version 1 \(fp8\) is of model tiny, not llama"),
+        ({"version": ""}, "tiny", GateRefusal, "not registered"),
+        ({"version": "9"}, "tiny", GateRefusal, "version 9 is not in"),
+        ({"version": "2"}, "tiny", UserError, r"^the alias champion of kvgate-tiny points at version 7, which does not exist"),
+    ],
+)
 def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_again(
-    tmp_path: Path, fp8: Candidate, registry: MemoryRegistry
+    fp8: Candidate, registry: MemoryRegistry, listed: dict[str, Any], model: str, kind: type[Exception], expected: str
 ) -> None:
-    forged = Cited(path=tmp_path, digest="forged")
+    forged = Cited(path=registry.folder, digest="forged")
     edited = changed(fp8, name="int8", verdict="FAIL", metrics={"memory/max_live_tokens": 1e9}, engine=forged)
-
-    def again(*listed: Candidate, model: str = "tiny") -> PromotionMove:
-        return engines_of(registry, [changed(fp8, verdict="INCONCLUSIVE")], decide=decide_pass).promote(listed, model)
-
-    assert again(edited, edited).candidates == (fp8,)
-    with pytest.raises(GateRefusal, match=r"version 1 \(fp8\) is of model tiny, not llama"):
-        again(edited, model="llama")
-    for lost, expected in (("", "not registered"), ("9", "version 9 is not in")):
-        with pytest.raises(GateRefusal, match=expected):
-            again(changed(fp8, version=lost))
+    assert promote(registry, edited, edited).candidates == (fp8,)
+    registry.judge("int8", 2000)
+    registry.aliases["champion"] = "7"
+    with pytest.raises(kind, match=expected):
+        registry.engines().promote([changed(edited, **listed)], model)
+    assert "promoted_by" not in registry.versions["2"]

@@ -2,6 +2,8 @@
 
 import errno
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +13,9 @@ from helpers.refusals import refused
 from pydantic import ValidationError
 
 from pipeline.cli.needs import last_sweeps
+from pipeline.registry import summary
 from pipeline.registry.summary import Summary, begin, finish, forget, last_judged, load, note, record, sweeps
+from pipeline.store.locks import locked
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.thresholds import Check, Gate, Verdict
@@ -41,72 +45,78 @@ def test_the_same_sweep_merges_by_model_and_name_and_another_starts_afresh(tmp_p
         ("another", "fp8", "PASS"),
     ]
     assert load(tmp_path).champion == "int8"
-    summary = record(tmp_path, "two", FP8)
-    assert [c.name for c in summary.candidates] == ["fp8"]
-    assert summary.champion is None
+    other = record(tmp_path, "two", FP8)
+    assert ([c.name for c in other.candidates], other.champion) == (["fp8"], None)
 
 
-def test_a_candidate_survives_the_file_with_every_check_of_its_verdict(tmp_path: Path) -> None:
-    check = Check(gate=Gate.MEAN_KL, where="copy", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far")
+CHECK = Check(gate=Gate.MEAN_KL, where="copy", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far")
+
+
+def test_a_candidate_survives_the_file_which_has_the_fields_that_ci_relies_on(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="finite"):
+        Candidate.model_validate({**FP8.model_dump(), "metrics": {"quality/kl_mean": float("inf")}})
     verdict = Verdict(
-        status="FAIL", reasons=["far"], checks=[check], warnings=["no fork was exercised"], samples_needed={"copy": 900}
+        status="FAIL", reasons=["far"], checks=[CHECK], warnings=["no fork was exercised"], samples_needed={"copy": 900}
     )
     for candidate in (fp8(reasons=("a", "b")), fp8(version=""), fp8(**Candidate.decided(verdict))):
         record(tmp_path, "one", candidate)
         assert load(tmp_path).candidates == (candidate,)
+    raw = json.loads((tmp_path / "summary.json").read_text())
+    assert {"schema_version", "candidates", "champion", "exit_code"} <= raw.keys()
+    promised = {"name", "policy", "model", "backend", "verdict", "reasons", "metrics", *CITED}
+    assert promised <= raw["candidates"][0].keys()
+    assert all(raw["candidates"][0][name].keys() == {"path", "digest"} for name in CITED)
 
 
-def test_a_verdict_with_a_gate_of_another_kvgate_is_refused(tmp_path: Path) -> None:
-    check = Check(gate=Gate.MEAN_KL, where="copy", value=0.1, status="FAIL", reason="too far")
-    record(tmp_path, "one", fp8(checks=(check,)))
+@pytest.mark.parametrize(
+    ("edited", "problem"),
+    [
+        (lambda text: text.replace('"max_mean_kl"', '"max_median_kl"'), "candidates.0.checks.0.gate: "),
+        (lambda _: "{}", "it lacks fields"),
+    ],
+)
+def test_a_summary_with_a_gate_of_another_kvgate_or_without_its_fields_is_refused(
+    tmp_path: Path, edited: Callable[[str], str], problem: str
+) -> None:
+    record(tmp_path, "one", fp8(checks=(CHECK,)))
     path = tmp_path / "summary.json"
-    path.write_text(path.read_text().replace('"max_mean_kl"', '"max_median_kl"'))
-    with refused(UserError, f"workdir={tmp_path}: summary.json is damaged, or of another kvgate (candidates.0.checks.0.gate: "):
+    path.write_text(edited(path.read_text()))
+    with refused(UserError, f"workdir={tmp_path}: summary.json is damaged, or of another kvgate ({problem}"):
         load(tmp_path)
 
 
-def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path: Path) -> None:
-    assert finish(tmp_path, "one", 3, job=1).exit_code == 3
-    assert finish(tmp_path, "one", 0, job=2).exit_code == 3
-    assert finish(tmp_path, "one", 1, job=3).exit_code == 1
-    assert finish(tmp_path, None, 0).exit_code == 0
-    assert finish(tmp_path, "two", 0).exit_code == 0
-
-
-def test_files_that_are_no_sweeps_are_ignored(tmp_path: Path) -> None:
-    begin(tmp_path, "20260101", ["fp8"])
-    for name in (".hidden.json", "20260101 (conflicted copy).json"):
+@pytest.mark.parametrize("sweep", ["none", "../summary", "", "a/b"])
+def test_files_that_are_no_sweeps_are_ignored_and_a_sweep_that_is_not_there_is_bad_input(tmp_path: Path, sweep: str) -> None:
+    begin(tmp_path, "monday", ["fp8"])
+    for name in (".hidden.json", "monday (conflicted copy).json"):
         (tmp_path / "summaries" / name).write_text("{")
-    assert sweeps(tmp_path) == ["20260101"]
+    assert sweeps(tmp_path) == ["monday"]
     assert last_judged(tmp_path) is None
+    with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; give one, such as monday"):
+        load(tmp_path, sweep)
 
 
-def test_a_sweep_that_started_no_job_restores_the_summary_unless_another_wrote_it(tmp_path: Path) -> None:
+def test_a_sweep_that_started_no_job_restores_the_summary_unless_another_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     none = begin(tmp_path, "20260101", ["fp8"])
-    note(tmp_path, None, champion="a rolled-back champion")  # only in summary.json
-    known = (tmp_path / "summary.json").read_bytes()
+
+    def after_another_command(path: Path, purpose: str) -> AbstractContextManager[None]:
+        monkeypatch.undo()
+        note(tmp_path, None, champion="a rolled-back champion")  # only in summary.json
+        known.append((tmp_path / "summary.json").read_bytes())
+        return locked(path, purpose)
+
+    known: list[bytes] = []
+    monkeypatch.setattr(summary, "locked", after_another_command)
     before = begin(tmp_path, "20260102", ["int8"])
     begin(tmp_path, "20260103", ["int4"])
     forget(tmp_path, "20260102", before)
     assert (load(tmp_path).sweep, sweeps(tmp_path)) == ("20260103", ["20260101", "20260103"])
-    (tmp_path / "summary.json").write_bytes(known)
-    forget(tmp_path, "20260103", begin(tmp_path, "20260103", ["int4"]))
-    assert (tmp_path / "summary.json").read_bytes() == known
+    forget(tmp_path, "20260103", before)
+    assert (tmp_path / "summary.json").read_bytes() == known[0]
     forget(tmp_path, "20260101", none)
     assert [path.name for path in tmp_path.rglob("*.json")] == []
-
-
-def test_the_file_has_the_fields_that_ci_relies_on(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="finite"):
-        Candidate.model_validate({**FP8.model_dump(), "metrics": {"quality/kl_mean": float("inf")}})
-    record(tmp_path, "one", FP8)
-    raw = json.loads((tmp_path / "summary.json").read_text())
-    assert {"schema_version", "candidates", "champion", "exit_code"} <= raw.keys()
-    promised = {"name", "policy", "model", "backend", "verdict", "reasons", "metrics"}
-    cited = {"engine", "baseline", "report", "identity"}
-    candidate = raw["candidates"][0]
-    assert promised | cited <= candidate.keys()
-    assert all(candidate[name].keys() == {"path", "digest"} for name in cited)
 
 
 def test_concurrent_sweeps_lose_no_candidate_and_the_last_to_write_is_the_summary(tmp_path: Path) -> None:
@@ -116,15 +126,17 @@ def test_concurrent_sweeps_lose_no_candidate_and_the_last_to_write_is_the_summar
     record(tmp_path, "beside", fp8(name="int4", verdict="FAIL"))
     finish(tmp_path, "beside", 3)
     assert [c.name for c in load(tmp_path).candidates] == ["int4"]
-    finish(tmp_path, "sweep", 0, job=1)
     record(tmp_path, "sweep", fp8(name="int8"))
+    finish(tmp_path, "sweep", 0, job=1)
     finish(tmp_path, "sweep", 0, job=2)
     assert load(tmp_path) == load(tmp_path, "sweep")
     assert [c.name for c in load(tmp_path, "sweep").candidates] == ["int8", "fp8"], "in the order of the command line"
     assert (load(tmp_path, "sweep").exit_code, load(tmp_path, "beside").exit_code) == (0, 3)
 
 
-def test_a_sweep_has_finished_when_every_job_ended_and_counts_each_job_once_as_it_ended_last(tmp_path: Path) -> None:
+def test_a_sweep_finishes_with_its_last_job_and_exits_with_the_worst_code_until_a_promotion_decides(tmp_path: Path) -> None:
+    begin(tmp_path, "one", ["fp8", *(f"int8 seed={seed}" for seed in range(7))])
+    assert str(load(tmp_path).unfinished).endswith("job 4 (int8 seed=2), job 5 (int8 seed=3), 3 more")
     begin(tmp_path, "one", ["fp8", "int8"])
     finish(tmp_path, "one", 3, job=1)
     for code in (130, 130):  # a cluster ran it again
@@ -132,21 +144,11 @@ def test_a_sweep_has_finished_when_every_job_ended_and_counts_each_job_once_as_i
     finish(tmp_path, None, 3)  # a refused promotion
     assert load(tmp_path).unfinished == "sweep one did not finish: 1 of 2 jobs ended, not job 2 (int8)"
     finish(tmp_path, "one", 0, job=2)
-    found = load(tmp_path)
-    assert (found.unfinished, found.exit_code, found.exit_codes) == (None, 3, {1: 3, 2: 0})
-
-
-def test_of_many_jobs_that_did_not_end_the_first_are_named(tmp_path: Path) -> None:
-    begin(tmp_path, "one", [f"fp8 seed={seed}" for seed in range(12)])
-    finish(tmp_path, "one", 0, job=1)
-    assert str(load(tmp_path).unfinished).endswith("job 5 (fp8 seed=4), job 6 (fp8 seed=5), 6 more")
-
-
-@pytest.mark.parametrize("sweep", ["none", "../summary", "", "a/b"])
-def test_a_sweep_that_is_not_there_is_bad_input_that_names_the_latest(tmp_path: Path, sweep: str) -> None:
-    begin(tmp_path, "monday", ["fp8"])
-    with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; give one, such as monday"):
-        load(tmp_path, sweep)
+    ended = load(tmp_path)
+    assert (ended.unfinished, ended.exit_code, ended.exit_codes) == (None, 3, {1: 3, 2: 0})
+    assert finish(tmp_path, "one", 1, job=2).exit_code == 1
+    assert finish(tmp_path, None, 0).exit_code == 0
+    assert finish(tmp_path, "two", 0).exit_code == 0
 
 
 def test_a_summary_that_cannot_be_written_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.registry.candidates import MemoryRegistry
 from helpers.registry.evidence_copies import edit
 from helpers.registry.judged_engine import cited_tags, judged_engine
-from helpers.registry.routes import Fleet
 
 from pipeline.evidence.reading import identities
 from pipeline.evidence.verify import registered_engine
 from pipeline.registry import routing
-from pipeline.registry.routing import Route, roll_back, route_of
+from pipeline.registry.routing import roll_back
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
 from pipeline.store.locks import locked
@@ -23,49 +23,38 @@ BOTH = {"retrieval": "fp8", "copy": "int8"}
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    """A fleet with bf16, fp8 and int8 as versions 1 to 3."""
-    fleet = Fleet(tmp_path)
+def fleet(tmp_path: Path) -> MemoryRegistry:
+    """A registry with bf16, fp8 and int8 as versions 1 to 3."""
+    fleet = MemoryRegistry(tmp_path)
     for policy in ("bf16", "fp8", "int8"):
-        fleet.add(policy)
+        fleet.judge(policy)
     return fleet
 
 
-def rolled_back(fleet: Fleet, workload: str) -> None:
-    assert len(list(roll_back(fleet.engines, workload))) == 1
-
-
-def test_each_class_gets_its_engine_by_number_or_latest_name_and_an_engine_is_replayed_once(fleet: Fleet) -> None:
+def test_each_class_gets_its_engine_by_number_or_latest_name_and_an_engine_is_replayed_once(fleet: MemoryRegistry) -> None:
     said = fleet.routed(retrieval="fp8", copy="fp8")
-    assert fleet.registry.aliases == {"route-retrieval": "2", "route-copy": "2"}
+    assert fleet.aliases == {"route-retrieval": "2", "route-copy": "2"}
     assert said == ["route-retrieval: version 2 (fp8)", "route-copy: version 2 (fp8)"]
     assert fleet.replays == ["fp8"]
-    fleet.add("fp8")
-    fleet.routed(copy="2", retrieval="fp8")
-    assert (fleet.route("copy"), fleet.route("retrieval")) == ("2", "4")
+    fleet.judge("fp8")
+    assert fleet.routed(copy="2", retrieval="fp8")[0] == "route-copy: version 2 (fp8), as it was"
+    assert fleet.aliases == {"route-retrieval": "4", "route-copy": "2", "route-retrieval-previous": "2"}
 
 
-def test_the_same_routes_again_move_nothing_and_leave_the_way_back(fleet: Fleet) -> None:
-    fleet.routed(copy="int8")
-    fleet.routed(copy="fp8")
-    assert fleet.routed(copy="fp8") == ["route-copy: version 2 (fp8), as it was"]
-    assert route_of(fleet.registry.read(), "copy") == Route("2", "3")
-
-
-def test_a_rollback_by_hand_goes_to_the_previous_engine_if_there_is_one(fleet: Fleet) -> None:
+def test_a_rollback_by_hand_goes_to_the_previous_engine_if_there_is_one(fleet: MemoryRegistry) -> None:
     fleet.routed(retrieval="int8", copy="fp8")
     fleet.routed(**BOTH)
-    rolled_back(fleet, "retrieval")
-    assert fleet.route("retrieval") == "3"
-    assert fleet.registry.read().left("retrieval") == {"2"}
-    del fleet.registry.versions["2"]
+    assert len(list(roll_back(fleet.engines(), "retrieval"))) == 1
+    assert fleet.aliases["route-retrieval"] == "3"
+    assert fleet.read().left("retrieval") == {"2"}
+    del fleet.versions["2"]
     for workload, expected in (
         ("retrieval", "route-retrieval cannot go back: it has no previous engine"),
         ("copy", "route-copy cannot go back: version 2 was deleted"),
         ("tool_call", "this model has no such route"),
     ):
         with pytest.raises(UserError, match=f"routing.rollback={workload}: {expected}"):
-            rolled_back(fleet, workload)
+            list(roll_back(fleet.engines(), workload))
 
 
 @pytest.mark.parametrize(
@@ -75,29 +64,33 @@ def test_a_rollback_by_hand_goes_to_the_previous_engine_if_there_is_one(fleet: F
         ({"copy": "fp9"}, UserError, "copy=fp9: no registered engine has this name; there are bf16, fp8, int8"),
         ({"copy": "7"}, UserError, "routes.copy=7: no registered engine"),
         ({"copy": "fp8", "prose": "fp8"}, GateRefusal, "prose=fp8: version 2 is .* not judged prose"),
-        ({"copy": "int8"}, GateRefusal, "copy=int8: version 3 is not proven: copy is INCONCLUSIVE: copy: a"),
+        ({"copy": "int8"}, GateRefusal, "copy=int8: version 4 is not proven: copy is INCONCLUSIVE: copy: a"),
         ({"copy": "bf16"}, GateRefusal, "copy=bf16: version 1 is not proven: identity: differs"),
+        ({"retrieval": "fp8"}, UserError, "the alias route-retrieval of .* points at version 9, which does not exist"),
     ],
 )
 def test_unknown_or_unproven_engines_are_refused_and_nothing_moves(
-    fleet: Fleet, routes: dict[str, str], kind: type[Exception], expected: str
+    fleet: MemoryRegistry, routes: dict[str, str], kind: type[Exception], expected: str
 ) -> None:
-    fleet.lines[fleet.candidates["3"].engine.digest, "copy"] = "INCONCLUSIVE"
+    fleet.judge("int8", copy="INCONCLUSIVE")
     fleet.candidates["1"].identity.path.write_text("another")
+    fleet.aliases["route-retrieval"] = "9"
     with pytest.raises(kind, match=expected):
         fleet.routed(**routes)
-    assert fleet.registry.moves == []
+    assert fleet.moves == []
 
 
-def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(
+    fleet: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def after_somebody_else(path: Path, purpose: str) -> AbstractContextManager[None]:
-        fleet.registry.aliases["route-copy"] = "1"
+        fleet.aliases["route-copy"] = "1"
         return locked(path, purpose)
 
     monkeypatch.setattr(routing, "locked", after_somebody_else)
     with pytest.raises(GateRefusal, match="route-copy was moved meanwhile"):
         fleet.routed(**BOTH)
-    assert fleet.registry.moves == []
+    assert fleet.moves == []
 
 
 def test_an_engine_is_found_in_the_store_by_its_versions_citations_and_its_evidence_replays(tmp_path: Path) -> None:

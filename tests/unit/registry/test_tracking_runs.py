@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,8 +60,11 @@ def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_e
 ) -> None:
     figures: dict[str, Any] = {"quality/kl_mean": 0.01, "baseline/kib_per_token": 4.0}
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        done = store.register(run, judged(tmp_path, "fp8", "PASS", **figures))
-    track_one(store, judged(tmp_path, "int4", "FAIL", **figures).model_copy(update={"baseline": done.baseline}), "s1")
+        done = store.register(run, judged(tmp_path, "fp8", "PASS", **figures), [row("copy", 1, True, False)])
+    lost = judged(tmp_path, "int4", "FAIL", **figures)
+    failed = track_one(
+        store, lost.model_copy(update={"baseline": done.baseline, "reasons": ("copy: 9 of 9 answers lost",)}), "s1"
+    )
     runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
     assert runs.keys() == {"fp8: PASS", "int4: FAIL", "fp16: baseline"}
     assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0, "memory/kib_per_token": 4.0}
@@ -73,6 +74,19 @@ def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_e
     assert own.data.tags["mlflow.runColor"] == COLOURS["PASS"]
     assert own.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
     assert list(own.data.metrics.items())[:2] == [("quality/kl_mean_log10", -2.0), ("memory/kib_per_token", 2.0)]
+    files = artifacts(store, done.run_id)
+    assert files.keys() >= {"report.json", "samples.json"}
+    table = json.loads(files["samples.json"].read_text())
+    assert table["columns"][:2] == ["answer", "workload"]
+    assert [line[:2] for line in table["data"]] == [["lost", "copy"]]
+    assert artifacts(store, failed.run_id).keys() == {"report.json"}
+    note = own.data.tags["mlflow.note.content"]
+    assert f"models:/kvgate-tiny/{done.version} " in note
+    for text in (note, store.client.get_model_version("kvgate-tiny", done.version).description):
+        assert text.startswith("**PASS**: `fp8` on onnxruntime")
+        assert "mean KL 1.0e-02; 2.000 KiB/token" in text
+    description = store.client.get_model_version("kvgate-tiny", failed.version).description
+    assert description.endswith("- copy: 9 of 9 answers lost")
 
 
 def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: Path) -> None:
@@ -102,15 +116,16 @@ def test_a_run_that_does_not_end_well_is_closed_as_such(store: MlflowStore, erro
 
 def test_the_same_engine_with_the_same_evidence_is_registered_once(store: MlflowStore, tmp_path: Path) -> None:
     candidate = judged(tmp_path, "once")
-    first, again = track_one(store, candidate, "a"), track_one(store, candidate, "a")
-    (model,) = store.client.search_logged_models([store.experiment_id], "name = 'once'")
+    first = track_one(store, candidate, "a")
+    found = version(store, first)
+    assert found.tags == {"kv": "once", "verdict": "PASS", "identity_digest": first.identity.digest}
     registered = [{"name": "kvgate-tiny", "version": first.version}]
-    assert json.loads(model.tags["mlflow.modelVersions"]) == registered
-    store.client.delete_logged_model_tag(model.model_id, "mlflow.modelVersions")  # as a killed command leaves it
-    another_sweep = track_one(store, candidate, "b")
+    assert json.loads(store.client.get_logged_model(found.model_id).tags["mlflow.modelVersions"]) == registered
+    store.client.delete_logged_model_tag(found.model_id, "mlflow.modelVersions")  # as a killed command leaves it
+    again, another_sweep = track_one(store, candidate, "a"), track_one(store, candidate, "b")
     assert first.version == again.version == another_sweep.version
     assert len({candidate.run_id for candidate in (first, again, another_sweep)}) == 3
-    (model,) = store.client.search_logged_models([store.experiment_id], "name = 'once'")
+    model = store.client.get_logged_model(found.model_id)
     assert json.loads(model.tags["mlflow.modelVersions"]) == registered
     outputs = store.client.get_run(another_sweep.run_id).outputs.model_outputs
     assert [output.model_id for output in outputs] == [model.model_id]
@@ -130,77 +145,36 @@ def test_other_evidence_is_another_version_and_no_failed_engine_is_the_candidate
     assert len({one.version for one in (passed, undecided, failed, other)}) == 4
 
 
-def test_a_run_has_its_report_and_its_samples(store: MlflowStore, tmp_path: Path) -> None:
-    with store.candidate("a", "described", "onnxruntime", {}) as run:
-        done = store.register(run, judged(tmp_path, "described"), [row("copy", 1, True, False)])
-    files = artifacts(store, done.run_id)
-    assert files.keys() >= {"report.json", "samples.json"}
-    table = json.loads(files["samples.json"].read_text())
-    assert table["columns"][:2] == ["answer", "workload"]
-    assert [line[:2] for line in table["data"]] == [["lost", "copy"]]
-
-
-def test_a_version_carries_its_evidence_and_if_configured_its_bundle(store: MlflowStore, work: Path, tmp_path: Path) -> None:
-    done = track_one(store, judged(tmp_path, "bundle"), "a")
-    found = version(store, done)
-    assert found.tags == {"kv": done.name, "verdict": done.verdict, "identity_digest": done.identity.digest}
-    model = store.client.get_logged_model(found.model_id)
+@pytest.mark.parametrize("log_bundle", [True, False])
+def test_a_version_carries_its_evidence_and_if_configured_its_bundle(
+    log_bundle: bool, store: MlflowStore, work: Path, tmp_path: Path
+) -> None:
+    configured = MlflowStore(locate(Tracking(log_bundle=log_bundle), work, "tiny"))
+    done = track_one(configured, judged(tmp_path, f"bundle {log_bundle}"), "a")
+    model = store.client.get_logged_model(version(store, done).model_id)
     assert (str(model.model_type), str(model.status)) == ("engine", "READY")
     root = path_of(model.artifact_location)
-    assert {"kv_policy.json", "report.json", "verdict.json", "engine"} <= {path.name for path in root.iterdir()}
-    assert files_digest(tree_files(root / "engine")) == done.engine.digest
-    light = track_one(MlflowStore(locate(Tracking(log_bundle=False), work, "tiny")), judged(tmp_path, "light"), "a")
-    root = path_of(store.client.get_logged_model(version(store, light).model_id).artifact_location)
-    assert ((root / "engine").exists(), (root / "report.json").exists()) == (False, True)
+    assert {"kv_policy.json", "report.json", "verdict.json"} <= {path.name for path in root.iterdir()}
+    assert (root / "engine").exists() == log_bundle
+    assert not log_bundle or files_digest(tree_files(root / "engine")) == done.engine.digest
 
 
-def test_a_run_and_its_version_say_what_the_engine_costs_and_why_it_failed(store: MlflowStore, tmp_path: Path) -> None:
-    figures: dict[str, Any] = {"memory/kib_per_token": 0.5, "quality/kl_mean": 0.12345}
-    failed = judged(tmp_path, "told too", "FAIL").model_copy(update={"reasons": ("copy: 9 of 9 answers lost",)})
-    passed, lost = (track_one(store, one, "a") for one in (judged(tmp_path, "told", **figures), failed))
-    note = store.client.get_run(passed.run_id).data.tags["mlflow.note.content"]
-    assert f"models:/kvgate-tiny/{passed.version} " in note
-    for text in (note, store.client.get_model_version("kvgate-tiny", passed.version).description):
-        assert text.startswith("**PASS**: `told` on onnxruntime")
-        assert "mean KL 1.2e-01; 0.500 KiB/token" in text
-    description = store.client.get_model_version("kvgate-tiny", lost.version).description
-    assert description.endswith("- copy: 9 of 9 answers lost")
-    assert artifacts(store, passed.run_id).keys() == {"report.json"}
-
-
-def leave_a_run_open(work: Path) -> str:
-    """Open a run in a process that is killed during its stage; return the run's id."""
-    code = f"""
-import os, signal
-from pathlib import Path
-from pipeline.registry.tracking import Tracking
-from pipeline.chain.run import open_store
-store = open_store(Tracking(), Path({str(work)!r}), "tiny")
-with store.candidate("s", "killed", "onnxruntime", {{}}) as run_id:
-    print(run_id, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore, work: Path) -> None:
-    dead = leave_a_run_open(work)
-    elsewhere, somebodys = (
-        store.client.create_run(store.experiment_id, tags=tags).info.run_id for tags in ({LOCK: "0123"}, {})
+def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore) -> None:
+    locks = store.location.runs / store.experiment_id
+    locks.mkdir(parents=True, exist_ok=True)
+    (locks / "dead").touch()
+    dead, elsewhere, somebodys = (
+        store.client.create_run(store.experiment_id, tags=tags).info.run_id for tags in ({LOCK: "dead"}, {LOCK: "0123"}, {})
     )
-    status = {}
     with store.candidate("s", "alive", "onnxruntime", {}) as alive:
         MlflowStore(store.location)
-        for run_id in (dead, elsewhere, somebodys, alive):
-            status[run_id] = store.client.get_run(run_id).info.status
+        status = {run_id: store.client.get_run(run_id).info.status for run_id in (dead, elsewhere, somebodys, alive)}
     assert status == {dead: "KILLED"} | dict.fromkeys((elsewhere, somebodys, alive), "RUNNING")
-    assert list(store.location.runs.glob("*/*")) == []
+    assert list(locks.glob("*")) == []
 
 
 def test_a_copied_work_directory_is_refused_before_it_writes_into_the_original(store: MlflowStore, work: Path) -> None:
     copy = shutil.copytree(work, work.with_name("copy"))
-    (copy / "mlartifacts").mkdir(exist_ok=True)
     with pytest.raises(
         UserError, match=f"is a copy, .* files in {work}/mlartifacts: .*rm -r {copy}/mlflow.db {copy}/mlartifacts"
     ):
@@ -208,22 +182,24 @@ def test_a_copied_work_directory_is_refused_before_it_writes_into_the_original(s
     MlflowStore(locate(Tracking(uri=store.location.uri), copy, "tiny"))  # another work directory may use the original's store
 
 
-@pytest.mark.parametrize("name", ["moved", "dé placé #1 [a=b] '{x}"])
-def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(tmp_path: Path, name: str) -> None:
-    old = tmp_path / "old"
-    first = MlflowStore(locate(Tracking(), old, "tiny"))
-    done = track_one(first, judged(tmp_path / "judged", "moved"), "before")
-    there = old.rename(tmp_path / name)
-    moved = MlflowStore(locate(Tracking(), there, "tiny"))
-    assert artifacts(moved, done.run_id).keys() == {"report.json"}
-    assert moved.download(moved.read().versions["1"], tmp_path).is_dir()
-    track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
-    assert not old.exists()
+def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(store: MlflowStore, work: Path, tmp_path: Path) -> None:
+    done = track_one(store, judged(tmp_path / "judged", "moved"), "before")
+    original = work.rename(work.with_name("hidden"))
+    try:
+        there = Path(shutil.copytree(original, tmp_path / "dé placé #1 [a=b] '{x}"))
+        moved = MlflowStore(locate(Tracking(), there, "tiny"))
+        assert artifacts(moved, done.run_id).keys() == {"report.json"}
+        assert moved.download(version(moved, done), tmp_path).is_dir()
+        track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
+        assert not work.exists()
+    finally:
+        original.rename(work)
 
 
-def test_files_that_were_moved_without_their_store_are_refused(tmp_path: Path) -> None:
-    shared = Tracking(uri=f"sqlite:///{tmp_path}/shared.db")
-    MlflowStore(locate(shared, tmp_path / "old", "tiny"))
-    (tmp_path / "new" / "mlartifacts").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"has its files in .*/old/mlartifacts, which was moved to .*/new/mlartifacts"):
-        MlflowStore(locate(shared, tmp_path / "new", "tiny"))
+def test_files_that_were_moved_without_their_store_are_refused(store: MlflowStore, work: Path, tmp_path: Path) -> None:
+    (work / "mlartifacts").rename(tmp_path / "mlartifacts")
+    try:
+        with pytest.raises(UserError, match=f"has its files in {work}/mlartifacts, which was moved to {tmp_path}/mlartifacts"):
+            MlflowStore(locate(Tracking(uri=store.location.uri), tmp_path, "tiny"))
+    finally:
+        (tmp_path / "mlartifacts").rename(work / "mlartifacts")
