@@ -5,7 +5,6 @@ a manifest is the digest of its parts, and the parts name the digests of the inp
 key of the next one. `pipeline.evidence.verify` replays the whole chain.
 """
 
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,9 +51,8 @@ def measured_role(name: str) -> Role | None:
 
 
 # An identity may come from an untrusted source. Values that match these patterns become paths, which must not leave the store
-# or the identity's folder.
-STAGE, KEY = "^[a-z_]+$", "^[0-9a-f]{64}$"
-WORKLOADS_FILE = re.compile(r"workloads/(?!\.{1,2}$)[^/\0]+")
+# or the identity's folder. A name of dots alone is no file.
+STAGE, KEY, WORKLOADS_FILE = "^[a-z_]+$", "^[0-9a-f]{64}$", r"^workloads/[^/\x00]*[^/.\x00][^/\x00]*$"
 
 
 class Parts(TypedDict):
@@ -75,12 +73,6 @@ def _has_a_digest(parts: Parts) -> Parts:
     except ValueError:  # NaN and infinity, which JSON parsers accept
         raise ValueError("holds a number that JSON has no form for") from None
     return parts
-
-
-def _is_beside(name: str | None) -> str | None:
-    if name is not None and not WORKLOADS_FILE.fullmatch(name):
-        raise ValueError("must be null or workloads/NAME, a file in the same folder")
-    return name
 
 
 class Link(StrictModel):
@@ -154,7 +146,7 @@ class Identity(Lineage, extra="forbid"):
     model: str
     policy: str
     backend: str
-    workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
+    workloads_file: Annotated[str, Field(pattern=WORKLOADS_FILE)] | None
     """Path of the copy of the user's samples or texts, relative to this file; null if all samples are generated."""
     gates: Thresholds
     verdict: Verdict  # type: ignore[assignment]  # the lineage does not depend on its form

@@ -18,7 +18,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from functools import wraps
 from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
@@ -65,14 +64,7 @@ class Client:
         self._client = MlflowClient(tracking_uri=location.uri, registry_uri=location.uri)
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-
-        @wraps(method)
-        def call(*arguments: Any, **options: Any) -> Any:
-            with reached(self._location):
-                return method(*arguments, **options)
-
-        return call
+        return reached(self._location)(getattr(self._client, name))
 
 
 class RegistryReader:

@@ -181,9 +181,6 @@ class Engines:
             self._found[version.number] = self.read(version)
         return self._found[version.number]
 
-    def _verify(self, candidate: Candidate) -> None:
-        self.find(self.model.versions[candidate.version]).verify()
-
     def promote(self, listed: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
 
@@ -200,10 +197,10 @@ class Engines:
         compared = tuple(candidates if rival is None else [*candidates, rival])
         if rival is not None and choose_champion([best, rival]) is rival:
             with suppress(GateRefusal, MissingRequirement):  # without valid evidence, a champion cannot block a promotion
-                self._verify(rival)
+                self._found[rival.version].verify()
                 return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion", compared)
         try:
-            self._verify(best)
+            self._found[best.version].verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
@@ -232,10 +229,9 @@ class Engines:
         for entry in listed:
             version = self.model.versions.get(entry.version)
             if version is None:
-                lost = f"version {entry.version} is not in the registry" if entry.version else "it is not registered"
-                raise GateRefusal(
-                    f"{entry.name} is not promoted: {lost}{'' if entry.version else ' (tracking.enabled=false?)'}"
-                )
+                lost = f"version {entry.version} is not in the registry"
+                lost = lost if entry.version else "it is not registered (tracking.enabled=false?)"
+                raise GateRefusal(f"{entry.name} is not promoted: {lost}")
             if name not in (None, version.name):
                 continue
             judged[version.number] = candidate = self.find(version).candidate
@@ -307,14 +303,13 @@ def choose_champion(candidates: Sequence[Candidate], left: Mapping[str, str] = M
     )
     if best is not None:
         return best
-    lines = []
-    for candidate in candidates:
-        if candidate.verdict == "PASS":
-            lines.append(f"{candidate.name}: PASS, but it {_stays_back(candidate, left[candidate.report.digest])}")
-        else:
-            lines.append(f"{candidate.name}: {candidate.verdict}" + (f" ({candidate.reasons[0]})" if candidate.reasons else ""))
-    if not lines:
+    if not candidates:
         raise GateRefusal("there is no candidate: run stage=evaluate first")
+    lines = []
+    for one in candidates:
+        why = f" ({one.reasons[0]})" if one.reasons else ""
+        why = f", but it {_stays_back(one, left[one.report.digest])}" if one.verdict == "PASS" else why
+        lines.append(f"{one.name}: {one.verdict}{why}")
     raise GateRefusal(f"no candidate passed: {'; '.join(lines)}")
 
 

@@ -112,10 +112,6 @@ def _read(workdir: Path, name: str) -> Summary | None:
     raise UserError(f"workdir={workdir}: {name} is damaged, or of another kvgate ({problem}); remove it and evaluate again")
 
 
-def _write(path: Path, summary: Summary) -> None:
-    write_whole(path, summary.model_dump_json(indent=2) + "\n")
-
-
 def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
     """Change the summary of a sweep, and copy it to `summary.json`. Without a sweep, change only `summary.json`."""
     names = [FILE] if sweep is None else [f"{FOLDER}/{sweep}.json", FILE]
@@ -124,7 +120,7 @@ def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summar
         with locked(workdir / f".{FILE}.lock", FILE):
             summary = change(_read(workdir, names[0]) or Summary(sweep=sweep or ""))
             for name in names:
-                _write(workdir / name, summary)
+                write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
         return summary
     except OSError as error:
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
@@ -160,7 +156,7 @@ def forget(workdir: Path, sweep: str, before: Summary | None) -> None:
         if before is None:
             (workdir / FILE).unlink()
         else:
-            _write(workdir / FILE, before)
+            write_whole(workdir / FILE, before.model_dump_json(indent=2) + "\n")
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:

@@ -253,7 +253,7 @@ def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> N
         (lambda i: i["chain"][0]["parts"].update(stage="../../../etc"), r"parts\.stage: String should match pattern"),
         (lambda i: i["chain"][0].update(key="../../etc"), r"chain\.0\.key: String should match pattern"),
         *(
-            (lambda i, name=name: i.update(workloads_file=name), r"workloads_file: .*must be null or workloads/NAME")
+            (lambda i, name=name: i.update(workloads_file=name), r"workloads_file: String should match pattern")
             for name in ("../../etc/passwd", "/etc/passwd", "workloads/..", "workloads/a/b")
         ),
     ],
