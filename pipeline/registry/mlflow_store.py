@@ -44,8 +44,6 @@ LOCK = "lock"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
 """Loggers to silence: they log dozens of lines while a new file migrates, and the tracebacks of raised exceptions."""
-LATEST = 253_402_300_799
-"""End of the year 9999, in seconds since 1970."""
 ADDRESSES = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -98,8 +96,7 @@ class RegistryReader:
         """Return a registered model. Raises MlflowException if it does not exist."""
         model = self.client.get_registered_model(name)  # search_model_versions returns versions without their aliases
         versions = {str(one.version): version_of(one) for one in self.client.search_model_versions(f"name = '{name}'")}
-        aliases = {str(alias): str(number) for alias, number in model.aliases.items()}
-        return RegisteredModel(name, versions, aliases, {str(key): str(text) for key, text in model.tags.items()})
+        return RegisteredModel(name, versions, {alias: str(number) for alias, number in model.aliases.items()}, model.tags)
 
     def engine_digest(self, version: Version) -> str | None:
         """Return the digest of a version's engine, from the run that judged it; None if the run was deleted."""
@@ -387,6 +384,6 @@ def _check_files(location: Location, address: str) -> None:
 
 def version_of(found: Any) -> Version:
     """Convert MLflow's version to a `Version`."""
-    made, tags = found.creation_timestamp, {str(key): str(value) for key, value in found.tags.items()}
-    made_s = made / 1000 if isinstance(made, int) and 0 <= made / 1000 <= LATEST else 0.0
-    return Version(str(found.version), tags, str(found.run_id or ""), made_s, str(found.source or ""))
+    return Version(
+        str(found.version), dict(found.tags), str(found.run_id or ""), found.creation_timestamp / 1000, str(found.source or "")
+    )

@@ -16,8 +16,6 @@ QUIET_S = 5.0
 """Seconds before a wait is announced; creating the tables of a new store already takes some seconds."""
 DRIVERS = {"psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}
 """Module of a database driver -> its distribution, if the names differ."""
-PYTHONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Exceptions that MLflow raises if the store has a value that MLflow did not write."""
 MLFLOWS = ("alembic_version", "experiments", "registered_models")
 """Tables of MLflow; an interrupted first command may have created only some."""
 HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
@@ -86,9 +84,6 @@ def _problem(location: Location, error: Exception) -> Exception:
         for words, signs in answers.items():
             if any(sign in text for sign in signs):
                 return kind(f"{named(location)} {words.format(limit=location.timeout_s, said=_said(error))}")
-    if isinstance(error, PYTHONS):
-        what = f"{type(error).__name__}: {_said(error)}"
-        return UserError(f"{named(location)} holds a value that MLflow cannot read ({what}); correct it, or name another")
     return MissingRequirement(f"{named(location)} failed: {_said(error)}")
 
 

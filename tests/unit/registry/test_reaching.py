@@ -14,7 +14,7 @@ from helpers.refusals import refused
 from pipeline.registry import reaching
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.reaching import check_reachable
-from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
+from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from stages.core.errors import MissingRequirement, UserError
 
 SECRET = "hunter2/hunter2"
@@ -148,43 +148,3 @@ def test_each_error_of_a_server_has_its_own_message(
     monkeypatch.setenv("SERVER_PASSWORD", "hunter2")
     with answering(status, body) as url:
         assert expected in refusal(url.replace("//", f"//me:{SECRET.replace('/', '%2F')}@"), tmp_path, kind)
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Location, sqlite3.Connection]]:
-    """A store with a version, and a copy of its database."""
-    work = tmp_path_factory.mktemp("sound")
-    location = locate(Tracking(), work, "tiny", {})
-    store = MlflowStore(location)
-    store.client.create_model_version("kvgate-tiny", "source", run_id="a", tags={"kv": "fp8"})
-    assert [version.tags for version in store.read().versions.values()] == [{"kv": "fp8"}]
-    copy = sqlite3.connect(":memory:")
-    with sqlite3.connect(work / "mlflow.db") as database:
-        database.backup(copy)
-    yield location, copy
-    copy.close()
-
-
-@pytest.mark.parametrize(
-    ("table", "change"),
-    [
-        *(("model_versions", f"creation_time = {time}") for time in ("400000000000000000", "'soon'", "-5")),
-        ("model_versions", "run_id = 5"),
-        ("model_version_tags", "value = 5"),
-        *(("experiments", change) for change in ("artifact_location = 5", "artifact_location = NULL", "lifecycle_stage = 5")),
-    ],
-)
-def test_odd_values_of_a_store_are_a_line_or_harmless(
-    table: str, change: str, sound: tuple[Location, sqlite3.Connection]
-) -> None:
-    location, copy = sound
-    assert location.file is not None
-    with sqlite3.connect(location.file) as database:
-        copy.backup(database)  # creating its tables takes a second
-        database.execute("PRAGMA ignore_check_constraints = ON")
-        database.execute(f"UPDATE {table} SET {change}")
-    try:
-        assert list(MlflowStore(location).read().versions) == ["1"]
-    except (UserError, MissingRequirement) as error:
-        assert "MLflow" in str(error)  # noqa: PT017
-        assert "\n" not in str(error)  # noqa: PT017
