@@ -138,7 +138,7 @@ class RegistryReader:
 
 
 class MlflowStore(RegistryReader):
-    """One experiment and one registered model. Implements `pipeline.registry.promotion.Registry`."""
+    """One experiment and one registered model."""
 
     def __init__(self, location: Location) -> None:
         """Open the store; create its experiment and registered model if missing; close runs of dead processes.
@@ -329,12 +329,14 @@ class MlflowStore(RegistryReader):
         return self.model(self.location.model_name)
 
     def set_alias(self, alias: str, version: str | None) -> None:
+        """Point an alias at a version; None removes the alias."""
         if version is None:
             self.client.delete_registered_model_alias(self.location.model_name, alias)
         else:
             self.client.set_registered_model_alias(self.location.model_name, alias, version)
 
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
+        """Set tags of a version; None deletes a tag. Deletions come first, since a version has at most six tags."""
         for name, value in sorted(tags.items(), key=lambda tag: tag[1] is not None):
             if value is None:
                 self.client.delete_model_version_tag(self.location.model_name, version, name)
@@ -342,6 +344,7 @@ class MlflowStore(RegistryReader):
                 self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
 
     def set_left(self, workload: str, versions: set[str]) -> None:
+        """Set the versions that the route of a class left because they broke."""
         self.client.set_registered_model_tag(self.location.model_name, f"{LEFT}{workload}", ",".join(sorted(versions)))
 
 

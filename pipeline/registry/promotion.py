@@ -3,7 +3,7 @@
 The aliases are `candidate` (the last registered version that did not fail; removed if the same engine then fails), `champion`
 (the version that serves) and `previous` (the version that the champion replaced). Evidence is found by the digest that the
 registry cites. Before a promotion it is replayed, and the gates decide again: those of the command, or for a rollback those
-that judged it. This module does not use MLflow; `pipeline.registry.mlflow_store` implements `Registry`.
+that judged it. A command decides on its first read of the registry, and reads it again under the lock before a write.
 
 A promotion tags the version with its author, the time and the replaced version, then moves `previous`, then `champion`. To
 finish a promotion that was killed, run it again. A rollback makes `previous` the champion and removes `previous`, so a second
@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from getpass import getuser
-from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.registry.tracking import RegisteredModel, Version
 from pipeline.store.locks import locked
@@ -36,28 +35,12 @@ from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
 
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
+
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
 """Tags of a version: author and time of the moves of the champion alias to the version or away."""
-
-
-class Registry(Protocol):
-    """One registered model. A command decides on its first read, and reads again under the lock before a write."""
-
-    lock: Path
-
-    def read(self) -> RegisteredModel: ...
-    def set_alias(self, alias: str, version: str | None) -> None:
-        """Point an alias at a version; None removes the alias."""
-        ...
-
-    def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
-        """Set tags of a version; None deletes a tag. Deletions come first."""
-        ...
-
-    def set_left(self, workload: str, versions: set[str]) -> None:
-        """Set the versions that a route left because they broke."""
-        ...
 
 
 def mover(environ: Mapping[str, str] = os.environ) -> str:
@@ -165,7 +148,7 @@ class RegisteredEngine:
 class Engines:
     """The registered engines of a model, and the moves of the champion. A command reads the registry and each engine once."""
 
-    registry: Registry
+    registry: "MlflowStore"
     read: Callable[[Version], RegisteredEngine]
     """Returns the engine of a version, read from its artifacts. Raises GateRefusal if the evidence is missing."""
     _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)

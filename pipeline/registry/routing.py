@@ -13,15 +13,18 @@ chooses it for this class again until `routing.routes` names it.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from pipeline.registry.monitors import PREVIOUS, MonitorConfig, Reading, quality_holds, read_monitors, read_snapshot
-from pipeline.registry.promotion import Engines, RegisteredEngine, Registry, live_tokens
+from pipeline.registry.promotion import Engines, RegisteredEngine, live_tokens
 from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.policies.policy import KVPolicy, Side
 from stages.workloads.config import Workload
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
 
 
 class Route(NamedTuple):
@@ -71,13 +74,13 @@ def way_back(model: RegisteredModel, workload: str, why: str) -> Move:
     return Move(workload, before, Route(before.previous), f"{why}; to its previous engine", back=True)
 
 
-def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
+def make_moves(registry: "MlflowStore", moves: Sequence[Move]) -> None:
     """Make all moves back, then all others. Raises GateRefusal if another command moved an alias meanwhile."""
     for group in filter(None, ([move for move in moves if move.back is back] for back in (True, False))):
         _make_together(registry, group)
 
 
-def _make_together(registry: Registry, moves: Sequence[Move]) -> None:
+def _make_together(registry: "MlflowStore", moves: Sequence[Move]) -> None:
     with locked(registry.lock, "moving routes"):
         model = registry.read()
         for move in moves:

@@ -10,7 +10,7 @@ from typing import Any
 from helpers.verdicts.reports import report as make_report
 from helpers.verdicts.reports import row
 from pipeline.config.policies import shipped_policies
-from pipeline.registry.promotion import Engines, Finding, RegisteredEngine, Registry
+from pipeline.registry.promotion import Engines, Finding, RegisteredEngine
 from pipeline.registry.routing import route
 from pipeline.registry.tracking import LEFT, RegisteredModel, Version
 from stages.core.digest import file_digest, files_digest, tree_files
@@ -82,7 +82,7 @@ def compare_identity(candidate: Candidate) -> Sequence[Finding]:
 
 
 def engines_of(
-    registry: Registry,
+    registry: Any,
     candidates: Iterable[Candidate],
     replay: Callable[[Candidate], Sequence[Finding]] = compare_identity,
     decide: Decide | None = None,
