@@ -3,7 +3,8 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,32 @@ TINY = Path(__file__).resolve().parents[3] / "stages" / "tiny" / "checkpoint"
 SAMPLES = ["workloads=builtin", "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"]
 
 
+@dataclass
+class Chain:
+    """A store, and the artifacts that were made in it."""
+
+    store: Store
+    links: list[Link]
+
+    def make(self, stage: str, title: str, inputs: dict[str, str], files: Mapping[str, str], **recipe: object) -> Artifact:
+        def write(out: Path) -> None:
+            for name, content in files.items():
+                (out / name).parent.mkdir(exist_ok=True)
+                (out / name).write_text(content)
+
+        full_recipe = Recipe(stage, (), {"title": title, **recipe}, inputs, ("numpy",), measures_time=stage == "evaluate")
+        artifact = make_artifact(self.store, full_recipe, write)
+        self.links.append(Link.of(title, artifact))
+        return artifact
+
+    def bundle(self, weights: Artifact, quantized: Artifact, policy: KVPolicy) -> Artifact:
+        inputs = {"model": weights.digest_under("checkpoint"), "scales": quantized.files["kv_scales.json"]}
+        files = {"bundle.json": json.dumps({"backend": "onnxruntime"}), "kv_policy.json": json.dumps({"of": quantized.key})}
+        files |= {"kv_scales.json": (quantized.path / "kv_scales.json").read_text(), "weights.bin": "w"}
+        files |= {path.name: path.read_text(encoding="utf-8") for path in TINY.glob("*token*.json")}
+        return self.make("build", f"build {quantized.key[:8]}", inputs, files, kv=policy.model_dump())
+
+
 def judged_engine(
     root: Path,
     workloads: Sequence[str] = SAMPLES,
@@ -51,27 +78,21 @@ def judged_engine(
     """
     config, policy = config_of(*workloads, "model.path=/models/some-llm"), config_of(f"kv={kv}").kv
     config = config.model_copy(update={"signing": keys or config.signing})
-    store, chain = Store(root), []
-
-    def make(stage: str, title: str, inputs: dict[str, str], write: Callable[[Path], None], **recipe: object) -> Artifact:
-        full_recipe = Recipe(stage, (), {"title": title, **recipe}, inputs, ("numpy",), measures_time=stage == "evaluate")
-        artifact = make_artifact(store, full_recipe, write)
-        chain.append(Link.of(title, artifact))
-        return artifact
-
+    chain = Chain(Store(root), [])
+    make = chain.make
     checkpoint = "c" * 64
     if gguf is not None:
-        checkpoint = make("checkpoint", "checkpoint", {"gguf": gguf}, _write({"model.safetensors": "weights"})).digest
-    texts = make("calibration", "calibration", {"checkpoint": checkpoint}, _write({"texts.json": "[]"}))
+        checkpoint = make("checkpoint", "checkpoint", {"gguf": gguf}, {"model.safetensors": "weights"}).digest
+    texts = make("calibration", "calibration", {"checkpoint": checkpoint}, {"texts.json": "[]"})
     inputs = {"checkpoint": checkpoint, "calibration": texts.digest}
-    weights = make("weights", "weights", inputs, _write({"checkpoint/model.safetensors": "weights"}), weights="none")
+    weights = make("weights", "weights", inputs, {"checkpoint/model.safetensors": "weights"}, weights="none")
     inputs = {**inputs, "weights": weights.digest}
-    exact = make("quantize", "quantize fp16", inputs, _write({"kv_scales.json": "{}"}), weights="none")
-    coded = make("quantize", f"quantize {kv}", inputs, _write({"kv_scales.json": '{"layers": []}'}), weights="none")
-    baseline, engine = _bundle(make, weights, exact, FP16_POLICY), _bundle(make, weights, coded, policy)
+    exact = make("quantize", "quantize fp16", inputs, {"kv_scales.json": "{}"}, weights="none")
+    coded = make("quantize", f"quantize {kv}", inputs, {"kv_scales.json": '{"layers": []}'}, weights="none")
+    baseline, engine = chain.bundle(weights, exact, FP16_POLICY), chain.bundle(weights, coded, policy)
     key, own = config.workloads.own_key, config.workloads.own
     read: dict[str, str] = {key: hashlib.sha256(own_content(key, own)).hexdigest()} if own is not None else {}
-    answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"round.json": "{}"}))
+    answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, {"round.json": "{}"})
     rows = every_class(**lost)
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
     asked = encode_rounds(load_samples(config.workloads), BundleTokenizer(engine.path), config.workloads)
@@ -81,14 +102,14 @@ def judged_engine(
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
     }
     compared = {"engine": engine.digest, "answers": answers.digest, **read}
-    ran = make("round", f"round {kv} 1/1", compared, _write({"statistics.safetensors": "rows"}))
+    ran = make("round", f"round {kv} 1/1", compared, {"statistics.safetensors": "rows"})
     inputs = {**compared, "baseline": baseline.digest, "round_1": ran.digest}
-    evaluation = make("evaluate", f"evaluate {kv}", inputs, _write(evidence), workloads=config.workloads.model_dump())
+    evaluation = make("evaluate", f"evaluate {kv}", inputs, evidence, workloads=config.workloads.model_dump())
     named = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
-    identity = make_identity(named, chain, verdict)
+    identity = make_identity(named, chain.links, verdict)
     return make_artifact(
-        store,
+        chain.store,
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
         lambda out: write_identity(identity, evaluation.path, config.workloads, out, config.signing),
     ).path
@@ -105,33 +126,6 @@ def candidate_of(evidence: Path) -> Candidate:
     return registered_engine(
         identities(evidence.parents[1]), SigningConfig(), None, Version("1", cited_tags(evidence), "run")
     ).candidate
-
-
-def _write(files: dict[str, str]) -> Callable[[Path], None]:
-    def write(out: Path) -> None:
-        for name, content in files.items():
-            (out / name).parent.mkdir(exist_ok=True)
-            (out / name).write_text(content)
-
-    return write
-
-
-def _bundle(make: Callable[..., Artifact], weights: Artifact, quantized: Artifact, policy: KVPolicy) -> Artifact:
-    inputs = {"model": weights.digest_under("checkpoint"), "scales": quantized.files["kv_scales.json"]}
-
-    def write(out: Path) -> None:
-        policy, scales = json.dumps({"of": quantized.key}), (quantized.path / "kv_scales.json").read_text()
-        files = {
-            "bundle.json": json.dumps({"backend": "onnxruntime"}),
-            "kv_policy.json": policy,
-            "kv_scales.json": scales,
-            "weights.bin": "w",
-        }
-        _write(files)(out)
-        for tokenizer in TINY.glob("*token*.json"):
-            shutil.copyfile(tokenizer, out / tokenizer.name)
-
-    return make("build", f"build {quantized.key[:8]}", inputs, write, kv=policy.model_dump())
 
 
 def exported(evidence: Path, target: Path, *roles: Role) -> Path:
