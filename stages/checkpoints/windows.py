@@ -7,10 +7,7 @@ from typing import Any
 from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import refusal, wrong
 from stages.checkpoints.rope import FULL, SLIDING
-from stages.core.errors import UserError, short
-
-UNSERVED_PATTERNS = {"cohere2": 4}
-"""model_type outside FAMILIES -> period n: every n-th layer has full attention, the other layers slide."""
+from stages.core.errors import short
 
 PATTERNS = ("sliding_window_pattern", "max_window_layers")
 """Keys that select the sliding layers if layer_types is missing."""
@@ -56,6 +53,7 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
     if family.uses_flag and uses not in (None, True, False):
         raise wrong(path, config, "use_sliding_window", "true or false")
     slides = bool(uses) or not family.uses_flag
+    decisive: str | None = "use_sliding_window" if family.uses_flag else "sliding_window"
     if family.windows == "none" or not slides or (window is None and (family.uses_flag or family.windows == "every")):
         types = [FULL] * layers
     elif family.windows == "every":
@@ -63,20 +61,14 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
     else:
         _check_patterns(path, config)
         types = _patterned(layers, lambda layer: family.slides(config, layer))
-        pattern = next((key for key in PATTERNS if config.get(key) != family.defaults.get(key)), None)
-        if listed not in (None, types) and pattern is not None:
-            raise refusal(
-                path,
-                f"config.json: layer_types contradicts {pattern}={short(config[pattern])}; keep the one that the weights were "
-                "trained with",
-            )
-        types = listed or types
-    if listed is not None and listed != types:
-        key = "use_sliding_window" if family.uses_flag else "sliding_window"
-        other = next(kind for kind, applied in zip(listed, types, strict=True) if kind != applied)
-        raise UserError(
-            f"model.path={path}: config.json: layer_types holds {other}, and transformers takes every layer of "
-            f"this {kind} for {types[0]}, as {key} is {short(repr(config.get(key)), 40)}; make them agree"
+        decisive = next((key for key in PATTERNS if config.get(key) != family.defaults.get(key)), None)
+    if listed not in (None, types):
+        if decisive is None:
+            return list(listed)
+        raise refusal(
+            path,
+            f"config.json: layer_types contradicts {decisive}={short(config.get(decisive))} in a {kind}; keep the "
+            "one that the weights were trained with",
         )
     if family.windows == "none" and window is not None and uses is not False:
         raise wrong(path, config, "sliding_window", f"null in a model of type {kind}, whose layers have full attention")
@@ -93,10 +85,8 @@ def _check_layer_types(path: Path, listed: object, kind: str, layers: int) -> No
     known = list(WINDOW_KEYS) if kind.startswith("llama4") else list(WINDOW_KEYS)[:2]
     unread = [layer_type for layer_type in listed if layer_type not in known]
     if unread:
-        raise UserError(
-            f"model.path={path}: config.json: layer_types holds {short(repr(unread[0]), 40)}, which is not read here; use a "
-            f"model of {' and '.join(known)} layers"
-        )
+        holds = f"config.json: layer_types holds {short(repr(unread[0]), 40)}, which is not read here"
+        raise refusal(path, f"{holds}; use a model of {' and '.join(known)} layers")
 
 
 def _check_patterns(path: Path, config: dict[str, Any]) -> None:
@@ -113,10 +103,11 @@ def _check_patterns(path: Path, config: dict[str, Any]) -> None:
 def _unserved(path: Path, config: dict[str, Any], kind: str) -> Callable[[int], bool]:
     """Return a function that tells whether a layer slides, for a model outside FAMILIES without layer_types."""
     _check_patterns(path, config)
-    period = config.get("sliding_window_pattern") or UNSERVED_PATTERNS.get(kind)
+    period = config.get("sliding_window_pattern")
     if period is None:
-        raise UserError(
-            f"model.path={path}: config.json: sliding_window={short(repr(config['sliding_window']), 40)} of {kind}, and no "
-            "layer_types: which layers slide is not said; add layer_types, full_attention or sliding_attention for each layer"
+        raise refusal(
+            path,
+            f"config.json: sliding_window={short(repr(config['sliding_window']), 40)} of {kind}, and no layer_types: which "
+            "layers slide is not said; add layer_types, full_attention or sliding_attention for each layer",
         )
     return lambda layer: bool((layer + 1) % period)

@@ -167,7 +167,7 @@ def test_a_changed_policy_is_named_by_its_differences_and_the_name_composes() ->
 
 
 GEMMA = LLAMA_8B | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 4096}
-COHERE = GEMMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2"}
+COHERE = GEMMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window_pattern": 4}
 """A family whose cache size can be computed, but which no engine supports."""
 
 
