@@ -32,6 +32,7 @@ from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 from pipeline.chain.inputs import check_draft, check_inputs
 from pipeline.config.compose import plan
 from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.files import named_ends
 from stages.checkpoints.finite import NOT_FINITE
 from stages.checkpoints.gguf import convert
 from stages.checkpoints.gguf.convert import convert_gguf
@@ -231,6 +232,7 @@ def test_token_types_decide_which_tokens_are_special_and_which_are_matched_whole
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "a", "<tool>", "b"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>b"
     assert tokenizer.pad_token == "<|endoftext|>"
+    assert named_ends(tmp_path / "checkpoint") == (2, 0)
 
 
 def sentencepiece(text: str) -> list[int]:

@@ -14,18 +14,13 @@ from helpers.checkpoints.modelopt import (
     stage,
     token_ids,
 )
-from helpers.engines.random_llama import FP8, fmt
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from stages.checkpoints.families import LINEARS
 from stages.checkpoints.files import INDEX
-from stages.core.errors import UserError
 from stages.core.files import STORE_FILE
 from stages.policies.formats import WeightsFormat
-from stages.policies.policy import KVPolicy
-from stages.policies.scales import KVScales, SideScales
-from stages.quantize.run import scale_cache
 
 FACTS = json.loads((Path(__file__).parents[2] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
 """Facts recorded from TensorRT-LLM's sources."""
@@ -36,22 +31,13 @@ def run_stage(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A function that returns the stage's output on the tiny model by policy and weight format. Each runs once."""
     outputs: dict[tuple[str, WeightsFormat], Path] = {}
 
-    def run(policy: str, weights: WeightsFormat = "none", checkpoint: Path = tiny_checkpoint) -> Path:
+    def run(policy: str, weights: WeightsFormat = "none") -> Path:
         if (policy, weights) not in outputs:
-            out = tmp_path_factory.mktemp(f"{policy}_{weights}")
-            stage(checkpoint, out, policy, weights)
-            outputs[policy, weights] = out
+            outputs[policy, weights] = tmp_path_factory.mktemp(f"{policy}_{weights}")
+            stage(tiny_checkpoint, outputs[policy, weights], policy, weights)
         return outputs[policy, weights]
 
     return run
-
-
-def test_uncalibrated_scales_are_one_and_take_no_calibration(run_stage: Callable[..., Path]) -> None:
-    out = run_stage("fp8_uncalibrated")
-    one = SideScales(scale=(1.0,))
-    scales = KVScales.model_validate_json((out / "kv_scales.json").read_bytes())
-    assert scales.layers == ({"key": one, "value": one},) * 4
-    assert not list(out.glob("extremes_*"))
 
 
 def test_the_exports_carry_what_tensorrt_llm_reads(tiny_checkpoint: Path, run_stage: Callable[..., Path]) -> None:
@@ -211,12 +197,3 @@ def test_every_family_gets_its_quantizers_and_exports(family: str, tiny_checkpoi
     with safe_open(tmp_path / "exports" / "unified_hf" / "model.safetensors", framework="pt") as exported:
         assert exported.get_tensor("model.embed_tokens.weight").dtype is torch.bfloat16
     assert other_codes(tmp_path) == 0
-
-
-def test_empty_calibration_and_an_ill_fitting_group_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"calibration\.samples=1: every text is empty"):
-        stage(tiny_checkpoint, tmp_path, "fp8", calibration_texts=[""])
-    wide = KVPolicy(name="wide", key=FP8, value=fmt("int4", "per_group", group_size=128))
-    with pytest.raises(UserError, match=r"kv\.value\.group_size=128 does not divide the model's head_dim 64"):
-        scale_cache(tiny_checkpoint, tmp_path, policy=wide, extremes={})
-    assert not any(tmp_path.iterdir())

@@ -47,6 +47,8 @@ def expected(states_THD: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
     x = walsh(states_THD) if form.rotation == "hadamard" else states_THD
     parts = {"per_tensor": x.reshape(-1, 1), "per_head": x.transpose(1, 2).reshape(-1, 2), "per_channel": x.reshape(-1, 128)}
     low, high = parts[form.granularity].amin(0), parts[form.granularity].amax(0)
+    if form.scale == "uncalibrated":
+        return torch.ones(1), None
     if form.symmetric:
         limit = {"fp8_e4m3": 448, "fp8_e5m2": 57344, "int8": 127, "int4": 7}[form.dtype]
         return torch.maximum(-low, high) / limit, None
@@ -88,6 +90,7 @@ CHANNEL, HEAD, TOKEN = fmt("int8", "per_channel"), fmt("int8", "per_head", symme
 TENSOR, TURNED = fmt("int4", "per_tensor"), fmt("int8", "per_head", rotation="hadamard")
 CASES = {
     "formats": policy(FP8, fmt("int4", "per_tensor", symmetric=False)),
+    "uncalibrated": POLICIES["fp8_uncalibrated"],
     "rotated": policy(fmt("int4", "per_head", rotation="hadamard"), fmt("int8", "per_channel", rotation="hadamard")),
     "rotated, with zero points": policy(
         fmt("fp8_e5m2", "per_head"), fmt("int8", "per_channel", rotation="hadamard", symmetric=False)

@@ -4,9 +4,10 @@ import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.checkpoints.gguf_files import TOKENS, bpe_metadata, random_model, write_gguf
+from helpers.checkpoints.gguf_files import TOKENS, random_model, write_gguf
 from helpers.checkpoints.planted_code import changed
 from helpers.engines.fake import EOS, CharTokenizer, FakeEngine, OnePassFake, SharingFake, fake_engine
 from helpers.registry.judged_engine import TINY
@@ -15,7 +16,6 @@ from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.files import named_ends
-from stages.checkpoints.gguf.convert import convert_gguf
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.loading import load_tokenizer
 from stages.checkpoints.opening import TEXTS, check_opens
@@ -98,15 +98,10 @@ def test_an_answer_ends_at_any_stop_token_and_keeps_it(kind: type[FakeEngine]) -
 
 
 def test_the_ends_of_a_gguf_equal_those_of_llama_cpp(tmp_path: Path) -> None:
-    keys = bpe_metadata()
     tokens = [*TOKENS[:-1], "<|eot_id|>"]
-    keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 4}
-    gguf = write_gguf(tmp_path / "model.gguf", "Llama", random_model("Llama"), **keys)
-    ends = inspect_gguf(gguf).vocabulary.ends
-    assert (ends[:3], ends[-1]) == ((2, 3, 4), len(tokens) - 1)
-    (tmp_path / "out").mkdir()
-    convert_gguf(gguf, tmp_path / "out", progress=lambda *_: None)
-    assert BundleTokenizer(tmp_path / "out").ends == ends
+    keys: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 4}
+    model = inspect_gguf(write_gguf(tmp_path / "model.gguf", "Llama", random_model("Llama"), **keys))
+    assert model.vocabulary.ends == (2, 3, 4, 0, len(tokens) - 1)
 
 
 @pytest.fixture

@@ -90,6 +90,8 @@ def test_texts_are_cut_and_empty_ones_left_out_and_tokens_of_another_model_are_r
     assert tokenize(Words(), ["a bb ccc", "", "dd"], 2, 10) == [[1, 2], [2]]
     with pytest.raises(UserError, match=r"makes token 4, the model's vocab_size is 4"):
         tokenize(Words(), ["four"], 8, 4)
+    with pytest.raises(UserError, match=r"calibration\.samples=1: every text is empty"):
+        tokenize(Words(), [""], 8, 4)
 
 
 FP8_POLICY = KVPolicy(name="fp8", key=FP8, value=FP8)
