@@ -92,9 +92,9 @@ class EngineSteps(Artifacts):
     def _converted(self) -> Artifact | None:
         """The Hugging Face checkpoint converted from a GGUF, used by every later stage; None if model.path is a checkpoint."""
         gguf = self.given
-        libraries = (*TORCH, "gguf", "numpy")
         if not gguf.is_file():
             return None
+        libraries = (*TORCH, "gguf", "numpy")
         recipe = Recipe("checkpoint", ("stages.checkpoints.gguf.convert",), {}, {"gguf": self.digest_of(gguf)}, libraries)
         with self.making(recipe) as entry:
             if entry.artifact is None:
@@ -113,8 +113,8 @@ class EngineSteps(Artifacts):
             if entry.artifact is None:
                 from stages.quantize.calibration import calibration_texts
 
-                given = config | {"jsonl": options.file}
-                calibration_texts(self.checkpoint, entry.scratch, **given, progress=entry.progress)
+                arguments = config | {"jsonl": options.file}  # the file itself: the recipe has its digest
+                calibration_texts(self.checkpoint, entry.scratch, **arguments, progress=entry.progress)
         return entry.made
 
     def weights(self) -> Artifact:

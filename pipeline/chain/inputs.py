@@ -29,6 +29,7 @@ from stages.workloads.config import LONG_QUESTIONS
 from stages.workloads.own import document_words
 
 GENERATED_TOKENS = 8192
+"""Context in tokens that has room for every generated sample."""
 
 
 def check_inputs(*jobs: Config) -> None:
@@ -166,7 +167,7 @@ def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
 def _check_context(config: Config, checkpoint: CheckpointInfo, key: str, tokens: int, sequences: int, batch_key: str) -> None:
     """Refuse sequences that are longer than the model or the engine permits, or whose cache exceeds this machine's memory.
 
-    `key` sets their length with its value, and `batch_key` their number.
+    Messages name `key`, the setting of their length with its value, and `batch_key`, the setting of their number.
     """
     limit, limited = _context(config, checkpoint)
     if tokens > limit:

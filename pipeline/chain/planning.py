@@ -47,6 +47,8 @@ TUNED = "tuned"
 
 SIZE_TOLERANCE = 1e-9
 """Relative tolerance between a report's KiB per token and the KiB computed from config.json's shapes."""
+LONGEST_DEFAULT = 640
+"""Maximum tokens, in whole pages, of the questions that `workloads=chat` asks."""
 
 
 def show_capacity(run: Run) -> None:
@@ -113,10 +115,6 @@ def _unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
         return False
 
     return set() if refuses(FP16_POLICY) else {name for name, policy in policies.items() if refuses(policy)}
-
-
-LONGEST_DEFAULT = 640
-"""Maximum tokens, in whole pages, of the questions that `workloads=chat` asks."""
 
 
 def _questions(config: Config) -> list[str]:

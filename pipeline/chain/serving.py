@@ -19,7 +19,7 @@ from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Candidate
 from stages.verdict.delivery import scale_findings
 
-TOLD = "a later step failed"
+REPORTING_FAILED = "a later step failed"
 """Added to a warning if reporting a move failed: the move itself stands."""
 
 
@@ -75,7 +75,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     with console.progress("replaying the evidence"):
         move = engines.promote(listed, model, name)
     candidates = move.candidates
-    with warned(f"{move.message}; {TOLD}"):
+    with warned(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(config.work, last.sweep, champion=move.champion)
         passed_over = tables.passed_over(candidates, move)
         tables.print_comparison(candidates)
@@ -104,7 +104,7 @@ def rollback(run: Run) -> None:
     engines = run.engines()
     with console.progress("replaying the evidence"):
         move = engines.rollback()
-    with warned(f"{move.message}; {TOLD}"):
+    with warned(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
 

@@ -292,7 +292,7 @@ class EnginePair:
         from stages.evaluate.conformance.engine import ReferenceEngine
 
         chain, backend = self.steps.chain, self.steps.chain.backend
-        assert self.engine is not None, "it is loaded first: on a GPU it may claim a share of all memory"
+        _ = self.engine  # loaded first: on a GPU it may claim a share of all memory
         bundle = chain.bundle(self.policy, chain.reference_config)
         torch_engine = TorchBackend(chain.reference_config).load_reference(bundle.path, self.steps.reference_device)
         quantized = inspect_checkpoint(chain.checkpoint).quantized

@@ -133,7 +133,7 @@ def after_judging(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and "
             "this evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"
         )
-    if config.workloads.is_first_look and not verdicts & {"PASS"} and verdicts != {"FAIL"}:
+    if config.workloads.is_first_look and "PASS" not in verdicts and verdicts != {"FAIL"}:
         kept = [part for part in base if part.lstrip("+").replace("'", "") not in FIRST_LOOK]
         asked = [] if len(kept) < len(base) else ["workloads.conformance_samples=2"]
         return NextStep(why="judge it in full", command=command_line(kept, *asked, sweep=sweep))
@@ -178,8 +178,8 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     following = config.gates.next_attempt
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
     alpha = config.gates.pass_alpha if following is None else following.pass_alpha
-    more = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
-    questions = _more_questions(config, needed, more)
+    factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
+    questions = _more_questions(config, needed, factor)
     changes = questions.overrides
     if following is not None and not (changes or questions.own_too_few):
         stuck += [*(check.reason for check in still_open), "no check was recorded"]
@@ -204,17 +204,17 @@ class MoreQuestions(NamedTuple):
     largest: int
 
 
-def _more_questions(config: Config, needed: Mapping[str, int], more: float) -> MoreQuestions:
-    """Return `more` times the configured questions of each workload, or `needed` if this is more."""
+def _more_questions(config: Config, needed: Mapping[str, int], factor: float) -> MoreQuestions:
+    """Return the overrides that ask `factor` times the configured questions of each workload, and at least `needed`."""
     counts = {
-        name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
+        name: max(math.ceil(factor * count), needed.get(name, needed.get("all", 0)))
         for name, count in config.workloads.samples.items()
         if count
     }
     changes = [f"workloads.samples.{name}={count}" for name, count in counts.items()]
     changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
     if config.workloads.lengths:
-        now = math.ceil(more * config.workloads.length_documents) * LONG_QUESTIONS
+        now = math.ceil(factor * config.workloads.length_documents) * LONG_QUESTIONS
         changes += more_documents({**needed, LONG: now})
     own_too_few = any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
     return MoreQuestions(changes, own_too_few, max((*counts.values(), *needed.values()), default=0))

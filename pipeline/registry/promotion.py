@@ -187,12 +187,12 @@ class Engines:
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
-            now = registry.read()
-            now.check("champion")
-            old = now.aliases.get("champion")
+            current = registry.read()
+            current.check("champion")
+            old = current.aliases.get("champion")
             if old == best.version:
                 return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
-            since = self._rolled_back(now).get(best.report.digest)
+            since = self._rolled_back(current).get(best.report.digest)
             if since is not None and name is None:  # by another user during the replay
                 raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
             tags = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
@@ -252,20 +252,20 @@ class Engines:
         """Bring the previous champion back after a replay of its evidence."""
         registry = self.registry
         with locked(registry.lock, "a rollback"):
-            now = registry.read()
-            bad, previous = now.aliases.get("champion"), now.aliases.get("previous")
+            current = registry.read()
+            bad, previous = current.aliases.get("champion"), current.aliases.get("previous")
             if bad is None or previous is None or previous == bad:
                 raise UserError(
                     "stage=rollback: there is no previous champion to return to; run stage=promote with a better one"
                 )
-            version = now.versions.get(previous)
+            version = current.versions.get(previous)
             if version is None:
                 raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
             try:
                 self.find(version).verify()
             except (GateRefusal, MissingRequirement) as error:
                 raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
-            if bad in now.versions:
+            if bad in current.versions:
                 gone = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None}
                 registry.set_tags(bad, {**gone, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()})
             registry.set_alias("champion", previous)

@@ -80,7 +80,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     if os.path.lexists(path / ADAPTER):
         raise refusal(path, f"{ADAPTER}: adapters are not applied; merge it into the weights (merge_and_unload), or remove it")
     config = read_config(path)
-    _architecture(path, config)
+    _architecture(path, config)  # an unsupported model is refused before its files are checked
     weights, index = weight_files(path)
     tokenizer = tokenizer_files(path)
     others = (name for name in (GENERATION, MODELOPT_FILE) if os.path.lexists(path / name))

@@ -106,7 +106,7 @@ TRAINING = re.compile("_(coef|context|dropout|flash|fp32|fused|grad|init|initial
 COMPARED = {*BESIDE, "rope_scaling", "sliding_window", "use_sliding_window", *PATTERNS}
 """Keys that other checks compare with what the model's class reads."""
 SAME = ({"act", "activation"}, {"eps", "epsilon"})
-"""Parts of names that mean the same: a family has a key of one of them, which other families call differently."""
+"""Words of keys that mean the same: `hidden_act` of one family is `activation_function` in another."""
 WITHOUT_EFFECT: tuple[Any, ...] = (None, False, 0, 1, {}, [], "default", "none", "full", "softmax", "greedy", "rope", "rotary")
 """Values that ask for nothing, or for what every family computes anyway."""
 ALWAYS: dict[str, tuple[Any, ...]] = {
@@ -128,8 +128,8 @@ def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Itera
     declared = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
     for key, value in config.items():
         words = key.lower().split("_")
-        spaced = f"_{'__'.join(words)}_"
-        same = next((same for same in SAME if same.intersection(words)), set())
+        spaced = f"_{'__'.join(words)}_"  # every word between its own underscores, as in PARTS
+        same = next((synonyms for synonyms in SAME if synonyms.intersection(words)), set())
         if key in declared or key in COMPARED or key == FAMILIES[read.model_type].local_base or not words[0]:
             continue
         if not (same or PARTS.search(spaced)) or TRAINING.search(spaced):
@@ -156,7 +156,7 @@ def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterab
     Args:
         words: Words of the key.
         value: Its value. A list of equal values, one by layer, counts as that value.
-        own: Values of the keys by which the family calls the same.
+        own: Values of the family's own keys with the same meaning (`SAME`).
         tensors: Names of the model's tensors.
     """
     if isinstance(value, list) and value and all(each == value[0] for each in value):

@@ -125,7 +125,7 @@ def _by_type(
     missing = next((kind for kind in unstated if kind in (config.get("layer_types") or (FULL, SLIDING))), None)
     if missing is not None and (read or any(found.values())):
         raise refusal(
-            path, f"config.json: rope_parameters.{missing} is missing, whose base is not said; add it with its rope_theta"
+            path, f"config.json: rope_parameters.{missing} is missing, and its base is unknown; add it with its rope_theta"
         )
     return {kind: parameters for kind, parameters in found.items() if parameters}
 

@@ -62,7 +62,7 @@ class Recipe:
 
     stage: str
     code: tuple[str, ...]
-    """Modules whose source, with all they import from this project, is part of the key."""
+    """Modules whose compiled code, with all they import from this project, is part of the key."""
     config: Mapping[str, object]
     inputs: Mapping[str, str]
     libraries: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ class Continuation:
     sequence: int = -1
     """Handle of its sequence; -1 before the start and after a preemption."""
     stored: int = 0
+    """Tokens whose keys and values are in the cache."""
     reached: int = 0
     """Tokens that were stored at the last preemption."""
     preempted: int = 0
@@ -79,9 +80,9 @@ class Engine(ABC):
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
         """Start one sequence for each prompt.
 
-        Return the sequences' handles and the logits (len(prompts), vocab_size) after every prompt. Prompts of at most
-        PREFILL_CHUNK tokens do not read the quantized cache. Raises UserError if a prompt is empty, has ids outside the
-        vocabulary, or does not fit into the engine; then no sequence is started.
+        Return the sequences' handles and the logits (len(prompts), vocab_size) after every prompt. Unless the engine
+        `reads_itself`, a prompt of at most `prefill_chunk` tokens does not read the quantized cache. Raises UserError if a
+        prompt is empty, has ids outside the vocabulary, or does not fit into the engine; then no sequence is started.
         """
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)

@@ -76,8 +76,8 @@ def plan_work(
     total = 0
     for first in tl.range(0, batch, BLOCK):
         total += tl.sum(_pages(lengths, first + tl.arange(0, BLOCK), batch, SINK, RECENT), 0)
-    # A part is written and read again. With two pages at least that is below a fifth of the traffic of its pages, up to 8 query
-    # heads of a KV head; with one it is a third.
+    # A share has at least two pages. Its part is written and read again: with up to 8 query heads of a KV head, this is below a
+    # fifth of the traffic of two pages, and a third of the traffic of one.
     share = tl.maximum(tl.cdiv(total, programs), 2)
 
     program = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -219,7 +219,7 @@ def _scaled_query(query, key_new, head, G: tl.constexpr, N: tl.constexpr, D: tl.
     )
     columns = columns.to(tl.float32)
     power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
+    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)  # the bits of 2^-60 and 2^126
     scaled = columns * inverse(power)[None, :]
     per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
     score_new = tl.sum(scaled * tl.load(key_new + head * D + d).to(tl.float32)[:, None], 0) * per_column
@@ -264,8 +264,8 @@ def decode_partial(
     work += tl.program_id(1) * 5
     EXACT: tl.constexpr = SINK + RECENT
     count = tl.load(work + 1) - tl.load(work)
-    # With keys of bytes, values that all sequences share are computed again for each sequence: kept, they would take registers
-    # from the loop over tiles. With 16-bit keys, whose tiles are loaded to registers, some variants spill unless they are kept.
+    # LICM keeps values that all sequences share in registers. With keys of bytes it is off: the loop over tiles needs these
+    # registers. With 16-bit keys, whose tiles are loaded to registers, some variants spill without LICM.
     BYTES: tl.constexpr = KEY != "bf16" and KEY != "fp16"
     for i in tl.range(0, count, num_stages=1, disable_licm=BYTES):
         # The row is read again for the same reason.

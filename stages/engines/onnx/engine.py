@@ -167,12 +167,12 @@ def _sessions(
     return {"prefill": prefill, "decode": decode}, attention
 
 
-def _alike(graph: onnx.ModelProto, other: onnx.ModelProto) -> bool:
+def _alike(model: onnx.ModelProto, other: onnx.ModelProto) -> bool:
     """Return whether two models differ at most in their declared shapes."""
     return (
-        list(graph.graph.node) == list(other.graph.node)
-        and list(graph.graph.initializer) == list(other.graph.initializer)
-        and list(graph.functions) == list(other.functions)
+        list(model.graph.node) == list(other.graph.node)
+        and list(model.graph.initializer) == list(other.graph.initializer)
+        and list(model.functions) == list(other.functions)
     )
 
 

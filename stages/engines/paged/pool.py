@@ -17,6 +17,7 @@ from stages.engines.paged.sequences import PageAllocator, PagedSequence, PoolFul
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, page_count
 from stages.policies.spec import FLOAT16, MAX_FLOAT16
 
+Array = npt.NDArray[np.generic]
 Indices = npt.NDArray[np.int64]
 Places = tuple[Indices, Indices, Indices]
 """Indices into the new tokens (row after row), and for every index the page or buffer and the slot to write to."""
@@ -61,13 +62,10 @@ def lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
     before this index.
     """
     numbers = []
-    for (listed, first), positions in zip(rows, pages, strict=True):
-        start = max(first, int(positions[0]))
-        numbers.append(np.array(listed[start - first :])[np.maximum(positions - start, 0)])
+    for (listed, first), wanted in zip(rows, pages, strict=True):
+        start = max(first, int(wanted[0]))
+        numbers.append(np.array(listed[start - first :])[np.maximum(wanted - start, 0)])
     return np.concatenate(numbers)
-
-
-Array = npt.NDArray[np.generic]
 
 
 class PagedPool(SequencePages):
@@ -256,8 +254,8 @@ class PagedPool(SequencePages):
         # A sequence lists its sinks' pages, then the pages after the evicted gap.
         sinks, evicted = self.policy.sink_pages, np.array([row.evicted_pages for row in rows])[:, None]
         kept = np.flatnonzero((pages < sinks) | (pages >= sinks + evicted))
-        places = np.where(pages < sinks, pages, np.maximum(pages - evicted, 0))
-        return kept, lookup(listed, places)[kept], slots[kept]
+        indices = np.where(pages < sinks, pages, np.maximum(pages - evicted, 0))
+        return kept, lookup(listed, indices)[kept], slots[kept]
 
     def _evict(self, row: PagedSequence, tokens: int) -> None:
         """Free the pages that are evicted when `tokens` tokens are appended to a sequence."""

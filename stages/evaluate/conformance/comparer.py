@@ -102,8 +102,7 @@ class Comparer:
         """Compare the rows and the stored vectors of a sequence with its replay."""
         policy, replay = self.engine.policy, replay.tail(len(sequence.logits))
         kl = kl_of_logits(replay.logits, np.stack(sequence.logits))
-        by_layer = tuple[float, ...]()
-        rounding = by_layer
+        by_layer = rounding = tuple[float, ...]()
         kl_disturbed = kl_of_logits(replay.logits, replay.disturbed) if replay.measured else np.zeros_like(kl)
         if self.reference.measures and any(replay.errors):
             by_layer = _means(replay.errors, "engine")
@@ -177,7 +176,7 @@ class Comparer:
         layer, side, head = wrong[0][1:] if wrong and wrong[0][0] == position else (None, None, None)
         if layer is None or position in rows:
             operation, side, head = "computed", None, None
-            if any(compared.errors):
+            if any(compared.errors):  # a wrong read shows in the next layer's vectors, after the last layer in the logits
                 operation = "read"
                 layer = len(compared.errors) - 1 if layer is None else max(0, layer - 1)
             else:

@@ -65,10 +65,10 @@ class Deviations:
         self.suspects: list[tuple[ForcedSequence, ComparedSequence]] = []
         """Sequences above their limit. The final limit may be higher."""
 
-    def compare(self, sequences: Sequence[ForcedSequence], compared: Callable[[int], None] = lambda _: None) -> None:
+    def compare(self, sequences: Sequence[ForcedSequence], done: Callable[[int], None] = lambda _: None) -> None:
         """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay.
 
-        `compared` is called with the number of tokens after each compared sequence.
+        `done` is called with the number of tokens after each compared sequence.
 
         Measuring a rounding doubles the cost of a replay. So it is measured only for some of the first sequences of the run,
         for sequences that exceed the limits of the known roundings, and for all sequences once one is suspect. All other
@@ -80,9 +80,9 @@ class Deviations:
         alike = {group[0]: group for group in by_codes.values()}
         fresh = list({sequence.key: sequence for sequence in alike if sequence.key not in self.roundings}.values())
         first = fresh if self.by_median or self.suspects else [] if self.roundings else fresh[::ONE_IN]
-        self._replay(first, alike, compared, disturbed=True)
-        unclear = self._replay([sequence for sequence in alike if sequence not in first], alike, compared, disturbed=False)
-        self._replay(unclear, alike, compared, disturbed=True)
+        self._replay(first, alike, done, disturbed=True)
+        unclear = self._replay([sequence for sequence in alike if sequence not in first], alike, done, disturbed=False)
+        self._replay(unclear, alike, done, disturbed=True)
 
     def _replay(
         self,

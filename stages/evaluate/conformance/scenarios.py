@@ -9,16 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.engines.interface import (
-    SupportsExtend,
-    SupportsForgetting,
-    SupportsFork,
-    SupportsFullPool,
-)
+from stages.engines.interface import SupportsExtend, SupportsForgetting, SupportsFork, SupportsFullPool
 from stages.evaluate.conformance.crowd import crowd, full_pool, wear
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
-from stages.evaluate.conformance.walk import walk
+from stages.evaluate.conformance.walk import CONTINUED, walk
 from stages.policies.policy import PAGE_TOKENS
 
 STEPS = 4
@@ -29,9 +24,6 @@ CLAIMED_STEPS = 12
 
 LEAVING = 32
 """Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
-
-CONTINUED = 6
-"""Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
 
 KEPT_CHUNKS, HITS, FLOODS = 8, 9, 3
 """Maximum number of chunks in a kept prefix, number of drawn prompts that reuse a part of it, and number of unrelated prompts
@@ -176,7 +168,8 @@ def prefix(test: StressTest) -> None:
             test.decode(sequence)
             test.extend(sequence, test.length(1, STEPS))
         test.finish([sequence])
-    for number in range(0, HITS, together := min(3, test.largest)):
+    together = min(3, test.largest)
+    for number in range(0, HITS, together):
         rests = (1, chunk - 1, chunk, chunk + 1, test.length(2, chunk), test.length(2, 2 * chunk))
         prompts = [
             [*beginning[: test.length(1, count) * chunk], *test.draw(rests[(number + i) % len(rests)])] for i in range(together)

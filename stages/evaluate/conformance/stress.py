@@ -227,7 +227,7 @@ class StressTest:
         running = list(sequences)
         while running:
             if len(running) == self.largest:
-                self._reach(together=sorted(len(sequence.tokens) + 1 for sequence in running)[-2:][0])
+                self._reach(together=sorted(len(sequence.tokens) + 1 for sequence in running)[-2:][0])  # the second longest
             self.decode(*running)
             for sequence in running if isinstance(self.engine, SupportsExtend) else ():
                 room = self.max_tokens - len(sequence.tokens)
@@ -265,7 +265,7 @@ class StressTest:
                 self.comparer.observe_request(sequence, row)
         self._end(sequences)
         if len(sequences) == self.largest:
-            self._reach(together=sorted(len(sequence.tokens) for sequence in sequences)[-2:][0])
+            self._reach(together=sorted(len(sequence.tokens) for sequence in sequences)[-2:][0])  # the second longest
 
     # --- comparison with the reference engine -------------------------------------------------------------------------
 

@@ -104,7 +104,8 @@ def _run_scenarios(test: StressTest) -> None:
         pause = IDLE_SECONDS * test.config.requests
         time.sleep(pause if test.idle < pause else 0.0)
         _wake(test)
-        test.scenario, resting, test.resting = "rest", test.resting, []
+        resting, test.resting = test.resting, []  # `end` releases them from now on
+        test.scenario = "rest"
         test.decode(*resting, steps=3)
         test.end()
 

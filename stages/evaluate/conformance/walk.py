@@ -31,7 +31,7 @@ PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
 LATE = ((130, 600), (300, 900))
 """Minimum and maximum lengths of long prompts that join a running batch. The other long prompts begin together."""
 CONTINUED = 6
-"""Number of different rows among the forks of the last batch. Forks with equal tokens share a replay."""
+"""Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
 
 
 def walk(test: StressTest) -> None:
@@ -78,8 +78,11 @@ class Walk:
         late = [min(test.length(*span), most // 2) for span in LATE]
         self.late = [*long[test.largest - 1 :], *(test.sequence("a long prompt", length) for length in late)]
         self.last: list[ForcedSequence] = []
+        """Live rows of the last decode step, in its order."""
         self.beginnings: list[list[int]] = []
+        """Prompts of all sequences that were started, which later prompts may begin like."""
         self.rows: list[ForcedSequence] = []
+        """Live rows; the conversation is the first."""
         self._start([self.talker, *long[: test.largest - 1]])
 
     def _lengths(self, modulus: int, most: int) -> Iterator[int]:

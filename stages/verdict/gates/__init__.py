@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.gate import NONE_OF, Figure, GateInput
+from stages.verdict.gate import ALL, NONE_OF, Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, Check, Gate, Status, Thresholds, Verdict
@@ -101,22 +101,21 @@ def _samples_needed(checks: Sequence[Check], whole: GateInput, following: Thresh
     asked = Counter(row.workload for row in whole.rows) if unseen else Counter[str]()
     for workload, count in asked.items():  # NONE_OF questions without a ruined one pass
         numbers[workload] = max(numbers.get(workload, 0), math.ceil(NONE_OF * count / asked.total()))
-    if not asked and any(
-        check.gate == Gate.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks
-    ):
-        numbers["all"] = following.min_samples
+    if not asked and any(check.gate == Gate.MIN_SAMPLES and check.where == ALL and check.status != "PASS" for check in checks):
+        numbers[ALL] = following.min_samples
     return numbers
 
 
 def _advised(check: Check, numbers: Mapping[str, int], attempt: int | None) -> Check:
     """Return a check with the advice for an open recovery: the samples to ask at the next attempt, if there is one."""
-    count = numbers.get(check.where, sum(numbers.values()) if check.where == "all" else 0)
+    count = numbers.get(check.where, sum(numbers.values()) if check.where == ALL else 0)
     if check.gate != Gate.RECOVERY or check.status != "INCONCLUSIVE" or (attempt is not None and not count):
         return check
-    amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
-    advice = f"about {amount} samples would decide with gates.attempt={attempt}"
     if attempt is None:
         advice = f"gates.attempt={MOST_ATTEMPTS} was the last attempt"
+    else:
+        amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
+        advice = f"about {amount} samples would decide with gates.attempt={attempt}"
     return check.model_copy(update={"reason": f"{check.reason}; {advice}"})
 
 

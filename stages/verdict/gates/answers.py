@@ -47,7 +47,7 @@ class Recovery(Figure):
         # The allowed loss of a document is proportional to its baseline probability: a candidate that keeps the share
         # `threshold` of every document is exactly at the limit.
         loss, limit = (1 - threshold) * baseline - (after - threshold * before), (1 - threshold) * baseline
-        mean = Mean(loss, limit, -OUTLIER * limit, WORST * limit, whole=True)
+        mean = Mean(loss, limit, best=-OUTLIER * limit, worst=WORST * limit, whole=True)
         return cls(Gate.RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline, thresholds=thresholds)
 
     @property
@@ -115,7 +115,7 @@ def _answers(place: str, rows: Sequence[SampleRow]) -> Figure:
         f"{counted.lost} of {counted.judged} answers lost, {counted.gained} gained; accuracy {counted.candidate:.3f} vs "
         f"{counted.baseline:.3f}, change"
     )
-    mean = Mean(means(rows, lost), MARGIN, -OUTLIER * MARGIN)
+    mean = Mean(means(rows, lost), MARGIN, best=-OUTLIER * MARGIN)
     return Figure(Gate.ACCURACY, place, mean, -MARGIN, label, lambda loss: -loss, must_pass=False)
 
 
@@ -145,7 +145,7 @@ def acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
         for workload, rows in by_workload(evidence.judged).items():
             values = means(rows, [_log_loss(row.acceptance.get(drafter)) for row in rows])
             where, label = f"{workload}, drafts by {drafter}", "loss of acceptance length"
-            mean = Mean(values, limit, -OUTLIER * limit)
+            mean = Mean(values, limit, best=-OUTLIER * limit)
             yield Figure(Gate.ACCEPTANCE, where, mean, threshold, label, lambda loss: -math.expm1(-loss))
 
 

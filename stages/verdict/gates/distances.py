@@ -21,7 +21,7 @@ def measured(rows: Sequence[SampleRow], thresholds: Thresholds, where: str = "",
     yield Figure(Gate.MEAN_KL, where, kl, limit, "mean KL", must_pass=must_pass)
     missing = Mean(1 - means(rows, [row.top10_overlap for row in rows], tokens), 1 - MIN_TOP10_OVERLAP)
     label = "top-10 overlap"
-    yield Figure(Gate.TOP10_OVERLAP, where, missing, MIN_TOP10_OVERLAP, label, lambda share: 1 - share, must_pass)
+    yield Figure(Gate.TOP10_OVERLAP, where, missing, MIN_TOP10_OVERLAP, label, lambda share: 1 - share, must_pass=must_pass)
 
 
 def distances(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
@@ -56,7 +56,7 @@ def rare(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     yield Figure(Gate.RUINED, ALL, share, limit, label, sound_requests=0 if count else len(rows))
     far, tokens = [row.far_tokens for row in rows], [row.scored_tokens for row in rows]
     label = f"tokens with a KL above {FAR_KL:g}: {sum(far):,} of {sum(tokens):,}, share by document"
-    share = Mean(means(rows, [count / size for count, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0)
+    share = Mean(means(rows, [one / size for one, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0)
     yield Figure(Gate.FAR_TOKENS, ALL, share, TAIL_SHARE, label, must_pass=False)
 
 

@@ -36,9 +36,9 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         yield _line(Gate.STRESS_TEST, "candidate", stress.failures, str(stress))
         problem = stress.allocation.problem
         line = _line(Gate.ALLOCATION, "candidate", [problem] if problem else [], "allocated bytes match the policy")
-        unsure = stress.allocation.unsure
-        unseen = {"status": "WARNING", "reason": f"{line.reason}; {unsure}"} if unsure and line.status == "PASS" else {}
-        yield line.model_copy(update=unseen)
+        if stress.allocation.unsure and line.status == "PASS":
+            line = line.model_copy(update={"status": "WARNING", "reason": f"{line.reason}; {stress.allocation.unsure}"})
+        yield line
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
         free = tests.free_answers
         text = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"

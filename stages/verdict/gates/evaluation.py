@@ -23,8 +23,10 @@ def complete(evidence: GateInput) -> Iterator[Check]:
     problems: list[tuple[str, str]] = []
     if not rows:
         problems.append((ALL, "no samples were evaluated"))
-    if len(rows) != report.samples or len({row.id for row in rows}) != len(rows):
-        problems.append((ALL, f"the report counts {report.samples} samples, samples.jsonl has {len(rows)}"))
+    different = len({row.id for row in rows})
+    if len(rows) != report.samples or different != len(rows):
+        text = f"the report counts {report.samples} samples, samples.jsonl has {len(rows)} with {different} different ids"
+        problems.append((ALL, text))
     ran, planned = sorted({row.round for row in rows}), report.planned_rounds
     if ran != list(range(1, len(ran) + 1)) or len(ran) > planned:
         numbers = ", ".join(map(str, ran))

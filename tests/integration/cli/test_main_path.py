@@ -12,9 +12,7 @@ from helpers.commands.tiny_model import FEW, Swept, command, summary, sweep
 from stages.core.digest import files_digest, tree_files
 
 
-def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none(
-    swept: Swept,
-) -> None:
+def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none(swept: Swept) -> None:
     work, result = swept
     found = summary(work)
     by_name = {candidate["policy"]: candidate for candidate in found["candidates"]}

@@ -11,12 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from faults.library import BY_NAME as FAULTS
-from helpers.engines.random_llama import (
-    BY_NAME,
-    make_bundle,
-    make_engine,
-    make_reference,
-)
+from helpers.engines.random_llama import BY_NAME, make_bundle, make_engine, make_reference
 from helpers.registry.judged_engine import config_of
 from helpers.stride import STRIDE
 
@@ -169,12 +164,7 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("logits_of_last_prompt", WIDE, "batch", "(a prompt that joins)"),
     ("rows_above_16_beyond_192", FAR, "", "(page offset 63, row 16 of a batch of 18), layer 0"),
     ("second_turn_one_early", WIDE, "walk", "walk: "),
-    (
-        "equal_prompts_never_part",
-        WIDE,
-        "equal",
-        "tokens that part: first stored wrong at position ",
-    ),
+    ("equal_prompts_never_part", WIDE, "equal", "tokens that part: first stored wrong at position "),
     ("after_330_decoded", FAR, "", "batch: 1 token and far: first stored wrong at position 331"),
     ("answers_wrap_at_103", FAR, "", "generate: the first token of the answer to a prompt of"),
     ("logits_of_another_leak", FAR, "", "isolation: "),

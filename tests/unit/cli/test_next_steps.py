@@ -142,11 +142,11 @@ def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("base", "needed", "gate", "says"),
     [
-        (["workloads=gsm8k"], {"gsm8k": 5000}, "accuracy", "workloads.gsm8k=1319"),
-        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "; add questions to mine.jsonl; ask"),
-        (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),
+        (["workloads=gsm8k"], {"gsm8k": 5000}, Gate.ACCURACY, "workloads.gsm8k=1319"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, Gate.ACCURACY, "add questions to mine.jsonl; ask"),
+        (["workloads.samples.copy=4"], {"all": 32}, Gate.MIN_SAMPLES, "workloads.samples.copy=32"),
         ([], {}, Gate.MEAN_KL, "workloads.samples.copy=619"),
-        (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
+        (["gates.attempt=2"], {}, Gate.RUINED, "workloads.samples.copy=358"),
         ([], {}, Gate.NOISE_FLOOR, "more questions would not decide: mean KL"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, Gate.RECOVERY, "more questions would not decide: mean KL"),
         (["workloads.lengths=[1024,2048]"], {"long_1024": 700}, Gate.RECOVERY, "workloads.length_documents=100"),
