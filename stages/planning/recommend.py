@@ -198,6 +198,6 @@ def _missing(one: Judged, use: CapacityConfig) -> list[str]:
     if batch < use.concurrency:
         missing.append(
             f"covered up to batch {batch} and {use.concurrency} requests at once are needed: "
-            f"workloads.stress_test.max_batch={use.concurrency}"
+            f"workloads.batch_size={use.concurrency}"
         )
     return missing

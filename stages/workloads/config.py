@@ -152,7 +152,7 @@ class WorkloadsConfig(StrictModel):
     """Number of additional GSM8K problems, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     """Seed of the generated samples."""
-    batch_size: Annotated[int, Field(ge=1, le=1024)]
+    batch_size: Annotated[int, Field(ge=1, le=4096)]
     """Sequences that are decoded together; a finished sequence makes room for the next."""
     extra_new_tokens: Annotated[int, Field(ge=1, le=100_000)]
     """Maximum tokens of an answer beyond the length of its reference."""

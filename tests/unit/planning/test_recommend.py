@@ -115,7 +115,7 @@ def test_the_recommended_policy_has_the_most_live_tokens_with_covering_evidence(
         (
             {"limits": Limits(tokens=900, batch=4)},
             [],
-            "batch 4 and 8 requests at once are needed: workloads.stress_test.max_batch=8",
+            "batch 4 and 8 requests at once are needed: workloads.batch_size=8",
         ),
         ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with workloads.samples.copy=9 gates.attempt=2"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"long_2048": 106}}, [], "with workloads.length_documents=16 gates.at"),

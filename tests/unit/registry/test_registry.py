@@ -139,7 +139,7 @@ def test_an_engine_that_allows_more_than_its_verdict_covers_is_not_promoted(fp8:
     fp8.report.path.write_text(report.model_dump_json())
     for built_for, expected in (
         (Limits(tokens=4096, batch=16), "up to 1,003 tokens, batch 16, and its bundle allows 4,096 tokens: build it for 1024"),
-        (Limits(tokens=1024, batch=32), "and its bundle allows batches of 32: build it for 16"),
+        (Limits(tokens=1024, batch=32), "allows batches of 32: build it for 16, or judge it with workloads.batch_size=32"),
     ):
         with pytest.raises(GateRefusal, match=expected):
             promote(registry, fp8, built_for=built_for)
