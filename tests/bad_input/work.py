@@ -46,7 +46,7 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
     ("a prompt of white space", changed(prompt=" \n "), ("prompt", "not empty")),
     ("prompt and messages", changed(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
-    ("a tool call of nothing", changed(**TOOL, reference="{}"), ("reference", "no call of one of the tools")),
+    ("a tool call of nothing", changed(**TOOL, reference="{}"), ("reference", "of one of the tools")),
     ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),
     ("tools that no check reads", changed(tools=TOOL["tools"]), ("tools", "exact", "leave them out")),
     ("half of a surrogate pair", '{"prompt": "a", "reference": "\\ud83d"}', ("1:", "line:", "correct it")),

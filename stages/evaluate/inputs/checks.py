@@ -19,11 +19,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def strict_json(text: str) -> Any:
-    """Parse a text that is exactly one JSON value without duplicate keys, NaN or Infinity.
-
-    Raises:
-        ValueError: The text is not such a value.
-    """
+    """Parse a text that is exactly one JSON value without duplicate keys, NaN or Infinity. Raises ValueError."""
     return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
 
 
@@ -66,8 +62,10 @@ def mentions(text: tuple[str, ...], phrase: tuple[str, ...]) -> bool:
 
 def _mentions_the_answer_only(sample: Sample, text: str) -> bool:
     words = words_of(text)
+    # A phrase without words cannot be mentioned, and a distractor without words makes every answer wrong.
+    phrases = [words_of(phrase) for phrase in sample.mentions or (sample.reference,)]
     wrong = any(mentions(words, words_of(distractor)) for distractor in sample.distractors)
-    return not wrong and all(mentions(words, words_of(phrase)) for phrase in sample.mentions or (sample.reference,))
+    return not wrong and all(phrase and mentions(words, phrase) for phrase in phrases)
 
 
 def calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
@@ -94,15 +92,9 @@ def well_formed(sample: Sample, text: str) -> bool | None:
 def judge(sample: Sample, text: str) -> bool:
     """Return whether a generated text is right.
 
-    Args:
-        sample: The sample. Its check must not be "none".
-        text: The whole generated answer, without the stop token.
-
-    Returns:
-        "exact": whether `text` equals the reference. "mention": whether `text` mentions all `sample.mentions` (the reference if
-        the list is empty) and no `sample.distractors`. "json" and "tool_call": whether `text` is well-formed, and
-        its value equals the reference's value. "number": whether the final numbers of `text` and the
-        reference are equal.
+    "exact": whether `text`, without the stop token, equals the reference. "mention": whether it mentions all `sample.mentions`
+    (the reference if there are none) and no `sample.distractors`. "json" and "tool_call": whether it is well-formed, and its
+    value equals the reference's value. "number": whether the final numbers of `text` and the reference are equal.
     """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":
@@ -111,4 +103,7 @@ def judge(sample: Sample, text: str) -> bool:
         return final_number(text) == final_number(sample.reference)
     if sample.check == "mention":
         return _mentions_the_answer_only(sample, text)
-    return bool(well_formed(sample, text)) and _canonical(strict_json(text)) == _canonical(strict_json(sample.reference))
+    try:
+        return bool(well_formed(sample, text)) and _canonical(strict_json(text)) == _canonical(strict_json(sample.reference))
+    except RecursionError:  # a value may be nested too deeply for `_whole` only
+        return False

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from stages.core.errors import UserError
 from stages.core.records import LineCheck, Sample
 from stages.core.strict import CONTROLS, read_given
-from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
+from stages.evaluate.inputs.checks import judge, strict_json
 from stages.evaluate.inputs.lengths import long_samples
 from stages.verdict.gate import ALL
 from stages.workloads.config import LONG, Workload, WorkloadsConfig
@@ -71,9 +71,6 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     The function loads no model and no tokenizer, so that a bad file is reported before anything expensive starts. Therefore
     `lengths.fit_lengths` has to cut the long documents.
 
-    Args:
-        config: Number of samples per built-in workload, their seed, and the path of the user's file, if any.
-
     Raises:
         UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
         MissingRequirement: GSM8K is configured but not installed.
@@ -93,15 +90,7 @@ MOST_PROBLEMS = 20
 
 
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
-    """Read samples from a JSONL file.
-
-    Args:
-        path: UTF-8 file with one JSON object per line; empty lines are skipped.
-        taken: Ids that the file may not use. Ids within the file must be unique, too.
-
-    Raises:
-        UserError: One line per problem, `FILE:LINE: key: problem, fix`.
-    """
+    """Read samples from a JSONL file without the ids in `taken`. Raises UserError, one line per problem."""
     try:
         lines = read_given("workloads.jsonl", path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -168,6 +157,14 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key or 'line'}: {text[0].lower()}{text[1:]}, {fix}"
 
 
+_RIGHT = {
+    "json": "give strict JSON",
+    "tool_call": 'give {"name": ..., "arguments": {...}} of one of the tools, with exactly its arguments',
+    "mention": "give words that it mentions as mentions (without these, the reference itself), and others as distractors",
+}
+"""Check -> what makes a reference right."""
+
+
 def _contradictions(sample: Sample) -> Iterator[str]:
     """Yield the problems that involve more than one key, or names of kvgate's own."""
     if sample.workload == ALL or sample.workload.startswith(LONG):
@@ -175,39 +172,11 @@ def _contradictions(sample: Sample) -> Iterator[str]:
     if bool(sample.prompt) == bool(sample.messages):
         found = "given beside" if sample.prompt else "missing, and so is"
         yield f"prompt: {found} messages, give exactly one of the two"
-    if sample.check == "tool_call" and not sample.tools:
-        yield 'tools: missing for check "tool_call", list the tools that may be called'
-    if sample.check != "tool_call" and sample.tools:
-        yield f'tools: check "{sample.check}" does not read them, leave them out or use check "tool_call"'
-    if len(dict(sample.tools)) < len(sample.tools):
-        yield "tools: a name occurs twice, keep one of the two"
-    if sample.check == "mention":
-        yield from _unanswerable(sample)
-    elif sample.mentions or sample.distractors:
-        key = "mentions" if sample.mentions else "distractors"
-        yield f'{key}: check "{sample.check}" does not read them, leave them out or use check "mention"'
-    if sample.check in ("json", "tool_call"):
-        try:
-            value = strict_json(sample.reference)
-            if sample.check == "tool_call" and sample.tools and not calls_declared_tool(value, sample.tools):
-                yield 'reference: no call of one of the tools, {"name": ..., "arguments": {...}} with its arguments, correct it'
-        except (ValueError, RecursionError) as error:
-            yield f'reference: not strict JSON ({error}), correct it or use check "exact"'
-
-
-def _unanswerable(sample: Sample) -> Iterator[str]:
-    """Yield the reasons why check "mention" would reject the reference itself."""
-    key, phrases = ("mentions", sample.mentions) if sample.mentions else ("reference", (sample.reference,))
-    for phrase in phrases:
-        if not words_of(phrase):
-            yield f'{key}: {phrase!r} has no word that an answer could mention, give one or use check "exact"'
-        elif not mentions(words_of(sample.reference), words_of(phrase)):
-            yield f"mentions: {phrase!r} is not in the reference, so the reference would be wrong; correct one of the two"
-    for distractor in sample.distractors:
-        if not words_of(distractor):
-            yield f"distractors: {distractor!r} has no word that an answer could mention, leave it out"
-        elif mentions(words_of(sample.reference), words_of(distractor)):
-            yield f"distractors: {distractor!r} stands in the reference, which would be wrong, leave it out"
+    for key, check in (("tools", "tool_call"), ("mentions", "mention"), ("distractors", "mention")):
+        if getattr(sample, key) and sample.check != check:
+            yield f'{key}: check "{sample.check}" does not read them, leave them out or use check "{check}"'
+    if sample.check in _RIGHT and not judge(sample, sample.reference):
+        yield f'reference: check "{sample.check}" would judge it wrong, {_RIGHT[sample.check]}'
 
 
 def _json_type(value: Any) -> str:

@@ -79,12 +79,11 @@ def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directo
         ({**GOOD, "prompt": 3}, "prompt: input should be a valid string"),
         ({"reference": "x"}, "prompt: missing, and so is messages, give exactly one of the two"),
         ({**GOOD, "distractors": ["5"]}, 'distractors: check "exact" does not read them, leave them out or use'),
-        ({**GOOD, "mentions": ["4"]}, 'mentions: check "exact" does not read them'),
-        ({**GOOD, "check": "mention", "reference": "?"}, "reference: '?' has no word that an answer could mention"),
-        ({**GOOD, "check": "mention", "mentions": ["5"]}, "mentions: '5' is not in the reference"),
-        ({**GOOD, "check": "mention", "mentions": ["!"]}, "mentions: '!' has no word that an answer could mention"),
-        ({**GOOD, "check": "mention", "distractors": ["4"]}, "distractors: '4' stands in the reference"),
-        ({**GOOD, "check": "mention", "distractors": ["-"]}, "distractors: '-' has no word"),
+        *(({**GOOD, "check": "mention", key: wrong}, 'reference: check "mention" would judge it wrong, give words that')
+          for key, wrong in {"reference": "?", "mentions": ["5"], "distractors": ["4"]}.items()),
+        *(({**GOOD, "check": "mention", key: ["!"]}, 'reference: check "mention" would judge it wrong, give words that')
+          for key in ("mentions", "distractors")),
+        ({**GOOD, "check": "json", "reference": "[" * 2000 + "]" * 2000}, 'reference: check "json" would judge it wrong'),
         ({**GOOD, "check": "mention", "distractors": "5"}, "distractors: input should be a valid array, give a list of texts"),
         ({**GOOD, "difficulty": "trivial"}, "difficulty: input should be '', 'easy', 'medium' or 'hard', give easy, medium or"),
         ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_"),
