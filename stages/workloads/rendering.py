@@ -9,13 +9,11 @@ import os
 import random
 import resource
 import signal
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Timer
 from typing import NoReturn
 
 from stages.core.child import die_with_parent
@@ -41,31 +39,21 @@ def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
     if child == 0:
         _render(texts, writes)
     writes.close()
+    answers: list[dict[str, str]] = []
     try:
-        return [_answer(reads, child) for _ in texts]
+        with suppress(EOFError, OSError):  # the child ends early if it refuses a text, or exceeds a limit
+            for _ in texts:
+                answers.append(json.loads(reads.recv_bytes(ANSWER_BYTES)))
     finally:
         reads.close()
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def _answer(reads: Connection, child: int) -> str:
-    """Return the child's next text. Kill the child if the text takes more than RENDER_SECONDS."""
-    began = time.monotonic()
-    limit = Timer(RENDER_SECONDS, os.kill, (child, signal.SIGKILL))
-    limit.start()
-    try:
-        answer = json.loads(reads.recv_bytes(ANSWER_BYTES))
-    except (EOFError, OSError):
-        late = time.monotonic() - began >= RENDER_SECONDS
-        raise _refusal(f"takes more than {RENDER_SECONDS:g} s" if late else "ends the process that renders it") from None
-    finally:
-        limit.cancel()
-        limit.join()
-    if "refused" in answer:
-        raise UserError(answer["refused"])
-    return str(answer["text"])
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if answers and "refused" in answers[-1]:
+        raise UserError(answers[-1]["refused"])
+    if len(answers) < len(texts):
+        late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+        raise _refusal(f"takes more than {RENDER_SECONDS:g} s" if late else "ends the process that renders it")
+    return [answer["text"] for answer in answers]
 
 
 def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
@@ -74,11 +62,13 @@ def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops the child
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         allowed = pages * resource.getpagesize() + RENDER_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (allowed if soft == resource.RLIM_INFINITY else min(soft, allowed), hard))
         for text in texts:
+            signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
             random.seed(0)  # a template may draw; a prompt must be the same in every command
             try:
                 answer = {"text": _bounded(text)}
