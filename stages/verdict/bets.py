@@ -173,11 +173,6 @@ class Mean:
         return int(min(most, *counts))
 
 
-def can_pass(documents: int, level: float) -> bool:
-    """Return whether this number of documents can show a PASS if all their values are 0."""
-    return Mean(np.zeros(documents), 1.0).test(level, level).decision == "PASS"
-
-
 def skewed_upper_bound(values: Array, alpha: float) -> Array:
     """Return the one-sided 1 - alpha upper bound of a mean by Student's t, transformed for skewed values: (..., n) -> (...).
 
@@ -206,12 +201,10 @@ def _documents_to_reach(steps: Array, enough: float) -> float:
 
 
 def _crossing(mean: float, direction: float, rejected: Callable[[float], bool]) -> float:
-    """Return the rejected limit nearest to the mean, in `direction` (1 above, -1 below); farther limits are also rejected.
+    """Return the rejected limit nearest to the finite mean, in `direction` (1 above, -1 below); infinite if there is none.
 
-    The limit is infinite if no finite limit is rejected. Raises ValueError if the mean is not finite.
+    Limits beyond it are also rejected.
     """
-    if not math.isfinite(mean):
-        raise ValueError(f"the mean of a bet must be finite, got {mean}")
     step = max(abs(mean), 1e-6)
     while not rejected(mean + direction * step):
         step *= 2

@@ -85,8 +85,8 @@ class Limits(Record):
                 )
         if bundle.batch is not None and self.batch is not None and bundle.batch > self.batch:
             return (
-                f"it was judged {self}, and its bundle allows batches of {bundle.batch}: build it for {self.batch}, or judge it "
-                f"with workloads.batch_size={bundle.batch}"
+                f"it was judged {self}, and its bundle allows batches of {bundle.batch}: build it for {self.batch}, or judge "
+                f"it with workloads.batch_size={bundle.batch}"
             )
         return None
 

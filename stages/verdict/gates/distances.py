@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from stages.verdict.bets import OUTLIER, Mean, can_pass
+from stages.verdict.bets import OUTLIER, Mean
 from stages.verdict.gate import ALL, Figure, GateInput, by_workload, means
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Gate, Thresholds
@@ -31,9 +31,9 @@ def distances(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     PASS.
     """
     for workload, rows in by_workload(evidence.rows).items():
-        enough = can_pass(len({row.document for row in rows}), thresholds.pass_alpha)
+        enough = Mean(np.zeros(len({row.document for row in rows})), 1.0).passes(thresholds.pass_alpha)
         beside = bool(evidence.judged) and not any(row.judged for row in rows)
-        yield from measured(rows, thresholds, workload, must_pass=enough or not beside)
+        yield from measured(rows, thresholds, workload, must_pass=bool(enough) or not beside)
 
 
 def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> bool:

@@ -30,20 +30,11 @@ def test_no_shape_exactly_at_the_mean_kl_passes_in_more_than_5_percent(documents
     tested = 0
     for shape in SHAPES:
         at_limit = scaled(shape.values["mean_kl"], LIMIT)
-        if at_limit is None:
-            # a few requests have all of the KL, and capped they cannot reach the limit: other gates catch these ruined
-            # requests
+        if at_limit is None:  # a few ruined requests have all of the KL, which other gates catch
             continue
         assert passing(rng.choice(at_limit, (RUNS, documents))) <= at_most(GATES.pass_alpha, RUNS), shape
         tested += 1
     assert tested > 30
-
-
-def test_sound_engines_pass_as_they_were_measured() -> None:
-    sound, rng = [shape for shape in SHAPES if shape.policy in SOUND_KL], np.random.default_rng(3)
-    assert {(shape.model, shape.policy) for shape in sound} == {(m, p) for m in ("tiny", "smollm2") for p in SOUND_KL}
-    for shape in sound:
-        assert passing(rng.choice(shape.values["mean_kl"], (200, len(shape.flips)))) >= 0.9, shape
 
 
 def rows_of(values: Array, samples: int = 1) -> list[SampleRow]:
@@ -91,23 +82,18 @@ def test_real_sound_engines_pass_every_distance_of_every_workload_and_broken_one
             assert statuses - {"PASS"}, (model, policy)
 
 
-@pytest.mark.parametrize("samples", [160, 640])
-def test_ruined_requests_at_the_limit_pass_in_at_most_5_percent(samples: int) -> None:
-    rng, wrong = np.random.default_rng(5), 0
+def test_ruined_requests_at_the_limit_pass_in_at_most_5_percent() -> None:
+    rng, samples = np.random.default_rng(5), 160
     sound, ruined = ([row("copy", i, mean_kl=kl) for i in range(samples)] for kl in (0.001, 5.0))
+    wrong = 0
     for _ in range(100):
         drawn = rng.random(samples) < GATES.max_ruined_share
-        rows = [pair[int(bad)] for pair, bad in zip(zip(sound, ruined, strict=True), drawn, strict=True)]
-        (check,) = lines("max_ruined_share", EMPTY, rows)
+        (check,) = lines("max_ruined_share", EMPTY, [(ruined if bad else sound)[i] for i, bad in enumerate(drawn)])
         wrong += check.status == "PASS"
     assert wrong / 100 <= at_most(0.05, 100)
 
 
 def test_a_capped_mean_is_labelled_next_to_the_mean_of_tables_and_charts() -> None:
-    ruined = [row("copy", n, True, True, mean_kl=4.0 if n == 0 else 0.001) for n in range(64)]
-    (line,) = lines("max_mean_kl", EMPTY, ruined)
-    assert "mean KL 0.003328 where a document counts as 0.15 at most (0.06348 whole)" in line.reason
-    whole = [row("copy", n, True, True, mean_kl=4.0) for n in range(64)]
-    (line,) = lines("max_mean_kl", EMPTY, whole)
-    assert line.status == "FAIL"
-    assert "mean KL 4, " in line.reason
+    for kl, said in ((0.001, "mean KL 0.003328 where a document counts as 0.15 at most (0.06348 whole)"), (4.0, "mean KL 4, ")):
+        (line,) = lines("max_mean_kl", EMPTY, [row("copy", n, mean_kl=kl if n else 4.0) for n in range(64)])
+        assert said in line.reason

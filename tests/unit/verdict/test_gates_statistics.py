@@ -49,14 +49,6 @@ def test_the_expected_score_at_the_limit_is_one_document_after_document() -> Non
             assert np.exp(log_score(gains, stakes)) @ [1 - share, share] == pytest.approx(1)
 
 
-def test_a_score_is_the_product_over_documents_averaged_over_stakes() -> None:
-    values = np.array([0.0, 0.02, 0.15])
-    factors = [[1 + stake * (0.05 - x) / 0.1 for x in values] for stake in bets.PASS_STAKES]
-    assert math.exp(log_score(Mean(values, 0.05).pass_gains(0.05), bets.PASS_STAKES)) == pytest.approx(
-        np.mean([math.prod(of_stake) for of_stake in factors])
-    )
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.floats(0, 0.4), min_size=2, max_size=60),
@@ -103,12 +95,6 @@ def test_a_mean_that_is_not_finite_fails(values: list[float]) -> None:
     assert Mean(np.array(values), LIMIT).test(1e-9, 0.05).decision == "FAIL"
 
 
-def test_a_bound_of_no_finite_mean_or_of_no_finite_limit_is_not_searched_forever() -> None:
-    with pytest.raises(ValueError, match="must be finite, got nan"):
-        bets._crossing(math.nan, 1.0, lambda _: False)
-    assert bets._crossing(0.0, -1.0, lambda _: False) == -math.inf
-
-
 def test_the_number_of_documents_that_is_asked_for_decides() -> None:
     rng = np.random.default_rng(2)
     for center in (0.02, 0.1):
@@ -118,10 +104,6 @@ def test_the_number_of_documents_that_is_asked_for_decides() -> None:
         decided = [Mean(rng.choice(few.values, more), LIMIT).test(0.001, 0.001).decision for _ in range(50)]
         assert sum(decision is not None for decision in decided) >= 40
     assert Mean(np.full(9, LIMIT), LIMIT).needed(0.05, 777) == 777
-
-
-def test_ten_documents_can_pass_and_nine_cannot() -> None:
-    assert [bets.can_pass(n, 0.045) for n in (9, 10, 11)] == [False, True, True]
 
 
 @pytest.mark.parametrize(("documents", "whole"), [(20, False), (bets.MANY, True)])
