@@ -53,6 +53,10 @@ def same(baseline: Path, tmp_path_factory: pytest.TempPathFactory) -> Judged:
 def test_the_baseline_against_itself_has_no_distance_and_passes(same: Judged) -> None:
     report, rows, verdict = same
     assert verdict.status == "PASS"
+    sizes = {(s.workload, s.context): s.samples for s in report.slices}
+    assert len(sizes) == len(report.slices)
+    assert sizes[None, (0, 6)] + sizes[None, (6, 12)] == sizes[None, None] == len(SAMPLES)
+    assert ("copy", (6, 12)) not in sizes, "empty bins are left out"
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-9)
     assert report.overall.fidelity.top1_agreement == 1.0
     assert (report.engine_digest, report.baseline_digest, report.samples) == ("engine", "base", len(SAMPLES))
@@ -74,11 +78,9 @@ def test_flips_are_counted_in_both_directions(baseline: Path, tmp_path: Path) ->
     assert part.accuracy is not None
     assert (part.accuracy.lost, part.accuracy.gained, part.accuracy.judged) == (3, 1, 80)
     assert part.accuracy.baseline == pytest.approx(79 / 80)
-    lost = {row.id for row in rows if row.baseline_correct and not row.candidate_correct}
-    assert lost == {"find-1", "find-2", "find-4"}
     row = next(r for r in rows if r.id == "find-1")
     assert (row.baseline_generation, row.candidate_valid) == ('{"k":1}', False)
-    assert row.candidate_generation != row.baseline_generation
+    assert report.metrics["quality/find/accuracy_baseline"] == part.accuracy.baseline
 
 
 def test_a_row_holds_the_probability_of_the_right_answer_as_the_product_over_its_tokens(baseline: Path, tmp_path: Path) -> None:
@@ -97,15 +99,6 @@ def test_a_row_holds_the_probability_of_the_right_answer_as_the_product_over_its
     assert report.metrics["quality/recovery"] == whole.recovery == pytest.approx(kept)
 
 
-def test_slices_cover_workloads_and_bins_and_leave_out_empty_ones(same: Judged) -> None:
-    report, _, _ = same
-    sizes = {(s.workload, s.context): s.samples for s in report.slices}
-    assert len(sizes) == len(report.slices)
-    assert sizes[None, (0, 6)] + sizes[None, (6, 12)] == sizes[None, None] == len(SAMPLES)
-    assert ("copy", (6, 12)) not in sizes
-    assert report.metrics["quality/find/accuracy_baseline"] == pytest.approx(79 / 80)
-
-
 def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> None:
     report, rows, verdict = candidate(baseline, tmp_path, not_a_number=True)
     assert verdict.status == "FAIL"
@@ -114,32 +107,19 @@ def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> Non
     assert rows[0].non_finite_steps == rows[0].scored_tokens
     assert rows[0].baseline_probability is not None
     assert rows[0].candidate_probability is None
-    accuracy = report.overall.accuracy
-    assert accuracy is not None
-    assert accuracy.recovery is None
+    with pytest.raises(UserError, match="the baseline's logits are not finite"):
+        measure_baseline(lambda: fake_engine(SAMPLES, not_a_number=True), SAMPLES, tmp_path / "baseline")
+    assert "quality/recovery" not in report.metrics
 
 
-def test_a_baseline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not finite"):
-        measure_baseline(lambda: fake_engine(SAMPLES, not_a_number=True), SAMPLES, tmp_path)
-
-
-def test_an_engine_whose_decoding_does_not_read_the_cache_fails_by_the_control(baseline: Path, tmp_path: Path) -> None:
-    report, _, verdict = candidate(baseline, tmp_path, blind=True)
-    assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-9)
-    assert verdict.status == "FAIL"
+def test_the_control_comes_last_and_fails_an_engine_whose_decoding_does_not_read_the_cache(
+    baseline: Path, tmp_path: Path
+) -> None:
+    _, _, verdict = candidate(baseline, tmp_path / "blind", blind=True)
     assert [check.gate for check in verdict.checks if check.status == "FAIL"] == ["must_fail_control"]
-
-
-def test_the_control_comes_last_and_leaves_its_fault_in_the_one_engine_that_is_opened(baseline: Path, tmp_path: Path) -> None:
-    opened = []
-
-    def open_engine() -> Any:
-        opened.append(fake_engine(SAMPLES))
-        return opened[-1]
-
-    report = evaluate(open_engine, SAMPLES, baseline, tmp_path)
-    assert [(engine.key_scale, engine.live) for engine in opened] == [(CONTROL_FACTOR, 0)]
+    engine = fake_engine(SAMPLES)
+    report = evaluate(lambda: engine, SAMPLES, baseline, tmp_path / "sound")
+    assert (engine.key_scale, engine.live) == (CONTROL_FACTOR, 0)
     assert report.candidate_noise is not None
     assert report.candidate_noise.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the fault"
 
