@@ -5,21 +5,22 @@ import hashlib
 import json
 import multiprocessing
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.registry.judged_engine import candidate_of, config_of, judged_engine
-from helpers.verdicts.report_pages import asked, exhibit, exhibits, occasion, rows
+from helpers.verdicts.report_pages import exhibit, exhibits, occasion, rows
 from helpers.verdicts.reports import GATES
 
 from pipeline.chain import showing
-from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
-from stages.report.charts import Spec, context_numbers, draw_svg, quality_numbers, recovery_numbers
+from stages.report.charts import Spec, context_numbers, draw_charts, draw_svg, quality_numbers, recovery_numbers
 from stages.report.exhibit import Exhibit
 from stages.report.page import MOST_POLICIES, changed_answers, differences, make_page, render, write_page
 from stages.report.text import shown
@@ -40,18 +41,14 @@ class Elements(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
+        self.text = ""
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
+        self.text += data
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +61,10 @@ def page(judged: list[Exhibit], tmp_path_factory: pytest.TempPathFactory) -> str
     return render(judged, occasion(tmp_path_factory.mktemp("page"), judged))
 
 
-@pytest.fixture(scope="module")
-def content(judged: list[Exhibit], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The content of the page, whose charts take a second to draw."""
-    return make_page(judged, occasion(tmp_path_factory.mktemp("page"), judged))
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no charts, which takes a second."""
+    monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})
 
 
 def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list[Exhibit], page: str) -> None:
@@ -79,9 +76,7 @@ def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list
     assert f"{checks[0].gate.heading} {checks[0].where}" in " ".join(re.sub(r"<[^>]*>", " ", page).split())
 
 
-def test_charts_show_the_front_every_length_once_and_every_policy(
-    judged: list[Exhibit], content: dict[str, Any], page: str
-) -> None:
+def test_charts_show_the_front_every_length_once_and_every_policy(judged: list[Exhibit]) -> None:
     *policies, baseline = quality_numbers(judged)
     assert {row["policy"] for row in policies if row["front"]} == {"fp8", "int4"}, "int8 takes more bytes and is farther away"
     assert (baseline["kib"], baseline["exact"]) == (2.0, 1e-5)
@@ -90,12 +85,13 @@ def test_charts_show_the_front_every_length_once_and_every_policy(
     lengths = sorted({row.context_tokens for row in judged[0].rows})
     assert [row["tokens"] for row in bins] == [sum(some) / len(some) for some in (lengths[:20], lengths[20:])]
     assert all(row["distance"] == pytest.approx(0.001, rel=1e-2) for row in bins)
-    assert set(content["charts"]) == {"recovery", "quality", "context"}
-    for name, chart in content["charts"].items():
+    charts = draw_charts(judged)
+    assert set(charts) == {"recovery", "quality", "context"}
+    for name, chart in charts.items():
         assert all(f">{policy}</text>" in chart.svg for policy in ("fp8", "int8", "int4")), name
-        assert chart.svg in page, name
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_leads_with_what_is_kept_of_the_probability_of_right_answers(judged: list[Exhibit], tmp_path: Path) -> None:
     told = occasion(tmp_path, judged, champion="fp8", passed_over={"int8": "passed, but less"})
     page = make_page(judged, told)
@@ -149,6 +145,7 @@ def test_the_page_may_run_no_scripts_and_request_nothing(page: str) -> None:
     assert {str(a["href"])[:1] for _, a in found.elements if a.get("href")} == {"#"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_secrets_are_masked_before_answers_are_cut_into_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_PASSWORD", "hunter two words")
     of = rows(3, baseline_generation="say hunter two words", candidate_generation="say hunter and three words, api_key=abcdef")
@@ -159,6 +156,7 @@ def test_secrets_are_masked_before_answers_are_cut_into_differences(tmp_path: Pa
     assert "hunter3" not in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_large_sweep_stays_below_three_megabytes_and_says_what_is_missing(tmp_path: Path) -> None:
     of = rows(300, ("one", "two", "three"), count=320)
     first = exhibit(tmp_path, "kv0", of, prompt='<"& ' * 5_000)
@@ -171,6 +169,7 @@ def test_a_large_sweep_stays_below_three_megabytes_and_says_what_is_missing(tmp_
     assert "characters …" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path: Path) -> None:
     report = judged[0].report
     assert report is not None
@@ -196,26 +195,7 @@ def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:
     assert (alive, child.exitcode) == (False, 0)
 
 
-def test_prompts_of_the_users_own_stay_out_of_the_copy_without_them(tmp_path: Path) -> None:
-    of = rows(2)
-    made = replace(exhibit(tmp_path, "fp8", of), samples=asked(of, "my own words"), own={"copy-0", "copy-1"})
-    assert "my own words (copy-0)" in render([made], occasion(tmp_path))
-    copy = render([made.without_own], occasion(tmp_path))
-    assert "my own words (copy-0)" not in copy
-    assert "my own words (retrieval-0)" in copy
-
-
 OWN = {"id": "mine-1", "prompt": "our secret recipe: how much salt?", "reference": "two spoons", "workload": "copy"}
-
-
-class Runs:
-    """A tracking store that keeps attached files."""
-
-    def __init__(self) -> None:
-        self.attached: dict[str, str] = {}
-
-    def attach(self, run_id: str, files: list[Path]) -> None:
-        self.attached[run_id] = files[0].read_text(encoding="utf-8")
 
 
 def candidate(directory: Path, **changes: object) -> Candidate:
@@ -232,14 +212,15 @@ def work(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
-def config_at(work: Path) -> Config:
-    return config_of("model.path=/models/some-llm").model_copy(update={"workdir": str(work)})
-
-
-def show(work: Path, shown: Candidate, store: Runs | None) -> None:
+def show(work: Path, shown: Candidate, attach: Callable[[str, list[Path]], None] | None = None) -> str:
+    """Write the page and return it. `attach` receives the files of a run for the tracking store."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(showing, "open_store", lambda *_: store)
-        showing.show_page(config_at(work), [shown], sweep="s")
+        patched.setattr(showing, "open_store", lambda *_: SimpleNamespace(attach=attach) if attach else pytest.fail("opened"))
+        showing.show_page(
+            config_of("model.path=/models/some-llm").model_copy(update={"workdir": str(work)}), [shown], sweep="s"
+        )
+    page = work / showing.PAGE
+    return page.read_text(encoding="utf-8") if page.is_file() else ""
 
 
 def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) -> None:
@@ -250,42 +231,36 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
     lost = next(row for row in rows if row["baseline_correct"] and not row["candidate_correct"])
     lost |= {"id": OWN["id"], "reference": OWN["reference"]}
     (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    store = Runs()
-    show(work, candidate(directory), store)
-    page = (work / showing.PAGE).read_text(encoding="utf-8")
+    attached: dict[str, str] = {}
+    page = show(work, candidate(directory), lambda run, files: attached.update({run: files[0].read_text(encoding="utf-8")}))
     assert "stage=verify bundle=" in page
     assert "our secret recipe" in page
-    assert "our secret recipe" not in store.attached["run"]
-    assert "two spoons" in store.attached["run"], "answers are MLflow's anyway, in samples.jsonl"
+    assert "our secret recipe" not in attached["run"]
+    assert "two spoons" in attached["run"], "answers are MLflow's anyway, in samples.jsonl"
 
 
-def test_no_store_is_opened_without_a_registered_candidate(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = candidate(judged_engine(work / "artifacts"), version="")
-    monkeypatch.setattr(showing, "open_store", lambda *_: pytest.fail("opened"))
-    showing.show_page(config_at(work), [shown], sweep="s")
-    assert (work / showing.PAGE).is_file()
-
-
-def test_unreadable_evidence_is_reported_on_the_page(work: Path) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_unreadable_evidence_is_reported_and_no_store_is_opened_for_an_unregistered_engine(work: Path) -> None:
     directory = judged_engine(work / "artifacts")
-    shown = candidate(directory)
+    shown = candidate(directory, version="")
     (directory / IDENTITY_FILE).write_text("{}")
-    show(work, shown, None)
-    assert f"{directory / IDENTITY_FILE}: kvgate: Field required" in (work / showing.PAGE).read_text(encoding="utf-8")
+    assert f"{directory / IDENTITY_FILE}: kvgate: Field required" in show(work, shown)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("fault", ["a directory", "a library", "a store"])
 def test_a_page_that_cannot_be_written_is_a_warning(
     work: Path, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown, store = candidate(judged_engine(work / "artifacts")), Runs()
+    def attach(*_: object) -> None:
+        if fault == "a store":
+            raise OSError("postgresql://me:hunter2@host is away")
+
     if fault == "a directory":
         (work / showing.PAGE).mkdir()
     elif fault == "a library":
         monkeypatch.setitem(__import__("sys").modules, "stages.report.page", None)
-    else:
-        monkeypatch.setattr(store, "attach", lambda *_: (_ for _ in ()).throw(OSError("postgresql://me:hunter2@host is away")))
-    show(work, shown, store)
+    show(work, candidate(judged_engine(work / "artifacts")), attach)
     said = capsys.readouterr().err
     assert "pipeline: warning: report.html is not complete: " in said
     assert "hunter2" not in said
