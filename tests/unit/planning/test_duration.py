@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ OWN_QUESTIONS_S = 250
 LONG = json.loads((ROOT / "benchmarks" / "results" / "long_smollm2.json").read_text(encoding="utf-8"))
 
 
+@cache
 def planned(*arguments: str) -> tuple[VerdictWork, ModelShape]:
     job = plan(["model=smollm2", "kv=int8", *arguments], multirun=False).jobs[0]
     rounds = assign_rounds(load_samples(job.workloads), job.workloads.rounds)
@@ -50,9 +52,6 @@ def test_longer_documents_more_rounds_and_fewer_threads_take_longer() -> None:
     assert look.reference == Work()
     assert look.first == look.whole
     assert prefill(100) + prefill(164, 100) == prefill(164), "a shared prefix is computed once"
-
-
-def test_a_question_may_be_empty() -> None:
     empty = Sample(id="a", workload="custom", reference="4", messages=(("user", ""),))
     assert questions([empty])[0].shared == 0
 

@@ -187,6 +187,15 @@ def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
     assert "the model's weights are not here" in found.notes[0]
 
 
+def refused(folder: Path, *arguments: str) -> Recommendation:
+    """Return the recommendation of a command that recommends nothing."""
+    with pytest.raises(GateRefusal, match="nothing is recommended"):
+        recommend_policy(Run(config_of(*arguments), arguments=[*arguments]))
+    found = Recommendation.model_validate_json((folder / "work" / "recommendation.json").read_text())
+    assert found.chosen is None
+    return found
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -200,11 +209,7 @@ def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
 def test_the_stage_decides_by_its_own_gates_and_use(
     asked: list[str], tmp_path: Path, changes: list[str], expected: str
 ) -> None:
-    with pytest.raises(GateRefusal, match="nothing is recommended"):
-        recommend_policy(Run(config_of(*asked, *changes)))
-    found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
-    assert found.chosen is None
-    assert reason(found, "int8").startswith(expected)
+    assert reason(refused(tmp_path, *asked, *changes), "int8").startswith(expected)
 
 
 def test_only_policies_that_the_backend_serves_are_suggested(
@@ -212,36 +217,22 @@ def test_only_policies_that_the_backend_serves_are_suggested(
 ) -> None:
     monkeypatch.delenv("KVGATE_VLLM_PYTHON", raising=False)
     longer = ["capacity.contexts=[{tokens: 900, requests: 1}]", "backend=vllm", "backend.max_model_len=1024"]
-    with pytest.raises(GateRefusal):
-        recommend_policy(Run(config_of(*asked, *longer), arguments=[*asked, *longer]))
+    found = refused(tmp_path, *asked, *longer)
     printed = capsys.readouterr().out
     (command,) = [line.strip() for line in printed.splitlines() if " stage=evaluate kv=" in line]
     given = dict(part.split("=", 1) for part in shlex.split(command)[4:])
     swept = given["kv"].split(",")
     assert {"fp16", "fp8", "fp8_head"} <= set(swept)
     assert (given["workloads.lengths"], given["backend.max_model_len"]) == ("[960]", "960")
-    found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
-    refused = [one.name for one in found.passed_over if one.reason == NOT_SERVED]
-    assert {"int8", "fp8k_int4v", "int4_g32", "fp8_token"} <= set(refused)
-    assert not set(refused) & set(swept)
-    assert f"and {len(refused)} that the backend does not serve" in printed
+    unserved = {one.name for one in found.passed_over if one.reason == NOT_SERVED}
+    assert {"int8", "fp8k_int4v", "int4_g32", "fp8_token"} <= unserved
+    assert not unserved & set(swept)
+    assert f"and {len(unserved)} that the backend does not serve" in printed
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        (4, "no evidence that counts: report: samples.jsonl: differs"),
-        (5, "it is of a model with 1.03125 KiB a token, and this one has 1.28906"),
-    ],
-)
-def test_altered_samples_and_those_of_another_shape_are_no_evidence(
-    asked: list[str], tmp_path: Path, layers: int, expected: str
-) -> None:
-    (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+def test_altered_samples_and_those_of_another_shape_are_no_evidence(asked: list[str], tmp_path: Path) -> None:
+    (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
+    assert "it is of a model with 1.03125 KiB a token, and this one has 1.28906" in reason(refused(tmp_path, *asked), "int8")
     (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")
-    if layers == 4:
-        samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
-    with pytest.raises(GateRefusal):
-        recommend_policy(Run(config_of(*asked)))
-    found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
-    assert expected in reason(found, "int8")
+    samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
+    assert "no evidence that counts: report: samples.jsonl: differs" in reason(refused(tmp_path, *asked), "int8")

@@ -3,9 +3,9 @@
 from itertools import product
 
 import numpy as np
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from pipeline.config.policies import load_policies, policy_yaml
 from stages.planning.tune import fewest_bytes
@@ -59,14 +59,8 @@ def test_a_mixed_policy_gives_every_place_its_format() -> None:
         for side in SIDES
     }
     policy = mixed_policy("mixed", formats, 3)
+    assert KVPolicy.model_validate(yaml.safe_load(policy_yaml(policy, "Found"))) == policy, "it is written and read as itself"
     assert {(layer, side): form for layer in range(3) for side, form in policy.sides(layer).items()} == formats
-
-
-def test_a_written_policy_reads_as_itself() -> None:
-    override = LayerOverride(layers=(1,), value=INT4.value)
-    policy = KVPolicy(name="tuned_7", key=FP8.key, value=INT8.value, overrides=(override,))
-    text = policy_yaml(policy, "Found")
-    assert KVPolicy.model_validate(OmegaConf.to_container(OmegaConf.create(text))) == policy
 
 
 def test_each_place_has_the_scales_of_the_policy_that_its_format_is_from() -> None:
