@@ -1,6 +1,5 @@
 """Known mistakes that explain a deviating engine; and long documents: one prefill, and the claimed length."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,14 @@ from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.formats import dequantize, quantize
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.explanation import faulty_references
-from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.decoding.rows import run_samples
-from stages.evaluate.inputs.lengths import fit_lengths, long_samples
+from stages.evaluate.inputs.lengths import fit_lengths
 from stages.evaluate.inputs.samples import load_samples
-from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
+from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.policies.arithmetic_torch import Static
 from stages.policies.policy import Side
 from stages.policies.scales import KVScales
-from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
 from stages.verdict.report import load_rows
-from stages.workloads.config import LONG_QUESTIONS
 from stages.workloads.documentation import pages
 
 
@@ -83,31 +78,6 @@ def test_codes_towards_zero_are_never_larger_and_the_next_code_is_too_large(dtyp
     assert (down.abs() <= x.abs() * (1 + 1e-5)).all()
     assert ((down == near) | (near.abs() > down.abs())).all()
     assert (down != near).float().mean() > 0.3
-
-
-def test_the_seven_questions_of_a_document_prefill_it_once(
-    tiny_checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    config, tokenizer = conformance_config(lengths=[1216, 1536], length_documents=1), BundleTokenizer(tiny_checkpoint)
-    encoded = encode_rounds(long_samples(config), tokenizer, config)
-    engine = make_engine(tiny_decoder(tmp_path_factory, tiny_checkpoint), tmp_path / "bundle", BY_NAME["int8"])
-    prefilled, prefill = list[int](), engine._prefill
-
-    def counted(sequence: int, prompt: Sequence[int]) -> Any:
-        prefilled.append(len(prompt))
-        return prefill(sequence, prompt)
-
-    engine._prefill = counted  # type: ignore[method-assign]
-    greedy = Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
-    results = run_samples(engine, encoded, config.batch_size, None, greedy=greedy)
-    prefixes = {item.prefix: item.shared for item in encoded}
-    tails = [len(item.prompt) - 1 - item.shared for item in encoded]
-    assert len(prefixes) == 2
-    assert sorted(prefilled) == sorted([*prefixes.values(), *filter(None, tails)])
-    seen = Exercised.merged([result.trace for result in results])
-    assert seen.shared_prefixes == len(encoded) == 2 * LONG_QUESTIONS
-    assert seen.longest_context >= 0.9 * 1536
-    assert engine.pool.in_use == (0, 0)
 
 
 def test_a_verdict_on_the_users_texts_claims_the_longest_length_and_reports_every_length(

@@ -45,7 +45,7 @@ def in_a_full_pool(engine: OnnxEngine) -> FullPool:
     return found
 
 
-@pytest.mark.parametrize("policy", [BY_NAME[name] for name in ("fp16", "ages", "streaming")], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [BY_NAME[name] for name in ("ages", "streaming")], ids=lambda policy: policy.name)
 def test_a_sound_engine_answers_in_a_full_pool_as_with_room(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", policy)
     chunk, most = engine.prefill_chunk, engine.pool.max_pages
