@@ -27,7 +27,7 @@ from stages.core.errors import CannotBeJudged
 from stages.core.strict import StrictModel
 from stages.engines.config import BackendConfig, InterpreterConfig
 from stages.policies.policy import KVShape
-from stages.verdict.candidate import Candidate
+from stages.verdict.candidate import Candidate, is_blind
 from stages.workloads.config import GSM8K_PROBLEMS, LONG, LONG_QUESTIONS, more_documents
 
 MOST_QUESTIONS = 100_000
@@ -128,7 +128,7 @@ def after_judging(
     sweep, verdicts = bool(swept), {candidate.verdict for candidate in candidates}
     if unfinished:
         return NextStep(why="finish the sweep; finished work is reused", command=command_line(base, sweep=sweep))
-    if all(candidate.is_blind for candidate in candidates):
+    if all(is_blind(candidate.checks) for candidate in candidates):
         return NextStep(
             why="ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and "
             "this evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"

@@ -18,7 +18,7 @@ from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.report.exhibit import BASELINE
-from stages.verdict.candidate import Candidate
+from stages.verdict.candidate import Candidate, is_blind
 
 MEASURES = (
     (Column("recovery", form=".3f"), "quality/recovery", "1"),
@@ -96,7 +96,7 @@ def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
     *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
     saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
-    blind = "the answers do not depend on the cache; " if candidate.is_blind else ""
+    blind = "the answers do not depend on the cache; " if is_blind(candidate.checks) else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
     lines = [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
     if passed:

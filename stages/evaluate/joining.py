@@ -10,7 +10,7 @@ import numpy as np
 
 from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import MeasuredOnce, Round
-from stages.evaluate.distances.distance import Array, StepStatistics
+from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
@@ -42,15 +42,10 @@ def join(
     baseline: str,
     samples: str,
 ) -> JoinedEvaluation:
-    """Join the rounds that ran into the report.
+    """Join the rounds that ran into the report. Pairs are (baseline, candidate).
 
-    Args:
-        encoded: All samples of the evaluation, including samples of rounds that did not run.
-        rounds: (baseline, candidate) by round that ran, from the first.
-        once: The measurements made only once, (baseline, candidate).
-        engine: Digest of the candidate's bundle, which the report cites.
-        baseline: Digest of the baseline's bundle.
-        samples: `workloads_digest` of `encoded`.
+    `encoded` are all samples, including samples of rounds that did not run, and `samples` is their `workloads_digest`. `engine`
+    and `baseline` are the digests of the bundles.
     """
     rows, parts = list[SampleRow](), list[StepStatistics]()
     for number, (before, after) in enumerate(rounds, start=1):
@@ -97,11 +92,7 @@ SliceKey = tuple[str | None, tuple[int, int | None] | None]
 
 
 def context_bin(tokens: int, edges: Sequence[int]) -> tuple[int, int | None]:
-    """Return the bin [low, high) that contains `tokens`; the last bin has no upper end.
-
-    Args:
-        edges: Lower ends of the bins in tokens, ascending.
-    """
+    """Return the bin [low, high) that contains `tokens`, given the bins' lower ends; the last bin has no upper end."""
     position = max(0, int(np.searchsorted(edges, tokens, side="right")) - 1)
     return edges[position], edges[position + 1] if position + 1 < len(edges) else None
 
@@ -116,22 +107,19 @@ def fidelity(steps: StepStatistics) -> Fidelity:
     A NaN makes the summaries of its column null, because no token may be left out of a mean or a percentile.
     """
 
-    def mean(values: Array) -> float:
-        return float(values.mean())
-
-    baseline_nll, candidate_nll = mean(steps.baseline_nll), mean(steps.candidate_nll)
+    mean = {name: float(values.mean()) for name, values in vars(steps).items()}
     p999, largest = (finite(value) for value in np.percentile(steps.kl, [99.9, 100]).tolist())
     return Fidelity(
         tokens=len(steps.kl),
-        baseline_nll=finite(baseline_nll),
-        candidate_nll=finite(candidate_nll),
-        ppl_ratio=_exp(candidate_nll - baseline_nll),
-        kl_mean=finite(mean(steps.kl)),
+        baseline_nll=finite(mean["baseline_nll"]),
+        candidate_nll=finite(mean["candidate_nll"]),
+        ppl_ratio=_exp(mean["candidate_nll"] - mean["baseline_nll"]),
+        kl_mean=finite(mean["kl"]),
         kl_p999=p999,
         kl_max=largest,
-        top1_agreement=finite(mean(steps.top1)),
-        top10_overlap=finite(mean(steps.top10)),
-        rms_delta_p=finite(math.sqrt(mean(steps.delta_p**2))),
+        top1_agreement=finite(mean["top1"]),
+        top10_overlap=finite(mean["top10"]),
+        rms_delta_p=finite(math.sqrt((steps.delta_p**2).mean())),
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
     )
 
@@ -149,13 +137,9 @@ def acceptance(rows: Sequence[SampleRow]) -> dict[str, Acceptance]:
 
 
 def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edges: Sequence[int]) -> list[Slice]:
-    """Summarize all rows together, by workload, by context bin, and by workload and context bin.
+    """Summarize all rows together, by workload, by context bin, and by workload and context bin; sorted, without empty slices.
 
-    Args:
-        edges: Lower ends of the context bins in tokens.
-
-    Returns:
-        The slices that have samples, sorted by workload and context.
+    `edges`: lower ends of the context bins in tokens.
     """
     members: dict[SliceKey, list[int]] = {}
     for i, row in enumerate(rows):
@@ -165,19 +149,16 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
     def order(key: SliceKey) -> tuple[str, int]:
         return key[0] or "", -1 if key[1] is None else key[1][0]
 
-    summaries = []
-    for key in sorted(members, key=order):
-        slice_rows = [rows[i] for i in members[key]]
-        judged = [row for row in slice_rows if row.judged]
-        steps = StepStatistics.joined([statistics[i] for i in members[key]])
-        summaries.append(
-            Slice(
-                workload=key[0],
-                context=key[1],
-                samples=len(slice_rows),
-                accuracy=Accuracy.of(judged) if judged else None,
-                fidelity=fidelity(steps),
-                acceptance=acceptance(slice_rows),
-            )
+    def summary(key: SliceKey) -> Slice:
+        inside = [rows[i] for i in members[key]]
+        judged = [row for row in inside if row.judged]
+        return Slice(
+            workload=key[0],
+            context=key[1],
+            samples=len(inside),
+            accuracy=Accuracy.of(judged) if judged else None,
+            fidelity=fidelity(StepStatistics.joined([statistics[i] for i in members[key]])),
+            acceptance=acceptance(inside),
         )
-    return summaries
+
+    return [summary(key) for key in sorted(members, key=order)]

@@ -67,13 +67,11 @@ def measure(
     Args:
         out: Output directory. It must be empty, or left by an interrupted call with the same arguments. It receives the files
             that `stored.read_round` and `distance.stored_heads` read.
-        config: Configuration with batch size, limits, and the number of samples to compare with the reference engine.
         baseline: Directory that this function wrote for the baseline in the same round; None for the baseline itself.
-        allow_scale_changes: Allowed differences between the engine's scales and its checkpoint's scales.
 
     Raises:
         UserError: The baseline's logits are not finite.
-        GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not allowed.
+        GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not in `allow_scale_changes`.
     """
     changes = audit_scales(engine, allow_scale_changes)
     greedy = Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
@@ -129,11 +127,9 @@ UNLIKELY = 0.1
 
 
 def score_own_answers(samples: Sequence[ScoredSample], greedy: Greedy, run: Callable[..., list[SampleResult]]) -> None:
-    """Score the baseline's own right answers where the reference is unlikely, and keep an own answer that is likelier.
+    """Score the baseline's own right answers where the reference is unlikely. A likelier own answer replaces the reference.
 
-    Args:
-        samples: The baseline's samples. A sample with a likelier own answer gets this answer as its reference.
-        run: `run_samples` on the baseline.
+    `run` is `run_samples` on the baseline.
     """
     changed = [(sample, own) for sample in samples if (own := in_own_words(sample, greedy)) is not None]
     if not changed:
@@ -166,8 +162,7 @@ def in_own_words(sample: ScoredSample, greedy: Greedy) -> EncodedSample | None:
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:
     """Return the scales that differ between an engine and its checkpoint; None if the engine does not load scales by itself.
 
-    Raises:
-        GateRefusal: `gates.allow_scale_changes` does not accept some of the changes.
+    Raises GateRefusal if some of the changes are not allowed.
     """
     if not isinstance(engine, SupportsDelivery):
         return None

@@ -40,11 +40,11 @@ def measure_once(
 ) -> MeasuredOnce:
     """Measure an engine on some samples of the first round and on random tokens.
 
+    The engine holds no sequences afterwards. The must-fail control runs last and leaves its fault in a candidate, which must
+    not be used afterwards.
+
     Args:
-        engine: The engine. It holds no sequences afterwards. The must-fail control runs last and leaves its fault in a
-            candidate, which must not be used afterwards.
         measured: Directory that `measure` wrote for the engine in the first round.
-        config: Configuration with batch size, repeated samples, must-fail control, stress test, and timed load.
         reference: The reference engine for the stress test of a candidate; None skips the stress test.
         baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself. It is not
             served, so it has no stress test, must-fail control or full-pool test: its answers are judged by conformance.
@@ -99,10 +99,7 @@ def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: H
     """Run forced decode with wrong keys: prefill some samples together, corrupt the key scale once, then decode.
 
     The gates must detect the fault. It comes between prefill and decode, so that it affects only the reads of the decode path.
-
-    Args:
-        engine: The candidate. It keeps the fault and must not be used afterwards.
-        heads: The baseline's heads, by sample id.
+    The engine keeps it, and must not be used afterwards. `heads` are the baseline's.
     """
     policy = engine.policy
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)

@@ -87,10 +87,7 @@ class VerdictWork:
     def seconds(self, parameters: int, width: int, threads: int) -> tuple[float, float]:
         """Return the seconds of a verdict if the first round decides, and if all rounds run.
 
-        Args:
-            parameters: Parameters of the model.
-            width: Query channels of all layers: layers times heads times head_dim.
-            threads: CPU threads.
+        `width`: query channels of all layers, which are layers times heads times head_dim.
         """
 
         def computing(work: Work, products: float, attention: float) -> float:

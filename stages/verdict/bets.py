@@ -125,11 +125,7 @@ class Mean:
         return np.asarray(broken | (log_score(self.fail_gains(self.limit), FAIL_STAKES) >= -math.log(level)))
 
     def passes(self, level: float, t_level: float = 0.0) -> Decisions:
-        """Return whether the mean is clearly below the limit, by the bet or by Student's t.
-
-        Args:
-            t_level: The error of Student's t, which decides only from MANY documents on; 0 leaves it out.
-        """
+        """Return whether the mean is clearly below the limit, by the bet or (with MANY documents) by Student's t."""
         by_bet = log_score(self.pass_gains(self.limit), self.stakes) >= -math.log(level)
         return np.asarray(by_bet | (self._student_bound(t_level) <= self.limit))
 
@@ -151,8 +147,7 @@ class Mean:
         enough = -math.log(pass_level)
         value = mean if self.whole else float(np.minimum(self.values, self.cap).mean())
         bound = _crossing(value, 1.0, lambda limit: bool(log_score(self.pass_gains(limit), self.stakes) >= enough))
-        if not self.whole:
-            bound = min(bound, self.cap)
+        bound = bound if self.whole else min(bound, self.cap)
         if not self.passes(pass_level):
             bound = min(bound, float(self._student_bound(t_level)))
         passes = bool(self.passes(pass_level, t_level))

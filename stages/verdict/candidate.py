@@ -13,6 +13,8 @@ from stages.verdict.thresholds import Check, Gate, Status, Verdict
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """Fields of a candidate that come from its verdict."""
+CITED = ("engine", "baseline", "report", "identity")
+"""Fields of a candidate that cite evidence."""
 
 
 class Cited(StrictModel):
@@ -65,8 +67,7 @@ class Candidate(StrictModel):
 
     def below(self, workdir: Path) -> "Candidate":
         """Return the candidate with corrected paths, if its work directory was moved to `workdir`."""
-        cited = {name: getattr(self, name).below(workdir) for name in ("engine", "baseline", "report", "identity")}
-        return self.model_copy(update=cited)
+        return self.model_copy(update={name: getattr(self, name).below(workdir) for name in CITED})
 
     @staticmethod
     def decided(verdict: Verdict) -> dict[str, Any]:
@@ -81,11 +82,6 @@ class Candidate(StrictModel):
         }
 
     @property
-    def is_blind(self) -> bool:
-        """Whether the must-fail control was not noticed. Such a verdict is no evidence about the policy."""
-        return _is_blind(self.checks)
-
-    @property
     def recovery(self) -> Check | None:
         """The line on recovery over all questions; None if no question has an answer."""
         return next((check for check in self.checks if (check.gate, check.where) == (Gate.RECOVERY, ALL)), None)
@@ -95,18 +91,14 @@ class Candidate(StrictModel):
         line = self.recovery
         return None if line is None or line.value is None or line.bound is None else kept(line.value, line.bound, line.status)
 
-    def _pair(self, name: str) -> tuple[float, float] | None:
-        before, after = (self.metrics.get(name.format(of)) for of in ("baseline", "candidate"))
-        return None if before is None or after is None else (before, after)
-
     @property
     def figures(self) -> list[str]:
         """Clauses on recovery, right answers, distance from FP16 and memory, if known."""
-        right = self._pair("quality/accuracy_{}")
+        before, after = (self.metrics.get(f"quality/accuracy_{engine}") for engine in ("baseline", "candidate"))
         kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
         told = [
             self.kept,
-            None if right is None else f"right answers {right[1]:.3f}, of FP16 {right[0]:.3f}",
+            None if before is None or after is None else f"right answers {after:.3f}, of FP16 {before:.3f}",
             None if kl is None else f"mean KL {kl:.1e}",
             "memory unknown" if kib is None else f"{kib:.3f} KiB/token",
         ]
@@ -119,19 +111,15 @@ class Candidate(StrictModel):
     @property
     def citations(self) -> dict[str, str]:
         """Digests of the evidence. The keys are tags of the candidate's run."""
-        return {
-            "engine_digest": self.engine.digest,
-            "baseline_digest": self.baseline.digest,
-            "report_digest": self.report.digest,
-            "identity_digest": self.identity.digest,
-        }
+        return {f"{name}_digest": getattr(self, name).digest for name in CITED}
 
     def metric(self, name: str) -> float:
         """Return a metric for comparisons; infinity if it is missing, so that it never wins."""
         return self.metrics.get(name, math.inf)
 
 
-def _is_blind(checks: Sequence[Check]) -> bool:
+def is_blind(checks: Sequence[Check]) -> bool:
+    """Return whether the must-fail control was not noticed. Such a verdict is no evidence about the policy."""
     return any(check.gate == Gate.MUST_FAIL_CONTROL and check.status == "FAIL" for check in checks)
 
 
@@ -145,6 +133,6 @@ def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
             if "candidate" in wrong
             else "cannot be compared, because the FP16 baseline deviates from the reference engine"
         )
-    if _is_blind(checks):
+    if is_blind(checks):
         said = "gives answers that do not depend on the cache"
     return f"{name} {said}: {verdict}"

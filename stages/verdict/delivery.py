@@ -42,11 +42,7 @@ class ScaleChange(Record):
 
 
 def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Collection[Side]]) -> list[ScaleChange]:
-    """Return the changed scales, by layer and side.
-
-    Args:
-        static: For each layer, the sides that have static scales under the policy.
-    """
+    """Return the changed scales, by layer and side. `static`: layer -> sides that have static scales under the policy."""
     return [
         ScaleChange(layer=layer, side=side, kind=kind, carried=scales.carried.get(side, ()), used=scales.used[side])
         for layer, scales in enumerate(delivered)

@@ -30,13 +30,9 @@ def document_of(length: int, number: int, seed: int, split: Split = "evaluation"
 
 
 def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = None) -> list[Sample]:
-    """Return the questions about a document.
+    """Return the questions about a document of `document_of` with this number of words of prose, in addition to its records.
 
-    Args:
-        document: The slot from `document_of`.
-        prose_words: Number of words of prose in the document, without its records.
-        texts: Words to quote, each followed by its white space; a document begins at a random word. None quotes Python's
-            documentation.
+    `texts`: words to quote, each followed by its white space, from a random word on. None quotes Python's documentation.
     """
     rng = document.rng()
     keys = rng.sample(KEYS, CODES + 1)

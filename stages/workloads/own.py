@@ -17,8 +17,7 @@ TOKENS_PER_WORD = 4
 def own_files(key: str, path: Path) -> list[Path]:
     """Return the user's file, or the text files below the user's directory in the order of their paths.
 
-    Raises:
-        UserError: The directory has no text files.
+    Raises UserError if there are none.
     """
     if not path.is_dir():
         return [path]
@@ -29,19 +28,14 @@ def own_files(key: str, path: Path) -> list[Path]:
 
 
 def own_content(key: str, path: Path) -> bytes:
-    """Return the content of the user's files, joined by empty lines.
-
-    Raises:
-        UserError: A file cannot be read.
-    """
+    """Return the content of the user's files, joined by empty lines. Raises UserError if a file cannot be read."""
     return b"\n\n".join(read_given(key, file) for file in own_files(key, path))
 
 
 def document_words(config: WorkloadsConfig) -> list[str] | None:
     """Return the words of `workloads.documents`, each followed by its white space; None if no document quotes them.
 
-    Raises:
-        UserError: A file cannot be read or is not UTF-8, or all texts together are too short for the longest document.
+    Raises UserError if a file cannot be read or is not UTF-8, or if all texts are too short for the longest document.
     """
     if config.documents is None or config.own is None or not config.lengths:
         return None

@@ -33,8 +33,9 @@ def decode(
 ) -> Iterator[DecodeStep | SampleResult]:
     """Return an iterator over the logits that predict each reference token, and each sample when it has finished.
 
+    The engine holds none of the sequences afterwards.
+
     Args:
-        engine: The engine to drive. It holds none of the sequences afterwards.
         greedy: End conditions of the answers to judged samples; None if no answers are wanted.
         chosen: Indices of the samples to run; None for all.
         after_prefill: Called between a prefill and the next decode step: the must-fail control corrupts the engine here.

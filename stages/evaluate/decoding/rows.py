@@ -84,20 +84,13 @@ def run_samples(
 ) -> list[SampleResult]:
     """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
+    See `decode` for `greedy`, `after_prefill` and `one_pass`. Raises UserError if a logit of the baseline is not finite.
+
     Args:
         heads: The baseline's heads; None if the engine is the baseline, whose heads are recorded.
-        greedy: End conditions of answers; None if no answers are wanted.
         folder: Receives each result as the sample finishes. Samples whose results it holds already are not run.
         repeated: Ids of samples for which a candidate's own heads are recorded too.
-        after_prefill: See `decode`.
-        one_pass: See `decode`.
         observe: Called with every step, while its sequences are live.
-
-    Returns:
-        The results in the order of the samples.
-
-    Raises:
-        UserError: A logit of the baseline is not finite.
     """
     results = {} if folder is None else folder.load()
     missing = [i for i in range(len(encoded)) if i not in results]
@@ -137,12 +130,7 @@ def _mean(values: Array) -> float | None:
 
 
 def probability(nll: Array, item: EncodedSample) -> float:
-    """Return the probability of the right answer: the product over its tokens, or the mean of this product over its results.
-
-    Args:
-        nll: Negative log-likelihood per scored token, in nats.
-        item: The sample with the tokens that were scored.
-    """
+    """Return the probability of the right answer: the product over its tokens, or the mean of this product over its results."""
     parts = item.results or ((0, len(nll)),)
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 
@@ -162,14 +150,7 @@ def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
 
 
 def make_row(item: EncodedSample, steps: StepStatistics, before: Answer | None, after: Answer | None) -> SampleRow:
-    """Build the row of a sample.
-
-    Args:
-        item: The sample with the tokens that were scored.
-        steps: Statistics of the scored tokens.
-        before: The baseline's answer; None if the sample is not judged.
-        after: The candidate's answer; None if the sample is not judged.
-    """
+    """Build the row of a sample from the baseline's answer `before` and the candidate's `after`; None if it is not judged."""
     sample = item.sample
     return SampleRow(
         id=sample.id,

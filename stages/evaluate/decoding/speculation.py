@@ -41,11 +41,7 @@ Drafter = Callable[[Sequence[int], Sequence[int]], int]
 def lookup_passes(prompt: Sequence[int], said: Sequence[int], tokens: int, ngram: int) -> int:
     """Return the number of target passes that produce `said` after `prompt` with prompt lookup.
 
-    Args:
-        prompt: Tokens before the answer.
-        said: The target's greedy tokens, at least one.
-        tokens: Maximum proposed tokens per pass.
-        ngram: Maximum length of the n-grams that are looked up.
+    `tokens`: maximum proposed tokens per pass; `ngram`: maximum length of the n-grams that are looked up.
     """
     text = [*prompt, *said]
     continued: dict[tuple[int, ...], int] = {}
@@ -64,12 +60,9 @@ def lookup_passes(prompt: Sequence[int], said: Sequence[int], tokens: int, ngram
 
 
 def draft_passes(greedy: Sequence[int], said: Sequence[int], tokens: int) -> int:
-    """Return the number of target passes that produce `said` with the proposals of a draft checkpoint.
+    """Return the number of target passes that produce `said` if a draft proposes up to `tokens` tokens per pass.
 
-    Args:
-        greedy: The draft's most likely token after the prompt and said[:i], for each i.
-        said: The target's greedy tokens, at least one.
-        tokens: Maximum proposed tokens per pass.
+    `greedy`: the draft's most likely token after the prompt and said[:i], for each i.
     """
     place = passes = 0
     while place < len(said):
@@ -113,15 +106,9 @@ def speculated(
     progress: Progress,
     known: Sequence[Answer | None] = (),
 ) -> list[Answer | None]:
-    """Return the answers with the number of target passes for each drafter.
+    """Return the answers with the number of target passes for each drafter; unchanged without a configuration.
 
-    Args:
-        answers: An engine's greedy answers; None for samples without an answer.
-        encoded: The tokenized samples.
-        config: The drafters; None returns the answers unchanged.
-        greedy: End conditions of answers.
-        progress: Called with a label, the number of answers done, and the total.
-        known: The other engine's answers with their passes, which are reused for equal tokens.
+    `known` are the other engine's answers with their passes, which are reused for equal tokens.
     """
     if config is None:
         return list(answers)

@@ -97,14 +97,9 @@ class MeasuredOnce(BaseModel):
 
 
 def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float) -> None:
-    """Refuse questions that the baseline cannot answer, before any candidate runs.
+    """Raise CannotBeJudged if the mean probability of a workload's right answers is below `least`, before any candidate runs.
 
-    Args:
-        measured: The baseline's first round.
-        least: `gates.min_baseline_probability`.
-
-    Raises:
-        CannotBeJudged: The mean probability of a workload's right answers is below `least`.
+    `measured`: the baseline's first round.
     """
     kinds: dict[str, list[tuple[Sample, Answer, float]]] = {}
     for item in measured.scored(encoded):

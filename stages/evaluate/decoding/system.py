@@ -30,13 +30,8 @@ STATM = Path("/proc/self/statm")
 def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_progress) -> SystemMetrics:
     """Run a load on an engine: prefill its prompts one by one, then decode them together, timed.
 
-    Args:
-        engine: The engine to measure. It holds no sequences afterwards.
-        load: Batch size, context length and new tokens.
-        progress: Called between timed operations; only once if the engine times itself.
-
-    Returns:
-        The metrics. The time to the first token is the median over the prompts; warm-up steps are not timed.
+    The time to the first token is the median over the prompts; warm-up steps are not timed. `progress` is called between timed
+    operations; only once if the engine times itself.
     """
     rng = random.Random(SEED)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]

@@ -41,11 +41,8 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
     The longest question of a document takes at most the document's length, with its longest allowed answer, and leaves at
     most SLACK tokens. The cut depends on the document, the tokenizer and the configuration, never on the other samples.
 
-    Args:
-        samples: The samples. Samples of other workloads are returned unchanged.
-
-    Raises:
-        UserError: The records and questions of a document alone exceed its length.
+    Samples of other workloads are returned unchanged. Raises UserError if the records and questions of a document alone exceed
+    its length.
     """
     wanted, texts = {sample.document for sample in samples}, document_words(config)
     words = {document: 0 for document in _documents(config) if document.id in wanted}

@@ -64,13 +64,9 @@ class BundleTokenizer:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def spans(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Convert character ranges of a text to token ranges.
+        """Convert character ranges (start, stop) of a text to token ranges, and drop ranges without tokens.
 
-        Args:
-            parts: Character ranges (start, stop). Ranges without tokens are dropped.
-
-        Raises:
-            UserError: The tokenizer cannot map tokens to characters.
+        Raises UserError if the tokenizer cannot map tokens to characters.
         """
         if not self._tokenizer.is_fast:
             raise UserError(
@@ -127,15 +123,10 @@ class EncodedSample:
 def encode(
     samples: Sequence[Sample], tokenizer: BundleTokenizer, max_scored_tokens: int, stop: int | None = None
 ) -> list[EncodedSample]:
-    """Encode samples.
+    """Encode samples. References that are not judged are cut; others end with `stop`, by default the tokenizer's `end`.
 
-    Args:
-        max_scored_tokens: References that are not judged are cut to this many tokens.
-        stop: The token that ends a judged reference; by default the tokenizer's `end`.
-
-    Raises:
-        UserError: A prompt has fewer than two tokens (its last token must go through the decode path), or a reference is
-            empty.
+    Raises UserError if a prompt has fewer than two tokens (its last token must go through the decode path), or a reference is
+    empty.
     """
     stop = tokenizer.end if stop is None else stop
     encoded = []
@@ -153,13 +144,8 @@ def encode(
 def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: WorkloadsConfig, most_tokens: int, limited: str) -> None:
     """Refuse samples whose prompt and answer exceed the maximum sequence length.
 
-    A token has at least one byte, so the tokenizer is loaded only if a sample has more bytes than tokens are allowed.
-
-    Args:
-        limited: Source of this limit, for the message.
-
-    Raises:
-        UserError: A sample exceeds the limit. The message has the id of the first such sample and the excess.
+    A token has at least one byte, so the tokenizer is loaded only if a sample has more bytes than tokens are allowed. `limited`
+    is the source of this limit, for the message.
     """
     own = config.extra_new_tokens
     doubtful = [sample for sample in samples if _most_tokens_of(sample) + own > most_tokens]

@@ -48,11 +48,7 @@ CHECKS: tuple[Callable[[GateInput, Thresholds], Iterable[Check]], ...] = (
 
 
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thresholds) -> Verdict:
-    """Judge one evaluation, complete or after some of its rounds.
-
-    Args:
-        rows: The report's samples, from all rounds that ran.
-    """
+    """Judge one evaluation, complete or after some of its rounds. `rows` are the samples of all rounds that ran."""
     whole = GateInput(report, rows)
     problems = list(evaluation.complete(whole))
     if problems:
