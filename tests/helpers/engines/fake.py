@@ -73,10 +73,10 @@ class FakeEngine(Engine):
         logits = rng.normal(size=VOCAB)
         logits += self.noise * np.random.default_rng([7, len(history), *history[-4:]]).normal(size=VOCAB)
         logits[3] += self.batch_noise * width
-        for prompt, answer in self.answers.items():
-            generated = tuple(history[len(prompt) :])
-            position = len(generated)
-            if tuple(history[: len(prompt)]) == prompt and generated == answer[:position] and position < len(answer):
+        for length in set(map(len, self.answers)):
+            prompt, generated = tuple(history[:length]), tuple(history[length:])
+            answer, position = self.answers.get(prompt, ()), len(generated)
+            if generated == answer[:position] and position < len(answer):
                 token = (answer[position] + 1) % VOCAB if prompt in self.wrong and position == 0 else answer[position]
                 logits[token] += 12.0 * self.key_scale
         return logits.astype(np.float32)

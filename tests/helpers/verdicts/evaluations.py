@@ -90,20 +90,12 @@ def joined(encoded: Sequence[EncodedSample], rounds: Sequence[tuple[Path, Path]]
 
 
 def evaluate(
-    open_engine: Callable[[], Engine],
-    samples: Sequence[Sample],
-    baseline: Path,
-    out: Path,
-    *,
-    tokenizer: Any = CHARACTERS,
-    config: WorkloadsConfig = BRIEF,
-    progress: Progress = no_progress,
-    open_reference: Callable[[], ReferenceEngine] | None = None,
+    open_engine: Callable[[], Engine], samples: Sequence[Sample], baseline: Path, out: Path, **options: Any
 ) -> EvaluationReport:
-    """Evaluate a candidate in one round and write its report into `out`."""
-    round_dir, options = out / "round", {"config": config, "progress": progress, "open_reference": open_reference}
-    measure_candidate(open_engine, samples, baseline, round_dir, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
-    encoded = encode_rounds(samples, tokenizer, config)
-    evaluation = joined(encoded, [(baseline, round_dir)], config)
+    """Evaluate a candidate in one round, with the options of `measure_candidate`, and write its report into `out`."""
+    measure_candidate(open_engine, samples, baseline, out / "round", **options)
+    config = options.get("config", BRIEF)
+    encoded = encode_rounds(samples, options.get("tokenizer", CHARACTERS), config)
+    evaluation = joined(encoded, [(baseline, out / "round")], config)
     evaluation.write(out)
     return evaluation.report
