@@ -79,7 +79,7 @@ def test_bytes_are_compared_with_the_policys_claim() -> None:
         "exact_bytes": "65536 bytes are allocated for the exact tokens, the policy claims 0 each",
         "window_bytes": "65536 bytes are allocated for the window, the policy claims 0",
     }.items():
-        memory = replace(fake_engine(SAMPLES).memory(), **{part: 65536})  # type: ignore[arg-type]
+        memory = replace(fake_engine(SAMPLES).memory(), **{part: 65536})
         engine.memory = lambda memory=memory: memory  # type: ignore[misc,method-assign]
         assert allocation(engine).problem == problem
 
