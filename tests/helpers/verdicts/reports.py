@@ -1,11 +1,11 @@
 """Reports and rows for the gates' tests, as an evaluation writes them."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from stages.verdict.engine_tests import EngineTests, FreeAnswers, FullPool
+from stages.verdict.gate import by_workload
 from stages.verdict.gates import decide
 from stages.verdict.report import (
     Acceptance,
@@ -145,12 +145,8 @@ def full_pool_line(found: FullPool) -> Check:
 
 def in_rounds(rows: list[SampleRow], shares: list[float]) -> list[SampleRow]:
     """Return the rows with round numbers, so that each workload is split by the given cumulative shares."""
-    counts = Counter(r.workload for r in rows)
-    positions: Counter[str] = Counter()
     numbered = []
-    for r in rows:
-        ends = (math.ceil(round(share * counts[r.workload], 9)) for share in shares)
-        number = next(number for number, end in enumerate(ends, 1) if positions[r.workload] < end)
-        positions[r.workload] += 1
-        numbered.append(r.model_copy(update={"round": number}))
+    for own in by_workload(rows).values():
+        ends = [math.ceil(round(share * len(own), 9)) for share in shares]
+        numbered += [r.model_copy(update={"round": 1 + sum(i >= end for end in ends)}) for i, r in enumerate(own)]
     return numbered
