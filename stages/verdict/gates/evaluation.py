@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from stages.core.records import Sample
 from stages.verdict.gate import ALL, NONE_OF, GateInput, by_workload
@@ -19,25 +20,21 @@ UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the 
 
 def complete(evidence: GateInput) -> Iterator[Check]:
     """Yield a FAIL for samples that are missing or duplicated, have a number that is not finite, or are of the wrong rounds."""
-    report, rows = evidence.report, evidence.rows
-    problems: list[tuple[str, str]] = []
+    report, rows, fail = evidence.report, evidence.rows, partial(Check.of, Gate.COMPLETE, status="FAIL")
     if not rows:
-        problems.append((ALL, "no samples were evaluated"))
+        yield fail(ALL, text="no samples were evaluated")
     different = len({row.id for row in rows})
     if len(rows) != report.samples or different != len(rows):
         text = f"the report counts {report.samples} samples, samples.jsonl has {len(rows)} with {different} different ids"
-        problems.append((ALL, text))
+        yield fail(ALL, text=text)
     ran, planned = sorted({row.round for row in rows}), report.planned_rounds
     if ran != list(range(1, len(ran) + 1)) or len(ran) > planned:
         numbers = ", ".join(map(str, ran))
-        problems.append((ALL, f"samples.jsonl has rounds {numbers} of 1 to {planned}; rounds start at 1 and have no gaps"))
+        yield fail(ALL, text=f"samples.jsonl has rounds {numbers} of 1 to {planned}; rounds start at 1 and have no gaps")
     for workload, some in by_workload(rows).items():
         broken = [row.id for row in some if not _is_complete(row)]
         if broken:
-            text = f"{len(broken)} of {len(some)} samples have no finite numbers or answer ({broken[0]})"
-            problems.append((workload, text))
-    for where, text in problems:
-        yield Check.of(Gate.COMPLETE, where, "FAIL", text)
+            yield fail(workload, text=f"{len(broken)} of {len(some)} samples have no finite numbers or answer ({broken[0]})")
 
 
 def _is_complete(row: SampleRow) -> bool:
