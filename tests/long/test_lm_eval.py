@@ -210,29 +210,21 @@ def test_logits_that_are_not_finite_give_neither_a_number_nor_an_answer(
             model.generate_until(requests("generate_until", (pair[0], {"max_gen_toks": 4})), disable_tqdm=True)
 
 
-def test_the_command_line_runs_local_tasks_without_a_network(bundles: dict[str, Path], tmp_path: Path) -> None:
+def test_the_command_line_runs_a_local_task_without_a_network(bundles: dict[str, Path], tmp_path: Path) -> None:
     model = lm(bundles["int4"])
     lines = [
         {"question": q, "choices": ["Bergen", "nothing", "14"], "label": 0}
         for q in ("Copy:\n04 Bergen", "The record of", "Once")
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    shared = f"""dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tmp_path / "questions.jsonl"}}}}}
-test_split: test
-doc_to_text: question
-"""
     (tmp_path / "choice.yaml").write_text(
-        f"task: local_choice\n{shared}output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: label\n"
-        "metric_list: [{metric: acc}]\n"
-    )
-    (tmp_path / "answer.yaml").write_text(
-        f"task: local_answer\n{shared}output_type: generate_until\ndoc_to_target: '{{{{choices[label]}}}}'\n"
-        "generation_kwargs: {until: [Tartu], max_gen_toks: 6}\nmetric_list: [{metric: exact_match}]\n"
+        f"task: local_choice\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'questions.jsonl'}}}}}\n"
+        "test_split: test\ndoc_to_text: question\noutput_type: multiple_choice\ndoc_to_choice: choices\n"
+        "doc_to_target: label\nmetric_list: [{metric: acc}]\n"
     )
     command = [sys.executable, "-m", "pipeline.lm_eval", "run", "--model", "kvgate"]
     command += ["--model_args", f"bundle={bundles['int4']}"]
-    command += ["--tasks", "local_choice,local_answer", "--include_path", str(tmp_path), "--batch_size", "4"]
+    command += ["--tasks", "local_choice", "--include_path", str(tmp_path), "--batch_size", "4"]
     command += ["--output_path", str(tmp_path / "out"), "--log_samples"]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, capture_output=True, env=offline, cwd=ROOT)
@@ -246,4 +238,3 @@ doc_to_text: question
         best.append(int(np.argmax(totals)) == 0)
     measured = json.loads(results.read_text())["results"]
     assert measured["local_choice"]["acc,none"] == pytest.approx(np.mean(best))
-    assert "exact_match,none" in measured["local_answer"]

@@ -1,7 +1,6 @@
 """Users' own samples: every bad line is reported with its key and fix, before anything else is read; prompts as token ids."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +13,7 @@ from helpers.verdicts.evaluations import builtin_workloads
 from pipeline.config.config import CalibrationConfig
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.core.errors import UserError
-from stages.core.records import Sample
+from stages.core.records import Sample, no_progress
 from stages.evaluate.inputs.samples import load_samples, read_jsonl
 from stages.quantize.calibration import calibration_texts, tokenize
 from stages.workloads.config import Workload
@@ -56,12 +55,6 @@ def test_a_line_becomes_a_sample_with_defaults_for_missing_keys(tmp_path: Path) 
     assert (first.messages, first.tools) == ((("user", "hi"),), (("f", ("x",)),))
     assert (second.mentions, second.distractors, second.difficulty) == (("4711",), ("4712",), "hard")
     assert (third.id, third.workload, third.check, third.cluster) == ("mine-0004", "custom", "exact", "mine-0004")
-
-
-def test_a_file_that_became_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "mine.jsonl")
-    with pytest.raises(UserError, match="is no regular file but a pipe"):
-        read_jsonl(tmp_path / "mine.jsonl", set())
 
 
 def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directory(
@@ -172,30 +165,21 @@ def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(tokeni
             render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=(("user", "a"), (second, "b")), reference="x")])
 
 
+def texts_of(checkpoint: Path, out: Path, **options: Any) -> list[str]:
+    options = {"samples": 5, "workloads": ["prose", "copy"], "jsonl": None, "seed": 0, "progress": no_progress, **options}
+    calibration_texts(checkpoint, out, **options)
+    return list(json.loads((out / "texts.json").read_text(encoding="utf-8")))
+
+
 def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    calibration_texts(
-        tiny_checkpoint,
-        tmp_path,
-        samples=5,
-        workloads=["prose", "copy"],
-        jsonl=None,
-        seed=0,
-        progress=lambda *one: told.append(one),
-    )
-    assert [one for one in told if "texts" in one[0]] == [("rendering [texts]", 0, 5)]
-    texts = json.loads((tmp_path / "texts.json").read_text(encoding="utf-8"))
+    texts = texts_of(tiny_checkpoint, tmp_path)
     assert len(texts) == 5
     for ids in tokenize(tokenizer, texts, 1024, len(tokenizer)):
-        assert ids[0] == tokenizer.bos_token_id
-        assert ids.count(tokenizer.bos_token_id) == 1
+        assert [number for number, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
 
 
 def test_the_users_calibration_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.jsonl").write_text('"one"\n{"text": "two"}\n"three"\n', encoding="utf-8")
     config = CalibrationConfig(samples=2, max_length=16, workloads=["prose"], jsonl="~/mine.jsonl")
-    calibration_texts(
-        tmp_path, tmp_path, samples=2, workloads=config.workloads, jsonl=config.file, seed=0, progress=lambda *_: None
-    )
-    assert json.loads((tmp_path / "texts.json").read_text(encoding="utf-8")) == ["one", "two"]
+    assert texts_of(tmp_path, tmp_path, samples=2, jsonl=config.file) == ["one", "two"]
