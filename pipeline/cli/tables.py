@@ -160,11 +160,11 @@ def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads
     first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
     if whole < LEAST_S:
         return []
-    parts = [f"{part.tokens - part.decoded:,.0f} and {part.decoded:,.0f}" for part in (work.first, work.whole)]
+    parts = [f"{tokens - decoded:,.0f} and {decoded:,.0f}" for tokens, decoded, *_ in (work.first, work.whole)]
     memory = BYTES_PER_PARAMETER * parameters / GIB + REST_GIB
     return [
         f"tokens to prefill and decode, both engines: about {parts[0]} if the first round decides, {parts[1]} in all rounds; "
-        f"the reference engine computes {work.reference.tokens:,.0f}",
+        f"the reference engine computes {work.reference[0]:,.0f}",
         f"a verdict on a CPU (backend=onnxruntime, {threads} threads) takes about {memory:.3g} GiB of memory and, if nothing "
         f"is reused, {duration(first)} if the first round decides, {duration(whole)} in all rounds (at the rates of a Xeon "
         "with AVX-512 and nothing else to do)",

@@ -8,6 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from stages.core.records import Sample
 from stages.workloads.config import CONTROL_SAMPLES, LONG, WorkloadsConfig
 
@@ -29,36 +32,20 @@ OWN_WORDS = 0.3
 """Share of the questions that are scored a second time, on the baseline's own right answer instead of the reference."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """Tokens that an engine computes."""
-
-    tokens: float = 0.0
-    """Tokens that pass through the weights."""
-    decoded: float = 0.0
-    """Decoded tokens; the others are prefilled."""
-    pairs: float = 0.0
-    """Pairs of a token and a token that it attends to."""
-    passes: float = 0.0
-    """Decode steps: passes over all weights."""
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.tokens + other.tokens, self.decoded + other.decoded, self.pairs + other.pairs, self.passes + other.passes
-        )
-
-    def times(self, factor: float) -> "Work":
-        return Work(factor * self.tokens, factor * self.decoded, factor * self.pairs, factor * self.passes)
+Work = npt.NDArray[np.float64]
+"""Work of an engine: tokens that pass through the weights, decoded tokens among them, pairs of a token and a token that it
+attends to, and decode steps, which are passes over all weights."""
+NO_WORK = np.zeros(4)
 
 
 def prefill(length: float, start: float = 0.0) -> Work:
     """Return the work of prefilling a prompt from token `start` on."""
-    return Work(tokens=length - start, pairs=(length**2 - start**2) / 2)
+    return np.array([length - start, 0, (length**2 - start**2) / 2, 0])
 
 
 def decode(count: float, context: float, batch: float) -> Work:
     """Return the work of decoding tokens in batches."""
-    return Work(count, count, count * context, count / batch)
+    return np.array([count, count, count * context, count / batch])
 
 
 @dataclass(frozen=True)
@@ -91,11 +78,12 @@ class VerdictWork:
         """
 
         def computing(work: Work, products: float, attention: float) -> float:
-            return 2 * parameters * work.tokens / products + 4 * width * work.pairs / attention
+            tokens, _, pairs, _ = work
+            return float(2 * parameters * tokens / products + 4 * width * pairs / attention)
 
         fixed = PREPARING_S * parameters + computing(self.reference, REFERENCE_PRODUCTS, REFERENCE_ATTENTION)
         first, whole = (
-            fixed + computing(work, PRODUCTS, ATTENTION) / threads**SCALING + 4 * parameters * work.passes / BYTES
+            fixed + computing(work, PRODUCTS, ATTENTION) / threads**SCALING + float(4 * parameters * work[-1] / BYTES)
             for work in (self.first, self.whole)
         )
         return first, whole
@@ -127,28 +115,28 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     """Return the approximate work of a verdict on one policy and its baseline, by the samples of each round."""
     asked = [questions(samples) for samples in rounds]
     first, longest = asked[0], max(one.prompt + one.answer for found in asked for one in found)
-    both = [_asked(found, config.batch_size).times(2 + OWN_WORDS) for found in asked]
-    once = (_noise(first, config) + _load(config)).times(2)
+    both = [_asked(found, config.batch_size) * (2 + OWN_WORDS) for found in asked]
+    once = 2 * (_noise(first, config) + _load(config))
     once += _asked(sorted(first, key=lambda one: one.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
-    reference = Work()
+    reference = NO_WORK
     if not config.is_first_look:
         stress = config.stress_test.limited(longest)
         half = stress.tokens(stress.max_tokens, longest, max(stress.max_batch, config.batch_size)) / 2
         pairs = half * stress.max_tokens / 4
-        once += Work(half, pairs=pairs, passes=stress.steps)
+        once += np.array([half, 0, pairs, stress.steps])
         compared = (prefill(one.prompt + one.answer) for one in _some(first, config.conformance_samples))
         # The reference engine repeats requests of both engines, each once with and once without disturbed activations.
-        reference = sum(compared, Work()).times(4) + Work(half, pairs=pairs)
-    return VerdictWork(once + both[0], once + sum(both, Work()), reference)
+        reference = 4 * sum(compared, NO_WORK) + np.array([half, 0, pairs, 0])
+    return VerdictWork(once + both[0], once + sum(both, NO_WORK), reference)
 
 
 def _asked(found: Sequence[Question], batch: int) -> Work:
     """Return the work of asking questions once. A judged answer is decoded twice: forced, and freely."""
     prefixes = {one.document: one.shared for one in found if one.shared}
-    work = sum((prefill(shared) for shared in prefixes.values()), Work())
+    work = sum((prefill(shared) for shared in prefixes.values()), NO_WORK)
     for one in found:
         rows = one.answer * (2 if one.judged else 1)
-        work += prefill(one.prompt, one.shared) + decode(rows, one.prompt, min(batch, len(found)))
+        work = work + prefill(one.prompt, one.shared) + decode(rows, one.prompt, min(batch, len(found)))
     return work
 
 
@@ -164,14 +152,12 @@ def _some(found: Iterable[Question], count: int) -> list[Question]:
 def _noise(found: Sequence[Question], config: WorkloadsConfig) -> Work:
     """Return the work of the noise floor: some questions in small batches, and their free answers."""
     if not config.noise_samples:
-        return Work()
+        return NO_WORK
     repeated = list(dict.fromkeys([*_some(found, config.noise_samples), max(found, key=lambda one: one.prompt)]))
     free = (prefill(one.prompt) + decode(one.answer, one.prompt, 2) for one in repeated)
-    return _asked(repeated, 2) + sum(free, Work())
+    return _asked(repeated, 2) + sum(free, NO_WORK)
 
 
 def _load(config: WorkloadsConfig) -> Work:
-    load = config.load
-    return prefill(load.context_tokens).times(load.batch) + decode(
-        load.batch * load.new_tokens, load.context_tokens, load.batch
-    )
+    batch, context = config.load.batch, config.load.context_tokens
+    return batch * prefill(context) + decode(batch * config.load.new_tokens, context, batch)
