@@ -5,7 +5,7 @@ the policy's window, and a buffer of exact tokens. The whole pages of a prefix t
 `fork` shares pages. A policy may evict tokens, and a model's layers may attend to sliding windows.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from stages.checkpoints.shapes import ModelShape
@@ -34,7 +34,7 @@ class SequenceCost:
         `windows`: the number of latest tokens that each layer attends to, or None for all tokens.
         """
         self.policy = policy
-        self.shared_pages = set(range(shared_prefix // PAGE_TOKENS))
+        self.shared_pages = shared_prefix // PAGE_TOKENS
         self.exact_bytes = policy.exact_bytes(shape, 1)
         evicting: tuple[int, int | None] = (0, None)
         if policy.eviction is not None:
@@ -49,25 +49,19 @@ class SequenceCost:
 
     def own(self, tokens: int) -> int:
         """Return the bytes of a sequence of `tokens` tokens, without shared pages."""
-        return self.exact_bytes + self._bytes([tokens], lambda pages: pages - self.shared_pages)
+        return self.exact_bytes + self._bytes(tokens, shared=False)
 
-    def shared(self, lengths: Collection[int]) -> int:
-        """Return the bytes of the shared pages that sequences of the given lengths keep. Each page counts once."""
-        return self._bytes(lengths, self.shared_pages.intersection) if self.shared_pages else 0
+    def shared(self, shortest: int) -> int:
+        """Return the bytes of the shared pages that sequences keep. The shortest sequence keeps all pages that others keep."""
+        return self._bytes(shortest, shared=True)
 
-    def _bytes(self, lengths: Collection[int], counted: Callable[[set[int]], set[int]]) -> int:
-        """Return the bytes of the pages that `counted` selects from the sequences' pages. Each page counts once."""
-        total = 0
-        for (first, latest), sizes in self.page_bytes.items():
-            kept = [counted(pages_of_ends(tokens, first, latest)) for tokens in lengths]
-            windows = [pages & self._window(tokens) for pages, tokens in zip(kept, lengths, strict=True)]
-            total += sum(len(set[int]().union(*pages)) * size for pages, size in zip((kept, windows), sizes, strict=True))
+    def _bytes(self, tokens: int, *, shared: bool) -> int:
+        """Return the bytes of a sequence's shared or other pages, with their copies in the policy's window."""
+        total, window = 0, page_count(tokens) - self.policy.window_pages(tokens)
+        for (first, latest), (size, copy_size) in self.page_bytes.items():
+            kept = [page for page in pages_of_ends(tokens, first, latest) if (page < self.shared_pages) is shared]
+            total += len(kept) * size + sum(page >= window for page in kept) * copy_size
         return total
-
-    def _window(self, tokens: int) -> set[int]:
-        """Return the pages in the policy's window."""
-        pages = page_count(tokens)
-        return set(range(pages - self.policy.window_pages(tokens), pages))
 
 
 def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, int]:
@@ -76,19 +70,13 @@ def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, i
     `cycle` are the tokens of the mix's requests, in order; `budget` is in bytes. Return the number of requests, and the live
     tokens of their contexts. A shared prefix counts for every request.
     """
-    lengths = set(cycle)
-    own = {tokens: cost.own(tokens) for tokens in lengths}
-    of_cycle = sum(own[tokens] for tokens in cycle)
-    rounds = max(0, (budget - cost.shared(lengths)) // of_cycle)
-    requests, live, used = rounds * len(cycle), rounds * sum(cycle), rounds * of_cycle
-    admitted = lengths if rounds else set[int]()
-    shared = cost.shared(admitted)
+    own = {tokens: cost.own(tokens) for tokens in set(cycle)}
+    of_cycle, left = sum(own[tokens] for tokens in cycle), budget - cost.shared(min(cycle))
+    rounds = max(0, left // of_cycle)
+    requests, live, left = rounds * len(cycle), rounds * sum(cycle), left - rounds * of_cycle
     for tokens in cycle:
-        if tokens not in admitted:  # in the first round, a new length may add shared pages
-            admitted = admitted | {tokens}
-            shared = cost.shared(admitted)
-        used += own[tokens]
-        if used + shared > budget:
+        left -= own[tokens]
+        if left < 0:
             break
         requests, live = requests + 1, live + tokens
     return requests, live
