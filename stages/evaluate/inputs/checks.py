@@ -7,6 +7,7 @@
 import json
 import re
 import unicodedata
+from decimal import Decimal
 from typing import Any
 
 from stages.core.records import Sample
@@ -23,24 +24,13 @@ def strict_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
 
 
-def _canonical(value: Any) -> str:
-    """Return a canonical text: two JSON values have the same text exactly if they are equal.
-
-    JSON has one number type: 12, 12.0 and 1.2e1 are equal. 1, true and "1" differ. The order of keys is ignored.
-    """
-    return json.dumps(_whole(value), sort_keys=True)
+def _number(text: str) -> tuple[str, Decimal]:
+    return "number", Decimal(text)
 
 
-def _whole(value: Any) -> Any:
-    """Return a JSON value with whole floats converted to integers."""
-    match value:
-        case float() if value.is_integer():
-            return int(value)
-        case list():
-            return [_whole(inner) for inner in value]
-        case dict():
-            return {key: _whole(inner) for key, inner in value.items()}
-    return value
+def _value(text: str) -> Any:
+    """Parse strict JSON so that equal values compare equal: 12, 12.0 and 1.2e1 are equal, while 1, true and "1" differ."""
+    return json.loads(text, parse_int=_number, parse_float=_number)
 
 
 _WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,:/@-]\w+)*")
@@ -104,6 +94,6 @@ def judge(sample: Sample, text: str) -> bool:
     if sample.check == "mention":
         return _mentions_the_answer_only(sample, text)
     try:
-        return bool(well_formed(sample, text)) and _canonical(strict_json(text)) == _canonical(strict_json(sample.reference))
-    except RecursionError:  # a value may be nested too deeply for `_whole` only
+        return bool(well_formed(sample, text)) and bool(_value(text) == _value(sample.reference))
+    except (RecursionError, ArithmeticError):  # nested too deeply to compare, or an exponent that no Decimal has
         return False
