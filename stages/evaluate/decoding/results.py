@@ -37,8 +37,8 @@ class SampleResult:
 class ResultFolder:
     """A directory with one result file per sample.
 
-    Writes are atomic. A file is named by the sample's index and the SHA-256 digest of its bytes, so a directory belongs to one
-    list of samples.
+    A file is named by the sample's index and the SHA-256 digest of its bytes, which a file that is written in part does not
+    have. A directory belongs to one list of samples.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,10 +60,7 @@ class ResultFolder:
         if heads is not None:
             arrays |= vars(heads)
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-        path = self.directory / f"{result.sample}-{hashlib.sha256(content).hexdigest()}.safetensors"
-        unfinished = self.directory / f"{result.sample}.part"
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
+        (self.directory / f"{result.sample}-{hashlib.sha256(content).hexdigest()}.safetensors").write_bytes(content)
 
     def load(self) -> dict[int, SampleResult]:
         """Return the saved results by sample index. Delete files that do not match the digest in their name."""
