@@ -78,24 +78,22 @@ def _agreeing(proposed: Sequence[int], said: Sequence[int]) -> int:
     )
 
 
-class Draft:
-    """A draft checkpoint in float32 on the CPU, with a float16 cache."""
+def load_draft(path: str) -> TorchEngine:
+    """Load a draft checkpoint in float32 on the CPU, with a float16 cache."""
+    return TorchEngine.from_model(load_causal_lm(locate_checkpoint(path), dtype=torch.float32), FP16_POLICY)
 
-    def __init__(self, path: str) -> None:
-        model = load_causal_lm(locate_checkpoint(path), dtype=torch.float32)
-        self.engine = TorchEngine.from_model(model, FP16_POLICY)
 
-    def greedy(self, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
-        """Return the draft's most likely token after the prompt and said[:i], for each i.
+def draft_tokens(draft: TorchEngine, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
+    """Return the draft's most likely token after the prompt and said[:i], for each i.
 
-        The list ends before the first token without an embedding in the draft, which a broken target may produce.
-        """
-        text = [*prompt, *said[:-1]]
-        known = next((i for i, token in enumerate(text) if token >= self.engine.vocab_size), len(text))
-        if known < len(prompt):
-            return []
-        tokens: list[int] = self.engine.forced(text[:known], len(prompt) - 1).argmax(axis=1).tolist()
-        return tokens
+    The list ends before the first token without an embedding in the draft, which a broken target may produce.
+    """
+    text = [*prompt, *said[:-1]]
+    known = next((i for i, token in enumerate(text) if token >= draft.vocab_size), len(text))
+    if known < len(prompt):
+        return []
+    tokens: list[int] = draft.forced(text[:known], len(prompt) - 1).argmax(axis=1).tolist()
+    return tokens
 
 
 def speculated(
@@ -114,8 +112,8 @@ def speculated(
         return list(answers)
     drafters: dict[str, Drafter] = {"lookup": lambda prompt, said: lookup_passes(prompt, said, LOOKUP_TOKENS, LOOKUP_NGRAM)}
     if config.draft is not None:
-        draft = Draft(config.draft)
-        drafters["draft"] = lambda prompt, said: draft_passes(draft.greedy(prompt, said), said, DRAFT_TOKENS)
+        draft = load_draft(config.draft)
+        drafters["draft"] = lambda prompt, said: draft_passes(draft_tokens(draft, prompt, said), said, DRAFT_TOKENS)
     drafted = list(answers)
     for i, (answer, item) in enumerate(zip(answers, encoded, strict=True)):
         before = known[i] if known else None

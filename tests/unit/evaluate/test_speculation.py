@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from helpers.verdicts.reports import GATES, prose, verdict
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from stages.evaluate.decoding import speculation
-from stages.evaluate.decoding.speculation import draft_passes, lookup_passes
+from stages.evaluate.decoding.speculation import draft_passes, draft_tokens, lookup_passes
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 
@@ -75,18 +76,24 @@ def test_one_forced_pass_of_a_draft_gives_the_count_of_its_own_continuations(tok
         assert draft_passes(greedy, said, tokens) == speculate(prompt, said, propose), (prompt, said)
 
 
-def test_drafts_end_at_tokens_without_an_embedding_in_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Engine:
-        vocab_size = 8
+class EchoDraft:
+    """A draft checkpoint that expects each token again."""
 
-        def forced(self, tokens: Sequence[int], first: int) -> torch.Tensor:
-            assert max(tokens) < self.vocab_size
-            return torch.nn.functional.one_hot(torch.tensor(tokens[first:]), self.vocab_size)
+    vocab_size = 128
 
-    draft = speculation.Draft.__new__(speculation.Draft)
-    monkeypatch.setattr(draft, "engine", Engine(), raising=False)
-    assert draft.greedy([1, 2], [3, 9, 4, 5]) == [2, 3]
-    assert draft.greedy([1, 9], [3, 4]) == []
+    def __init__(self) -> None:
+        self.prompts = list[str]()
+
+    def forced(self, tokens: Sequence[int], first: int) -> torch.Tensor:
+        assert max(tokens) < self.vocab_size
+        self.prompts.append("".join(map(chr, tokens[: first + 1])))
+        return torch.nn.functional.one_hot(torch.tensor(tokens[first:]), self.vocab_size)
+
+
+def test_drafts_end_at_tokens_without_an_embedding_in_the_draft() -> None:
+    draft: Any = EchoDraft()
+    assert draft_tokens(draft, [1, 2], [3, 128, 4, 5]) == [2, 3]
+    assert draft_tokens(draft, [1, 128], [3, 4]) == []
 
 
 def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Path) -> None:
@@ -114,25 +121,14 @@ def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Pat
 
 
 def test_answers_that_the_baseline_gave_too_are_not_drafted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = brief_workloads(speculation={"draft": "somewhere"})
-    asked: list[tuple[int, ...]] = []
-
-    class Counting:
-        def __init__(self, path: str) -> None:
-            assert path == "somewhere"
-
-        def greedy(self, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
-            asked.append(tuple(prompt))
-            return list(said)
-
-    monkeypatch.setattr(speculation, "Draft", Counting)
+    settings, draft = brief_workloads(speculation={"draft": "somewhere"}), EchoDraft()
+    monkeypatch.setattr(speculation, "load_draft", {"somewhere": draft}.__getitem__)
     before, after = tmp_path / "before", tmp_path / "after"
     measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
-    judged = [sample for sample in SAMPLES if sample.check != "none"]
-    assert len(asked) == len(judged)
-    asked.clear()
+    assert len(draft.prompts) == sum(sample.check != "none" for sample in SAMPLES)
+    draft.prompts.clear()
     evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, before, after, config=settings)
-    assert asked == [tuple(CharTokenizer().text_ids("c03"))]
+    assert draft.prompts == ["c03"]
     assert load_report(after).drafters == ["lookup", "draft"]
 
 
