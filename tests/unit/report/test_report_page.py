@@ -223,6 +223,7 @@ def show(work: Path, shown: Candidate, attach: Callable[[str, list[Path]], None]
     return page.read_text(encoding="utf-8") if page.is_file() else ""
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) -> None:
     jsonl = work.parent / "own.jsonl"
     jsonl.write_text(json.dumps(OWN) + "\n")
