@@ -168,15 +168,15 @@ def test_shapes_of_other_architectures_are_read_if_they_are_complete(tmp_path: P
 
 
 def test_a_config_json_that_does_not_say_its_cache_is_refused_in_one_line(tmp_path: Path) -> None:
-    changes: dict[str, Any]
-    for changes, expected in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": None}, "config.json: num_hidden_layers must be a positive integer, at most 4,096, got None"),
         ({"model_type": "falcon", "num_key_value_heads": None}, "config.json: num_key_value_heads must be"),
         ({"kv_lora_rank": 512}, "config.json: qk_rope_head_dim must be a positive integer"),
         ({"kv_lora_rank": "512", "qk_rope_head_dim": 64}, "config.json: kv_lora_rank must be a positive integer"),
         ({"model_type": "new", "sliding_window": 512}, "sliding_window=512 of new, and no layer_types"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
-    ):
+    ]
+    for changes, expected in cases:
         with refused(UserError, f"model.path={tmp_path}: ", expected):
             read_model(written(tmp_path, LLAMA_8B | changes))
     with refused(UserError, "capacity.weights_gib=null: the weights are counted for llama, mistral"):

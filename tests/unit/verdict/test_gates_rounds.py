@@ -98,8 +98,8 @@ def test_many_documents_decide_by_student_s_t_if_a_bet_is_undecided() -> None:
 
 def test_what_samples_do_not_decide_stops_after_the_first_round() -> None:
     seen = [r for r in in_rounds([*answered("copy", 160), *answered("retrieval", 600)], PLAN) if r.round == 1]
-    changes: dict[str, Any]
-    for changes, status in (({"samples": 33}, "FAIL"), ({"noise": None}, "INCONCLUSIVE")):
+    cases: list[tuple[dict[str, Any], str]] = [({"samples": 33}, "FAIL"), ({"noise": None}, "INCONCLUSIVE")]
+    for changes, status in cases:
         judged = report(seen, planned_rounds=len(PLAN), **changes)
         outcome = decide(judged, seen, GATES)
         assert (outcome.status, is_final(outcome, judged)) == (status, True)
