@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import get_args
 
-import torch
 from torch import Tensor
 
 from plugins.kv_attention.kernels.variants import Compute
@@ -24,7 +23,7 @@ def check_launch(
     rows: str = "B",
     layers: tuple[str, ...] = (),
 ) -> None:
-    """Check the tensors of a launch, by name; `lengths` is always present.
+    """Check the tensors of a launch, by name; `key_new` and `lengths` are always present.
 
     Args:
         layout: Format of the cache.
@@ -37,11 +36,13 @@ def check_launch(
         ValueError: A tensor has a type, shape, stride, address or device that the kernels do not read.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    new: Wanted = (get_args(Compute), (*layers, rows, layout.kv_heads, layout.head_dim))
+    new_type = str(given["key_new"].dtype).removeprefix("torch.")
+    computed: tuple[str, ...] = (new_type,) if new_type in get_args(Compute) else get_args(Compute)
+    new: Wanted = (computed, (*layers, rows, layout.kv_heads, layout.head_dim))
     known: dict[str, Wanted] = {
-        "query": (get_args(Compute), (rows, "Hq", layout.head_dim)),
         "key_new": new,
         "value_new": new,
+        "query": (computed, (rows, "Hq", layout.head_dim)),
         "page_table": (INT32, ("B", "P")),
         "lengths": (INT32, ("B",)),
         "exact_slots": (INT32, ("B",)),
@@ -55,7 +56,7 @@ def check_launch(
         raise ValueError(f"the cache must have the layout's tensors; wanted and got: {names}")
     if layout.exact_tokens and "exact_slots" not in given:
         raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
-    check({**given, **cache}, {name: known[name] for name in given} | held)
+    check({**given, **cache}, {name: wanted for name, wanted in known.items() if name in given} | held)
     if "query" in given and given["query"].shape[1] % layout.kv_heads:
         raise ValueError(f"query must have a multiple of the {layout.kv_heads} KV heads, got {given['query'].shape[1]}")
 
@@ -66,16 +67,15 @@ def check(tensors: Mapping[str, Tensor], wanted: Mapping[str, Wanted]) -> None:
     device = next(iter(tensors.values())).device
     for name, (types, dims) in wanted.items():
         tensor = tensors[name]
-        if tensor.dtype not in [getattr(torch, kind) for kind in types]:
-            one_of = "one of " if len(types) > 1 else ""
-            raise ValueError(f"{name} must be {one_of}{', '.join(f'torch.{kind}' for kind in types)}, got {tensor.dtype}")
         wrong = misfit(name, tensor.shape, dims, sizes)
         if wrong is not None:
             raise ValueError(wrong)
-        if types != get_args(Compute) and not tensor.is_contiguous():
-            strides, shape = tensor.stride(), tuple(tensor.shape)
-            raise ValueError(f"{name} must be contiguous, got strides {strides} of shape {shape}: make it so with contiguous()")
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on {device}, where the other tensors are, got {tensor.device}")
-        if name.endswith("_pool") and tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(f"{name} must begin at a multiple of {ALIGNMENT} bytes, got {tensor.data_ptr():#x}: clone() it")
+        kind, address = str(tensor.dtype).removeprefix("torch."), tensor.data_ptr()
+        fits = (
+            kind in types and tensor.device == device and (name.endswith("_new") or name == "query" or tensor.is_contiguous())
+        )
+        if not fits or (name.endswith("_pool") and address % ALIGNMENT):
+            raise ValueError(
+                f"{name} must be {' or '.join(types)} on {device}, contiguous unless it holds new tokens, a pool at a multiple "
+                f"of {ALIGNMENT} bytes; got {kind} on {tensor.device}, strides {tensor.stride()}, address {address:#x}"
+            )

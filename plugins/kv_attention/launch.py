@@ -270,29 +270,6 @@ def context_attention(layout: CacheLayout, query: Tensor, *inputs: Any, **option
     return join_partials(layout, *context_partials(layout, query, *inputs, **options), query.dtype)
 
 
-def check_context(
-    layout: CacheLayout,
-    query: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    cache: Mapping[str, Tensor],
-    page_table: Tensor,
-    lengths: Tensor,
-    query_starts: Tensor | None,
-    exact_slots: Tensor | None,
-) -> None:
-    """Raise ValueError if the arguments of context_partials do not fit the layout."""
-    new = {"query": query, "key_new": key_new, "value_new": value_new}
-    tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, "query_starts": query_starts}
-    check_launch(layout, new | tables, cache, rows="X")
-    for name, tensor in new.items():
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must be {query.dtype}, as query is, got {tensor.dtype}")
-    tokens, sequences = len(query), len(lengths)
-    if query_starts is None and (not sequences or tokens % sequences):
-        raise ValueError(f"query_starts must be given: {tokens} tokens are not as many for each of {sequences} sequences")
-
-
 def context_partials(
     layout: CacheLayout,
     query: Tensor,
@@ -328,8 +305,12 @@ def context_partials(
     Raises:
         ValueError: A tensor does not fit the layout.
     """
-    check_context(layout, query, key_new, value_new, cache, page_table, lengths, query_starts, exact_slots)
+    new = {"query": query, "key_new": key_new, "value_new": value_new}
+    tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, "query_starts": query_starts}
+    check_launch(layout, new | tables, cache, rows="X")
     (tokens, q_heads, _), sequences = query.shape, len(lengths)
+    if query_starts is None and (not sequences or tokens % sequences):
+        raise ValueError(f"query_starts must be given: {tokens} tokens are not as many for each of {sequences} sequences")
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
     rows = -(-tokens * (q_heads // layout.kv_heads) // sequences)

@@ -1,6 +1,6 @@
 """The kernels on a real GPU: in CUDA graphs, without waiting for the host; and a short run of the benchmark.
 
-tests/integration/plugins/test_kernel_{append,context,decode,launch}.py check the results of the kernels. They run on the GPU
+tests/integration/plugins/test_kernel_{append,attention,plan}.py check the results of the kernels. They run on the GPU
 if there is one, and in Triton's interpreter otherwise.
 """
 

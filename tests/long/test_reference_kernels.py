@@ -1,7 +1,7 @@
 """backend=torch with the attention kernels against the reference engine, on a GPU or in Triton's interpreter on a CPU.
 
 The interpreter takes about 20 ms per token and layer. So prompts are short and steps few. Prompts are stored and attended
-to by the kernels' reference, except in the test of prefill (see test_kernel_context.py and test_kernel_append.py).
+to by the kernels' reference, except in the test of prefill (see test_kernel_attention.py and test_kernel_append.py).
 """
 
 import copy

@@ -7,13 +7,13 @@ head_dim.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import attention_reference as reference
-from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CODES, PAGE_TOKENS, CacheLayout, SideLayout, Spec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,15 +43,15 @@ def poison(spec: Spec, *leading: int) -> Tensor:
 
 @dataclass
 class Case:
-    """One layer's cache of B sequences, and the tensors of one decode step."""
+    """One layer's cache of B sequences, and the new tokens of a decode step or of chunks of prompts."""
 
     layout: CacheLayout
     lengths: list[int]
     group: int = 4
     dtype: torch.dtype = torch.bfloat16
-    shared_pages: int = 0
-    """Full pages at the beginning of the first sequence that the second sequence shares."""
     seed: int = 0
+    counts: list[int] | None = None
+    """New tokens of every sequence; None: one each, in a decode step."""
     cache: dict[str, Tensor] = field(init=False)
     page_table: Tensor = field(init=False)
     exact_slots: Tensor | None = field(init=False)
@@ -69,28 +69,26 @@ class Case:
         self.exact_slots = torch.randperm(buffers, generator=self.rng)[:batch].int() if layout.exact_tokens else None
         free = iter(torch.randperm(pages, generator=self.rng).tolist())
         for b, length in enumerate(self.lengths):
-            shared = self.shared_pages if b == 1 else 0
-            self.page_table[b, :shared] = self.page_table[0, :shared]
-            for column in range(shared, -(-length // PAGE_TOKENS)):
+            for column in range(-(-length // PAGE_TOKENS)):
                 self.page_table[b, column] = next(free)
-            self._fill(b, shared * PAGE_TOKENS, length)
-        heads, dim = layout.kv_heads, layout.head_dim
-        self.query = self.random(batch, heads * self.group, dim).to(self.dtype)
-        self.key_new, self.value_new = (self.random(batch, heads, dim).to(self.dtype) for _ in range(2))
+            self._fill(b, length)
+        tokens, heads, dim = batch if self.counts is None else sum(self.counts), layout.kv_heads, layout.head_dim
+        self.query = self.random(tokens, heads * self.group, dim).to(self.dtype)
+        self.key_new, self.value_new = (self.random(tokens, heads, dim).to(self.dtype) for _ in range(2))
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.rng)
 
-    def _fill(self, b: int, first: int, length: int) -> None:
-        """Store random tokens at positions `first` to `length` of a sequence, and other random tokens in its exact slots."""
+    def _fill(self, b: int, length: int) -> None:
+        """Store random tokens in a sequence's pages, and other random tokens in its exact slots."""
         layout = self.layout
-        positions = torch.arange(first, length)
+        positions = torch.arange(length)
         pages, rows = self.page_table[b, positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS
         _, slots = reference.exact_places(layout, length)
         for name, form, spread in (("key", layout.key, 1), ("value", layout.value, 6)):
             # Tokens differ in magnitude, like real values; the largest dominate the sums of attention.
-            powers = torch.exp2(torch.randint(-spread, spread + 1, (length - first, layout.kv_heads, 1), generator=self.rng))
-            x = self.random(length - first, layout.kv_heads, layout.head_dim) * powers
+            powers = torch.exp2(torch.randint(-spread, spread + 1, (length, layout.kv_heads, 1), generator=self.rng))
+            x = self.random(length, layout.kv_heads, layout.head_dim) * powers
             codes, scales = reference.quantize(x, form, self.cache.get(f"{name}_scale"))
             self.cache[f"{name}_pool"][pages, :, rows] = codes
             if scales is not None:
@@ -100,14 +98,21 @@ class Case:
                 self.cache[f"{name}_exact"][self.exact_slots[b], :, slots] = exact.half()
 
     @property
-    def tables(self) -> dict[str, Any]:
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        return {"page_table": self.page_table, "lengths": lengths, "exact_slots": self.exact_slots}
+    def step(self) -> dict[str, Any]:
+        """Every tensor except the cache's, by the name of the launch's argument."""
+        tables = {"page_table": self.page_table, "lengths": torch.tensor(self.lengths, dtype=torch.int32)}
+        new = {"query": self.query, "key_new": self.key_new, "value_new": self.value_new, "exact_slots": self.exact_slots}
+        starts = {} if self.counts is None else {"query_starts": torch.tensor([0, *accumulate(self.counts)]).int()}
+        return new | tables | starts
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a launch, on the device."""
+        return on_device(self.step) | {"cache": on_device(self.cache)}
 
     def expected(self, scaling: float) -> Tensor:
-        """Return the reference's attention, (B, H * G, D) float32."""
-        step = (self.query, self.key_new, self.value_new)
-        return reference.attend(self.layout, *step, self.cache, scaling=scaling, **self.tables)
+        """Return the reference's attention, (X, H * G, D) float32."""
+        return reference.attend(self.layout, cache=self.cache, scaling=scaling, **self.step)
 
 
 def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **more: Any) -> Case:
@@ -126,11 +131,6 @@ def differing(actual: Tensor, expected: Tensor) -> Tensor:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.itemsize]
     unequal = actual.cpu().view(bits) != expected.view(bits)
     return unequal if expected.itemsize == 1 else unequal & ~(actual.cpu().isnan() & expected.isnan())
-
-
-def planned(layout: CacheLayout, lengths: Tensor, programs: int) -> launch.DecodePlan:
-    """Return a step's work list for such lengths, with `programs` programs over the pages of a KV head."""
-    return launch.plan_decode(layout, lengths, programs=programs)
 
 
 @contextmanager

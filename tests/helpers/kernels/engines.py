@@ -32,7 +32,7 @@ GUARDED = KVPolicy(
 CLOSE = 3e-4
 """Allowed distance of logits, relative to their norm.
 
-The kernels round the weights of values to float16 and sum in another order; test_kernel_decode.py holds
+The kernels round the weights of values to float16 and sum in another order; test_kernel_attention.py holds
 them to 2e-3 of an attention's norm. Also, a value on the border between two codes may get the other code in the next layer.
 Measured: 2e-5 to 9e-5. Reading a format wrongly moves logits far more.
 """

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.kernels.cases import DEVICE, planned, side
+from helpers.kernels.cases import DEVICE, case_of, on_device, side
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,32 +20,14 @@ from plugins.kv_attention import launch
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
 
 SMS, RESIDENT, HEADS = 132, 7, 8
-PLAIN = CacheLayout(1, 64, side("fp16"), side("fp16"))
 KIB = 1024
 
 
-def plan_of(lengths: Sequence[int], max_tokens: int) -> launch.DecodePlan:
-    """Return the plan for the device above, with a page table as wide as the longest possible sequence."""
-    max_pages = -(-max_tokens // PAGE_TOKENS)
-    programs = launch.choose_programs(len(lengths), HEADS, max_pages, sm_count=SMS, resident=RESIDENT)
-    return launch.DecodePlan(*(x.cpu() for x in planned(PLAIN, tensor(lengths), programs)))
-
-
-def tensor(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-
-
-def tokens_by_program(plan: launch.DecodePlan, lengths: Sequence[int]) -> list[int]:
-    """Return the tokens read per program, for the programs of a KV head that have work, without exact tokens."""
-    tokens = []
-    for first, stop, low, high, _ in plan.work.tolist():
-        read = 0
-        for b in range(first, stop):
-            begin, end = plan.sequences[b, :2].tolist()
-            pages = max(low, begin) - begin, min(high, end) - begin
-            read += max(0, min(pages[1] * PAGE_TOKENS, lengths[b]) - pages[0] * PAGE_TOKENS)
-        tokens += [read] if stop > first else []
-    return tokens
+def plan_of(lengths: Sequence[int], programs: int, exact: tuple[int, int] = (0, 0)) -> tuple[list[list[int]], ...]:
+    """Return the rows of the work list, and of the sequences."""
+    layout = CacheLayout(1, 64, side("fp16"), side("fp16"), *exact)
+    plan = launch.plan_decode(layout, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), programs=programs)
+    return tuple(rows.tolist() for rows in plan)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +44,14 @@ def tokens_by_program(plan: launch.DecodePlan, lengths: Sequence[int]) -> list[i
 )
 def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
     """A share is all sequences' tokens divided by the programs that run at once. It is at least two pages here."""
-    tokens = tokens_by_program(plan_of(lengths, 128 * KIB), lengths)
+    programs = launch.choose_programs(len(lengths), HEADS, 2 * KIB, sm_count=SMS, resident=RESIDENT)
+    work, sequences = plan_of(lengths, programs)
+    tokens = []
+    for first, stop, low, high, _ in work:
+        spans = [(b, max(low, sequences[b][0]), min(high, sequences[b][1])) for b in range(first, stop)]
+        in_pages = [(b, begin - sequences[b][0], end - sequences[b][0]) for b, begin, end in spans]
+        read = [min(end * PAGE_TOKENS, lengths[b]) - begin * PAGE_TOKENS for b, begin, end in in_pages]
+        tokens += [sum(read)] if read else []
     assert sum(tokens) == sum(lengths)
     at_once = SMS * RESIDENT // HEADS
     assert len(tokens) <= at_once
@@ -76,9 +65,7 @@ def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
     exact=st.sampled_from([(0, 0), (4, 60), (70, 0), (0, 65)]),
 )
 def test_every_page_is_read_once_and_every_part_is_joined(lengths: list[int], programs: int, exact: tuple[int, int]) -> None:
-    layout = CacheLayout(1, 64, side("fp16"), side("fp16"), *exact)
-    plan = planned(layout, tensor(lengths), programs)
-    work, sequences = (x.tolist() for x in plan)
+    work, sequences = plan_of(lengths, programs, exact)
     sink, recent = exact
     read: Counter[tuple[int, int]] = Counter()
     written: list[list[int]] = [[] for _ in lengths]
@@ -96,58 +83,9 @@ def test_every_page_is_read_once_and_every_part_is_joined(lengths: list[int], pr
         assert seen >= {position // PAGE_TOKENS for position in range(sink, max(sink, length - recent))}
         assert len(seen) <= max(1, -(-length // PAGE_TOKENS))
     assert set(read.values()) == {1}
-    parts = [number for numbers in written for number in numbers]
-    assert len(set(parts)) == len(parts)
-    assert max(parts) < len(work) + len(lengths)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [(torch.zeros(2, 1, dtype=torch.int32), r"lengths must be \(B\), got \(2, 1\)"), (torch.zeros(2), "must be torch.int32")],
-)
-def test_invalid_lengths_are_refused(lengths: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        launch.plan_decode(PLAIN, lengths, programs=1)
-    with pytest.raises(ValueError, match="programs must be at least 1, got 0"):
-        launch.plan_decode(PLAIN, torch.zeros(1, dtype=torch.int32), programs=0)
-
-
-LAYERS = 2
-EVERYTHING = CacheLayout(2, 64, side("int8 tensor"), side("int4 32"), sink_tokens=1, recent_tokens=2)
-"""A layout with static and dynamic scales and exact tokens."""
-TABLES = ("page_table", "lengths", "exact_slots")
-
-
-def arguments(layout: CacheLayout) -> dict[str, Tensor]:
-    """Return the tensors of an append to zeroed caches of two sequences, in all layers."""
-    specs = layout.pools(3) | layout.exact_buffers(2) | layout.static_scales()
-    tensors = {name: torch.zeros(LAYERS, *shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in specs.items()}
-    tensors |= {name: tensors[name] + 0.02 for name in layout.static_scales()}
-    numbers = {"page_table": [[0, 2], [1, 0]], "lengths": [65, 0], "exact_slots": [1, 0]}
-    tensors |= {name: torch.tensor(rows, dtype=torch.int32) for name, rows in numbers.items()}
-    key, value = torch.randn(2, LAYERS, 2, layout.kv_heads, layout.head_dim, generator=torch.Generator().manual_seed(0))
-    return {name: x.to(DEVICE) for name, x in (tensors | {"key_new": key, "value_new": value}).items()}
-
-
-def of_one_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an attention in the first layer, with two query heads per KV head."""
-    one = {name: x if name in TABLES else x[0] for name, x in tensors.items()}
-    return one | {"query": one["key_new"].repeat_interleave(2, 1)}
-
-
-def run(operation: str, layout: CacheLayout, tensors: dict[str, Any]) -> Any:
-    """Launch `append` or `decode_attention`."""
-    new = {name: tensors[name] for name in ("query", "key_new", "value_new", *TABLES) if name in tensors}
-    cache = {name: x for name, x in tensors.items() if name not in new and x is not None}
-    if operation == "append":
-        return launch.append(layout, cache=cache, **new)
-    plan = planned(layout, torch.tensor([65, 0], dtype=torch.int32, device=DEVICE), programs=2)
-    return launch.decode_attention(layout, cache=cache, plan=plan, scaling=0.125, **new)
-
-
-def spread(x: Tensor) -> Tensor:
-    """Return the same numbers in every other element of memory."""
-    return torch.stack([x, x], -1)[..., 0]
+    every = [number for numbers in written for number in numbers]
+    assert len(set(every)) == len(every)
+    assert max(every) < len(work) + len(lengths)
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -156,36 +94,55 @@ def shifted(x: Tensor) -> Tensor:
     return memory[1:].view(x.shape).copy_(x)
 
 
-WRONG: list[tuple[str, Callable[[Tensor], Any], str]] = [
-    ("page_table", spread, r"page_table must be contiguous, got strides \(4, 2\) of shape \(2, 2\): make it so"),
-    ("value_pool", lambda x: x.mT.contiguous().mT, "value_pool must be contiguous, got strides"),
-    ("page_table", Tensor.long, r"page_table must be torch\.int32, got torch\.int64"),
-    ("page_table", lambda x: x[:1], r"page_table must be \(2, P\), got \(1, 2\)"),
-    ("value_pool", shifted, r"value_pool must begin at a multiple of 16 bytes, got 0x\w+: clone\(\) it"),
-    ("key_pool", Tensor.float, r"key_pool must be torch\.int8, got torch\.float32"),
-    ("value_exact", lambda _: None, r"must have the layout's tensors; wanted and got: .*value_exact.* and"),
-    ("key_scale", lambda x: x.repeat_interleave(3, -1), r"key_scale must be \(.*1,?\), got \(.*3,?\)"),
-    ("value_new", lambda x: x[..., :1, :], r"value_new must be \(.*2, 2, 64\), got \(.*2, 1, 64\)"),
-    ("key_new", Tensor.double, r"key_new must be one of torch\.float32, .*, got torch\.float64"),
-    ("lengths", lambda x: x.to("meta"), rf"lengths must be on {DEVICE}\S*, where the other tensors are, got meta"),
-]
+WRONG: dict[str, tuple[str, Callable[[Tensor], Any], str]] = {
+    "strides": (
+        "value_pool",
+        lambda x: x.mT.contiguous().mT,
+        "value_pool must be int8 .*, contiguous .*; got int8 .* strides",
+    ),
+    "type": ("page_table", Tensor.long, r"page_table must be int32 on .*; got int64"),
+    "new type": ("value_new", Tensor.half, r"value_new must be float32 on .*; got float16"),
+    "address": ("value_pool", shifted, r"value_pool must be .* a pool at a multiple of 16 bytes; got .*, address 0x\w+"),
+    "device": ("lengths", lambda x: x.to("meta"), rf"lengths must be int32 on {DEVICE}.*; got int32 on meta"),
+    "rows": ("page_table", lambda x: x[:1], r"(page_table|lengths) must be \(.*\), got \(.*\)"),
+    "heads": ("value_new", lambda x: x[..., :1, :], r"value_new must be \(.*2, 2, 64\), got \(.*2, 1, 64\)"),
+    "absent": ("value_exact", lambda _: None, r"must have the layout's tensors; wanted and got: .*value_exact.* and"),
+}
 
 
-@pytest.mark.parametrize("operation", ["append", "decode_attention"])
-@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[f"{name}-{i}" for i, (name, _, _) in enumerate(WRONG)])
-def test_tensors_that_the_kernels_would_misread_are_refused_and_nothing_is_written(
-    operation: str, name: str, change: Any, message: str
-) -> None:
-    named = arguments(EVERYTHING) if operation == "append" else of_one_layer(arguments(EVERYTHING))
-    before = {key: x.clone() for key, x in named.items()}
+@pytest.mark.parametrize("operation", ["append", "decode_attention", "context_attention"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_tensors_that_the_kernels_would_misread_are_refused_and_nothing_is_written(operation: str, wrong: str) -> None:
+    """The layout has static and dynamic scales, and exact tokens."""
+    name, change, message = WRONG[wrong]
+    case = case_of("int8 tensor", "int4 32", 2, 64, [65, 1], sink=1, recent=2, dtype=torch.float32)
+    cache, step = on_device(case.cache), on_device(case.step)
+    options: dict[str, Any] = {"scaling": 0.1}
+    if operation == "append":
+        cache = {key: tensor[None] for key, tensor in cache.items()}
+        step |= {key: step[key][None] for key in ("key_new", "value_new")}
+        del step["query"], options["scaling"]
+    elif operation == "decode_attention":
+        options["plan"] = launch.plan_decode(case.layout, step["lengths"], programs=2)
+    before = {key: tensor.clone() for key, tensor in cache.items()}
+    given = {key: change(tensor) if key == name else tensor for key, tensor in (cache | step).items()}
+    changed = {key: given[key] for key in cache if given[key] is not None}
     with pytest.raises(ValueError, match=message):
-        run(operation, EVERYTHING, named | {name: change(named[name])})
-    for key, x in before.items():
-        assert torch.equal(named[key].view(torch.uint8), x.view(torch.uint8)), key
+        getattr(launch, operation)(case.layout, cache=changed, **{key: given[key] for key in step}, **options)
+    for key, tensor in before.items():
+        assert torch.equal(cache[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
 
-def test_an_append_of_more_layers_than_the_cache_has_is_refused() -> None:
-    named = arguments(EVERYTHING)
-    doubled = {name: named[name].repeat(2, 1, 1, 1) for name in ("key_new", "value_new")}
-    with pytest.raises(ValueError, match=r"key_pool must be \(4, N, 2, 64, 64\), got \(2, 3, 2, 64, 64\)"):
-        run("append", EVERYTHING, named | doubled)
+def test_an_append_of_more_layers_than_the_cache_has_and_invalid_plans_are_refused() -> None:
+    case = case_of("int8 tensor", "int4 32", 2, 64, [65, 1])
+    step = on_device(case.step)
+    new = {name: step[name].repeat(2, 1, 1, 1) for name in ("key_new", "value_new")}
+    tables = {name: step[name] for name in ("page_table", "lengths")}
+    with pytest.raises(ValueError, match=r"key_pool must be \(2, N, 2, 64, 64\), got \(1, 7, 2, 64, 64\)"):
+        launch.append(case.layout, cache={name: x[None] for name, x in on_device(case.cache).items()}, **new, **tables)
+    for lengths, programs, message in (
+        (torch.zeros(2, 1).int(), 1, r"lengths must be \(B\), got \(2, 1\)"),
+        (torch.zeros(2).int(), 0, "programs must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            launch.plan_decode(case.layout, lengths, programs=programs)

@@ -126,7 +126,7 @@ def _run(asm: str, registers: dict[str, Register], count: int) -> None:
 
 
 pytestmark = [
-    pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes PTX itself: tests/integration/plugins/test_kernel_decode.py"),
+    pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes PTX itself: test_kernel_attention.py"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 

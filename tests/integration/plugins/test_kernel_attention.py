@@ -1,0 +1,182 @@
+"""The kernels of decoding and of several new tokens against the reference: on a GPU, or in Triton's interpreter without one.
+
+All memory that must not be read is filled with poison, and outputs are NaN before they are written. Legend: B sequences, X
+new tokens of all sequences, H KV heads, D head_dim.
+"""
+
+import math
+
+import pytest
+import torch
+from helpers.kernels.cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of
+from helpers.stride import STRIDE
+from torch import Tensor
+
+from plugins.kv_attention import launch
+from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS
+
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
+
+TOLERANCE = 2e-3
+"""Largest relative L2 error of a new token's output."""
+
+GROUPS = (1, 3, 4, 8, 16)
+EXACT = [(0, 0), (4, 64), (0, 17), (5, 0), (3, 5), (0, 65)]
+DECODED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
+CHUNKED = [([64, 1], [3, 2]), ([0, 70], [5, 1]), ([65, 63], [0, 4]), ([130], [7])]
+
+
+def compare(case: Case, out: Tensor, scaling: float, tolerance: float = TOLERANCE) -> None:
+    """Compare an output (X, Hq, D) with the reference's."""
+    expected = case.expected(scaling)
+    errors = (out.float().cpu() - expected.to(out.dtype).float()).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
+    assert out.dtype == case.dtype
+    assert errors.max() < tolerance, errors
+
+
+def check_partials(case: Case, partial_acc: Tensor, partial_ml: Tensor, written: Tensor) -> None:
+    """Check that means are written where `written` says so, and only there."""
+    assert partial_acc.dtype == (torch.float32 if case.dtype == torch.float32 else torch.float16)
+    assert partial_ml.dtype == torch.float32
+    assert partial_acc[written].isfinite().all()
+    assert partial_acc[~written].isnan().all()
+    assert partial_ml[..., 1][written].isfinite().all()
+
+
+def check_decode(case: Case, programs: int, scaling: float | None = None) -> None:
+    """Run the kernels of a decode step, and compare their output with the reference's."""
+    layout, arguments = case.layout, case.arguments
+    scaling = layout.head_dim**-0.5 if scaling is None else scaling
+    plan = launch.plan_decode(layout, arguments["lengths"], programs=programs)
+    partials = launch.decode_partials(layout, **arguments, plan=plan, scaling=scaling)
+    maximum, weight = partials[1].unbind(-1)
+    written = ~maximum.isnan()
+    check_partials(case, *partials, written)
+    assert (written.all(1) == written.any(1)).all()
+    pages = [-(-max(0, n - layout.recent_tokens) // PAGE_TOKENS) - layout.sink_tokens // PAGE_TOKENS for n in case.lengths]
+    assert written.any(1).sum() <= sum(max(1, n) for n in pages) + len(pages) * (layout.exact_tokens > 0)
+    assert (maximum[weight == 0.0] == -math.inf).all()
+    compare(case, launch.reduce_partials(layout, *partials, plan, case.dtype), scaling)
+
+
+def check_context(case: Case, splits: int) -> None:
+    """Run the kernels of several new tokens, and compare their output with the reference's."""
+    layout, scaling = case.layout, case.layout.head_dim**-0.5
+    partials = launch.context_partials(layout, **case.arguments, scaling=scaling, splits=splits)
+    assert partials[0].shape == (*case.query.shape[:2], splits + 1, layout.head_dim)
+    maximum, weight = partials[1].unbind(-1)
+    assert not partials[1].isnan().any()
+    empty = weight == 0.0
+    check_partials(case, *partials, ~empty)
+    assert (maximum[empty] == -math.inf).all()
+    assert not empty[..., -1].any(), "the split of the new tokens is never empty"
+    # A bfloat16 output is rounded to 8 bits, as is the query.
+    tolerance = TOLERANCE * (2 if case.dtype == torch.bfloat16 else 1)
+    compare(case, launch.join_partials(layout, *partials, case.dtype), scaling, tolerance)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("number", range(len(VALUES)))
+def test_any_pair_of_formats_attends_as_the_reference(number: int) -> None:
+    """`number` varies all other options. `make test` decodes with one half of the values, and runs chunks with the other."""
+    key, value = KEYS[5 * number % len(KEYS)], VALUES[number]
+    sink, recent = EXACT[number % len(EXACT)]
+    heads, dim = 2 if "head" in key + value else 1, 128 if value == "int4 128" else HEAD_DIMS[number % 3]
+    if STRIDE == 1 or number % 2:
+        group, dtype = GROUPS[(number // 2) % 5], DTYPES[(number // 3) % 3]
+        case = case_of(
+            key, value, heads, dim, DECODED[number % 5], sink=sink, recent=recent, group=group, dtype=dtype, seed=number
+        )
+        check_decode(case, programs=1 + number % 5)
+    if STRIDE == 1 or not number % 2:
+        lengths, counts = CHUNKED[number % 4]
+        group, dtype = GROUPS[number % 5], DTYPES[number % 3]
+        case = case_of(
+            key, value, heads, dim, lengths, sink=sink, recent=recent, group=group, dtype=dtype, seed=number, counts=counts
+        )
+        check_context(case, splits=1 + number // 2 % 2)
+
+
+def test_twelve_query_heads_and_groups_of_128_channels_in_the_largest_head() -> None:
+    check_decode(case_of("int8 token", "int4 128", 1, 256, [65, 3], group=12, dtype=torch.float16, seed=12), programs=2)
+
+
+def test_every_length_around_a_page_boundary() -> None:
+    lengths = [0, 1, 63, 64, 65, 127, 128, 129]
+    check_decode(case_of("fp8_e4m3 token", "int4 64", 1, 128, lengths, sink=65, group=8, seed=65), programs=7)
+
+
+@pytest.mark.parametrize(("programs", "recent"), [(3, 30), (17, 0)])
+def test_sequences_of_many_parts_join_and_a_program_attends_to_several(programs: int, recent: int) -> None:
+    check_decode(case_of("fp8_e4m3 tensor", "int4 32", 1, 64, [451, 64, 0, 5], recent=recent, seed=programs), programs)
+
+
+@pytest.mark.parametrize(("size", "scaling"), [(2.0**9, 2.0**-12), (1.0, 3.0)])
+def test_sharp_and_flat_attention_of_large_and_small_queries(size: float, scaling: float) -> None:
+    case = case_of("int8 token", "int4 64", 1, 128, [130, 1], sink=2, recent=3, dtype=torch.float32)
+    case.query = case.query * size
+    check_decode(case, 2, scaling)
+
+
+def test_a_value_as_large_as_float16_holds_does_not_overflow() -> None:
+    case = case_of("fp8_e4m3 token", "int4 64", 1, 128, [130], dtype=torch.float32)
+    case.cache["value_scale_pool"][case.page_table[0, 1]] = 9000.0
+    case.cache["value_scale_pool"][case.page_table[0, 0], :, :50] = 2.0**-14
+    check_decode(case, programs=1)
+    assert case.expected(128**-0.5).abs().amax() > 100.0
+
+
+def test_values_beyond_float16_become_its_largest_and_nan_and_infinity_are_kept() -> None:
+    case = case_of("bf16", "bf16", 1, 64, [130, 130, 130], group=1)
+    case.cache["value_pool"][:] = 0.0
+    case.cache["value_pool"][case.page_table[0, :3].long(), :, :, 0] = 1e5
+    case.cache["value_pool"][case.page_table[1, 1].long(), :, 7, 0] = math.nan
+    case.value_new[:] = 0.0
+    case.value_new[0, :, 0] = 1e5
+    case.value_new[2, :, 0] = math.inf
+    arguments = case.arguments
+    plan = launch.plan_decode(case.layout, arguments["lengths"], programs=2)
+    out = launch.decode_attention(case.layout, **arguments, plan=plan, scaling=0.1)
+    assert out[0, 0, 0] == torch.tensor(65504.0).bfloat16()
+    assert out[1, 0, 0].isnan()
+    assert out[2, 0, 0] == math.inf
+    assert (out[:, :, 1:] == 0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "lengths", "counts", "options", "splits"),
+    [
+        ("fp8_e4m3 tensor", "int4 32", [1100, 64], [2, 1], {"recent": 30}, 4),
+        # 9 tokens with 16 heads give more rows than a block has columns, and the last block is not full.
+        ("int8 token", "int4 64", [40, 3], [9, 2], {"group": 16}, 1),
+        # More sequences than the kernel compares at once; empty sequences lie between those with rows.
+        ("fp8_e4m3 tensor", "fp8_e4m3 tensor", [1] * 132, [0, 0, 2, *[0] * 127, 1, 1], {"group": 1}, 1),
+    ],
+    ids=["some splits are empty", "several blocks", "most sequences have no new token"],
+)
+def test_chunks_in_splits_and_blocks_attend_as_the_reference(
+    key: str, value: str, lengths: list[int], counts: list[int], options: dict[str, int], splits: int
+) -> None:
+    check_context(case_of(key, value, 1, 64, lengths, counts=counts, **options), splits)
+
+
+def test_equal_numbers_of_new_tokens_need_no_starts() -> None:
+    case = case_of("fp8_e4m3 token", "int4 64", 2, 64, [70, 5], sink=2, recent=3, dtype=torch.float32, counts=[2, 2])
+    arguments = case.arguments
+    del arguments["query_starts"]
+    compare(case, launch.context_attention(case.layout, **arguments, scaling=0.1), 0.1)
+
+
+def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
+    """The pools consist of untouched memory, except for the last page."""
+    torch.use_deterministic_algorithms(False)
+    case = case_of("int8 tensor", "int8 tensor", 1, 64, [9], counts=[2])
+    last = 2**31 // (PAGE_TOKENS * 64)
+    near = case.arguments
+    far = near | {"cache": dict(near["cache"]), "page_table": torch.full_like(near["page_table"], last)}
+    for name in ("key_pool", "value_pool"):
+        pool = torch.empty(last + 1, 1, PAGE_TOKENS, 64, dtype=torch.int8, device=DEVICE)
+        pool[last] = near["cache"][name][case.page_table[0, 0]]
+        far["cache"][name] = pool
+    outputs = [launch.context_attention(case.layout, **one, scaling=0.1) for one in (near, far)]
+    assert torch.equal(*outputs)
