@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.commands.on_gpu import judge_on_gpu
-from helpers.engines.random_llama import make_reference_bundle, static_scales
+from helpers.engines.random_llama import make_reference_bundle
 from helpers.kernels.engines import GUARDED, distance
 from helpers.policies.shipped import SHIPPED
 
@@ -173,17 +173,6 @@ def test_codes_of_the_same_numbers_equal_the_cpus(form: Format) -> None:
         assert float((one != other).float().mean()) < FLIPS
     allowed = 1e-5 * wanted.abs().amax(-1, keepdim=True)
     assert float(((back - wanted).abs() > allowed).float().mean()) < 4 * FLIPS
-
-
-def test_16_bit_weights_give_the_results_of_float32_weights(
-    tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]]
-) -> None:
-    short = load_engine(make_reference_bundle(tiny_checkpoint, tmp_path / "b", INT8), threads=4, device=CUDA)
-    model = benchlib.load_model().to(CUDA)
-    wide = TorchEngine.from_model(model, INT8, static_scales(INT8, short.shape))
-    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-    ours, theirs = (engine.forced(texts[0], 300) for engine in (short, wide))
-    assert distance(ours, theirs) < 1e-6
 
 
 def test_a_full_gpu_is_reported_in_one_line(tmp_path: Path, tiny_checkpoint: Path) -> None:
