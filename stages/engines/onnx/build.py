@@ -54,15 +54,11 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
     for layer, spec in specs.items():
         query, key, value, *sinks = nodes[layer].input
         sources += [key, value]
+        graph.input.extend(cache_inputs(spec, f".{layer}"))
         for codec in spec.sides.values():
-            graph.input.extend(_side_inputs(codec, layer))
             # Quantization reads constants and attention reads inputs, because the must-fail control corrupts only attention's.
             written = codec.constant_values(static, layer).items()
             graph.initializer.extend(numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in written)
-        if policy.exact_tokens:
-            buffers: Dims = ["M", info.kv_heads, policy.exact_tokens, info.head_dim]
-            for name in ("key_exact", "value_exact"):
-                graph.input.append(helper.make_tensor_value_info(f"{name}.{layer}", onnx_type(FLOAT16), buffers))
         attention = helper.make_node(
             layer_function("PagedAttention", layer),
             [query, key, value, *sinks, *spec.tables, *(f"{name}.{layer}" for name in spec.cache)],
@@ -102,14 +98,18 @@ def _rename_dims(graph: onnx.GraphProto, length: int | str) -> None:
                 dim.dim_param = name
 
 
-def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
-    """Return the pools and static parameters that attention reads for one side of one layer."""
-    pages = "NW" if codec.side.in_window else "N"
-    pools = [
-        helper.make_tensor_value_info(f"{name}.{layer}", onnx_type(storage), [pages, codec.kv_heads, PAGE_TOKENS, width])
-        for name, (storage, width) in codec.arrays.items()
-    ]
-    return pools + [helper.make_tensor_value_info(f"{name}.{layer}", FLOAT, dims) for name, dims in codec.constants.items()]
+def cache_inputs(spec: AttentionSpec, suffix: str) -> list[onnx.ValueInfoProto]:
+    """Return the pools, static parameters and exact buffers that a layer's attention reads; their names end in `suffix`."""
+    inputs: list[onnx.ValueInfoProto] = []
+    for codec in spec.sides.values():
+        pages = "NW" if codec.side.in_window else "N"
+        for name, (storage, width) in codec.arrays.items():
+            dims: Dims = [pages, codec.kv_heads, PAGE_TOKENS, width]
+            inputs.append(helper.make_tensor_value_info(name + suffix, onnx_type(storage), dims))
+        inputs += [helper.make_tensor_value_info(name + suffix, FLOAT, dims) for name, dims in codec.constants.items()]
+    buffers: Dims = ["M", spec.shape.kv_heads, spec.policy.exact_tokens, spec.shape.head_dim]
+    exact = [name for name in spec.cache if name.endswith("_exact")]
+    return inputs + [helper.make_tensor_value_info(name + suffix, onnx_type(FLOAT16), buffers) for name in exact]
 
 
 def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, source: str, length: int | str) -> None:

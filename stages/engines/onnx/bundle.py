@@ -25,7 +25,6 @@ copies, stored scales and zeros. The second dimension is ordered by layer, then 
 class ModelInfo(StrictModel):
     """`model.json` of the decoder skeleton."""
 
-    model_type: str
     compute_dtype: ComputeDType
     """Type of weights and activations. Only TensorRT runs bfloat16: ONNX Runtime lacks bfloat16 kernels for most operators."""
     layers: int
@@ -34,6 +33,7 @@ class ModelInfo(StrictModel):
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
+    """Read by the Python interface."""
     weights_sha256: str
     scaling: float
     """Factor of the attention's scores, the same in all layers."""

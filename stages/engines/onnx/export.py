@@ -4,7 +4,6 @@ The skeleton does not depend on the KV policy, so one export (seconds of torch.e
 stages.engines.onnx.build replaces the placeholders by attention over a quantized cache.
 """
 
-import json
 import logging
 import warnings
 from pathlib import Path
@@ -16,13 +15,12 @@ from onnx.helper import get_node_attr_value
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
-from stages.checkpoints.families import ARCHITECTURES
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.digest import file_digest
 from stages.core.memory import collect_memory
 from stages.core.records import Progress
 from stages.engines.bundle import copy_tokenizer
-from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
+from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE, ModelInfo
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.weights import store_weights
 from stages.engines.reference.model import head, no_mask, options_of
@@ -56,8 +54,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
     windows = {get_node_attr_value(node, "layer"): get_node_attr_value(node, "window") or None for node in nodes}
     assert windows == {n: info.shape.window(n) for n in range(info.shape.layers)}, "transformers reads config.json so"
-    described = _describe(info, out, compute_dtype, nodes)
-    (out / "model.json").write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
+    (out / "model.json").write_text(_describe(info, out, compute_dtype, nodes).model_dump_json(indent=1) + "\n")
     copy_tokenizer(checkpoint, out)
 
 
@@ -164,23 +161,22 @@ def _divide(graph: onnx.GraphProto) -> None:
             graph.node.remove(node)
 
 
-def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, nodes: list[onnx.NodeProto]) -> dict[str, Any]:
-    """Return the fields of ModelInfo. In the supported families, layers differ only in their windows."""
+def _describe(info: CheckpointInfo, out: Path, compute_dtype: ComputeDType, nodes: list[onnx.NodeProto]) -> ModelInfo:
+    """Return the model's description. In the supported families, layers differ only in their windows."""
     ((scaling, softcap, sinks),) = {
         (get_node_attr_value(node, "scaling"), get_node_attr_value(node, "softcap"), len(node.input) > 3) for node in nodes
     }
-    return {
-        "model_type": ARCHITECTURES[info.architecture],
-        "compute_dtype": compute_dtype,
-        "layers": info.shape.layers,
-        "q_heads": info.q_heads,
-        "kv_heads": info.shape.kv_heads,
-        "head_dim": info.shape.head_dim,
-        "vocab_size": info.vocab_size,
-        "max_position_embeddings": info.max_positions,
-        "weights_sha256": file_digest(out / WEIGHTS_FILE),
-        "scaling": scaling,
-        "windows": info.shape.windows,
-        "softcap": softcap or None,
-        "sinks": sinks,
-    }
+    return ModelInfo(
+        compute_dtype=compute_dtype,
+        layers=info.shape.layers,
+        q_heads=info.q_heads,
+        kv_heads=info.shape.kv_heads,
+        head_dim=info.shape.head_dim,
+        vocab_size=info.vocab_size,
+        max_position_embeddings=info.max_positions,
+        weights_sha256=file_digest(out / WEIGHTS_FILE),
+        scaling=scaling,
+        windows=info.shape.windows,
+        softcap=softcap or None,
+        sinks=sinks,
+    )

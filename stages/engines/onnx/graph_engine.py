@@ -2,24 +2,28 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stages.core.records import MemoryReport, StoredCopy
+from stages.core.records import MemoryReport, ServedRequest, StoredCopy
 from stages.engines.base import ChunkedEngine, Mode, not_finite
-from stages.engines.interface import Logits, check_tokens
+from stages.engines.interface import Continuation, ForcedRequest, Logits, check_tokens
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.sequences import PoolFull
-from stages.engines.paged.waiting import PooledEngine
+from stages.engines.paged.waiting import PrefixCache, advance, pool_of, serve
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.scales import KVScales
 
 
-class PagedEngine(ChunkedEngine, PooledEngine):
+class PagedEngine(ChunkedEngine):
     """An engine over a paged pool. A subclass executes the graphs."""
+
+    prefixes: PrefixCache | None = None
+    """Cache of prompts' prefixes; None disables prefix caching."""
 
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
@@ -52,6 +56,26 @@ class PagedEngine(ChunkedEngine, PooledEngine):
     @property
     def keeps_prefixes(self) -> bool:  # type: ignore[override]  # a subclass's may change while it runs
         return self.prefixes is not None
+
+    def forget_prefixes(self) -> None:
+        while self.prefixes is not None and self.prefixes.evict():
+            pass
+
+    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
+        moved, logits = advance(self, live)
+        rows = [row for row, request in enumerate(moved) if request.stored == len(request.tokens)]
+        return [moved[row] for row in rows], logits[rows]
+
+    def serve_rounds(
+        self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None
+    ) -> list[list[ServedRequest]]:
+        for tokens, first in chain.from_iterable(rounds):
+            self._check_forced(tokens, first)
+        with pool_of(self, pages):
+            return [serve(self, requests, rows) for requests in rounds]
+
+    def fork(self, sequence: int) -> int:
+        return self.pool.fork(sequence)
 
     def _reserve(self, handles: Sequence[int], tokens: int) -> None:
         """Reserve pages as `pool.reserve` does, and evict kept prefixes if the pool is full."""

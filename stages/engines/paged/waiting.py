@@ -8,6 +8,8 @@ Prefixes of prompts stay in the paged cache for later prompts that start with th
 chunks. A chunk attends to itself exactly, and to earlier chunks through the cache, so only prefixes of whole chunks are kept:
 later chunks read the same codes as without prefix caching, and answers are identical. A kept prefix is an ordinary sequence,
 forked at the end of a chunk, with its own exact tokens and window. Its pages are shared by reference counting.
+
+`engine` is a PagedEngine, which imports this module.
 """
 
 import hashlib
@@ -15,33 +17,21 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from stages.core.errors import UserError
 from stages.core.records import ServedRequest
-from stages.engines.interface import Continuation, Engine, ForcedRequest, Logits, SupportsFork
-from stages.engines.paged.pool import PagedPool
+from stages.engines.interface import Continuation, Logits
 from stages.engines.paged.sequences import PoolFull
 from stages.policies.policy import PAGE_TOKENS
-
-
-class PrefixEngine(SupportsFork, Protocol):
-    """An engine whose sequences can be started, prefilled in chunks, forked and released."""
-
-    def _start(self) -> int: ...
-
-    def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits: ...
-
-    def release(self, sequences: Sequence[int]) -> None: ...
 
 
 class PrefixCache:
     """The prefixes that one engine keeps. The least recently used prefix is evicted first."""
 
-    def __init__(self, engine: PrefixEngine, *, chunk: int, most_tokens: int) -> None:
+    def __init__(self, engine: Any, *, chunk: int, most_tokens: int) -> None:
         """Create an empty cache.
 
         Raises:
@@ -125,35 +115,7 @@ class PrefixCache:
             self.kept[key] = self.kept.pop(key)
 
 
-class PooledEngine(Engine):
-    """An engine over a paged pool. It schedules requests; a subclass computes them."""
-
-    pool: PagedPool
-    prefixes: PrefixCache | None = None
-    """Cache of prompts' prefixes; None disables prefix caching."""
-
-    def fork(self, sequence: int) -> int:
-        return self.pool.fork(sequence)
-
-    def forget_prefixes(self) -> None:
-        while self.prefixes is not None and self.prefixes.evict():
-            pass
-
-    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        moved, logits = advance(self, live)
-        rows = [row for row, request in enumerate(moved) if request.stored == len(request.tokens)]
-        return [moved[row] for row in rows], logits[rows]
-
-    def serve_rounds(
-        self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None
-    ) -> list[list[ServedRequest]]:
-        for tokens, first in chain.from_iterable(rounds):
-            self._check_forced(tokens, first)
-        with pool_of(self, pages):
-            return [serve(self, requests, rows) for requests in rounds]
-
-
-def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
+def advance(engine: Any, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
     """Prefill the oldest waiting requests that fit into the pool; if none fits, decode one token of every running request.
 
     If a decode step finds no free page, the youngest running request is preempted. Returns the requests that advanced, and the
@@ -183,7 +145,7 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
         return running, logits
 
 
-def _fitting(engine: PooledEngine, joining: Sequence[Continuation], running: Sequence[Continuation]) -> int:
+def _fitting(engine: Any, joining: Sequence[Continuation], running: Sequence[Continuation]) -> int:
     """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next can reuse them."""
     pool = engine.pool
     added = 0
@@ -199,8 +161,9 @@ def _fitting(engine: PooledEngine, joining: Sequence[Continuation], running: Seq
     return count + 1 if joining else 0
 
 
-def _join(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
+def _join(engine: Any, joining: Sequence[Continuation]) -> Logits:
     before = engine.prefixes.reused_tokens if engine.prefixes is not None else 0
+    logits: Logits
     handles, logits = engine.prefill([request.tokens[: request.prompt_tokens] for request in joining])
     for request, handle in zip(joining, handles, strict=True):
         request.sequence, request.stored = handle, request.prompt_tokens
@@ -209,7 +172,7 @@ def _join(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
     return logits
 
 
-def _preempt(engine: PooledEngine, request: Continuation) -> None:
+def _preempt(engine: Any, request: Continuation) -> None:
     engine.release([request.sequence])
     request.sequence = -1
     request.reached = request.stored
@@ -218,7 +181,7 @@ def _preempt(engine: PooledEngine, request: Continuation) -> None:
 
 
 @contextmanager
-def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
+def pool_of(engine: Any, pages: int | None) -> Iterator[None]:
     """Limit the engine's pool to `pages` more pages and enable prefix caching, within this context.
 
     None: no limit and no prefix caching. Prompts are always prefilled in chunks of one page, so that prefixes of one page can
@@ -229,8 +192,7 @@ def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
         engine.prefill_chunk = PAGE_TOKENS
         engine.prefixes = None
         if pages is not None:
-            starting: Any = engine  # only engines that start and prefill single sequences look prefixes up
-            engine.prefixes = PrefixCache(starting, chunk=PAGE_TOKENS, most_tokens=pages * PAGE_TOKENS)
+            engine.prefixes = PrefixCache(engine, chunk=PAGE_TOKENS, most_tokens=pages * PAGE_TOKENS)
             engine.pool.max_pages = engine.pool.pages.used_count + pages
         yield
     finally:
@@ -247,7 +209,7 @@ class _Request(Continuation):
     pages: tuple[int, ...] = ()
 
 
-def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], rows: int) -> list[ServedRequest]:
+def serve(engine: Any, requests: Sequence[tuple[Sequence[int], int]], rows: int) -> list[ServedRequest]:
     """Run requests (forced tokens, prompt length) that arrive together; return the logits of their last `rows` tokens."""
     arrived = [_Request(list(tokens), first, len(tokens), rows=deque(maxlen=rows)) for tokens, first in requests]
     live = list(arrived)

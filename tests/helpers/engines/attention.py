@@ -11,19 +11,16 @@ import onnx
 from onnx import helper
 
 from stages.engines.base import Mode
-from stages.engines.onnx.build import IR_VERSION
+from stages.engines.onnx.build import IR_VERSION, cache_inputs
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import GraphSession
-from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function
 from stages.engines.onnx.native.compiler import compiled_kernel
 from stages.engines.onnx.native.rewrite import use_kernel
 from stages.engines.paged.pool import PagedPool
-from stages.policies.arithmetic_onnx import onnx_type
 from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape
-from stages.policies.spec import FLOAT16
 
 Array = npt.NDArray[Any]
 FLOATS = {**NUMPY_FLOATS, "bfloat16": ml_dtypes.bfloat16}
@@ -90,8 +87,8 @@ class AttentionCase:
         """Return a one-layer model description."""
         heads = self.heads
         return ModelInfo(
-            model_type="one layer", compute_dtype=self.compute, layers=1, q_heads=heads.query, kv_heads=heads.kv,
-            head_dim=heads.dim, vocab_size=1, max_position_embeddings=1, weights_sha256="", scaling=self.spec.scaling,
+            compute_dtype=self.compute, layers=1, q_heads=heads.query, kv_heads=heads.kv, head_dim=heads.dim, vocab_size=1,
+            max_position_embeddings=1, weights_sha256="", scaling=self.spec.scaling,
         )  # fmt: skip
 
     def graph(self) -> onnx.ModelProto:
@@ -103,11 +100,7 @@ class AttentionCase:
             for name, count in (("query", heads.query), ("key", heads.kv), ("value", heads.kv))
         ]
         inputs += [helper.make_tensor_value_info(name, onnx.TensorProto.INT32, dims) for name, dims in spec.tables.items()]
-        for codec in spec.sides.values():
-            inputs += _side_inputs(codec)
-        for name in [name for name in spec.cache if name.endswith("_exact")]:
-            dims: list[int | str] = ["M", heads.kv, self.policy.exact_tokens, heads.dim]
-            inputs.append(helper.make_tensor_value_info(name, onnx_type(FLOAT16), dims))
+        inputs += cache_inputs(spec, "")
         names = ["query", "key", "value", *spec.tables, *spec.cache]
         node = helper.make_node(layer_function("PagedAttention", 0), names, ["attended"], name="attention.0", domain=DOMAIN)
         out = helper.make_tensor_value_info("attended", kind, ["B", self.tokens, heads.query, heads.dim])
@@ -167,14 +160,3 @@ def _random(rng: np.random.Generator, name: str, array: Array) -> Array:
         codes &= 0xF7  # clears the values above magnitude 0x77, so that no E4M3 or E5M2 code is NaN or infinite
         codes -= (codes & 0x78 == 0x78).astype(np.uint8) * 8
     return codes.view(array.dtype)
-
-
-def _side_inputs(codec: SideCodec) -> list[onnx.ValueInfoProto]:
-    pages = "NW" if codec.side.in_window else "N"
-    inputs = [
-        helper.make_tensor_value_info(name, onnx_type(storage), [pages, codec.kv_heads, 64, width])
-        for name, (storage, width) in codec.arrays.items()
-    ]
-    for name, dims in codec.constants.items():
-        inputs.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dims))
-    return inputs

@@ -67,13 +67,10 @@ def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: An
     return reference.attend(layout, query, *args, **options).to(query.dtype)
 
 
-def prefill_by_reference(patch: pytest.MonkeyPatch) -> None:
-    """Store prompts and compute their attention in plain torch. The interpreter takes much longer."""
+def by_reference(patch: pytest.MonkeyPatch, *, decode: bool = True) -> None:
+    """Store tokens and compute attention in plain torch, of prompts and, with `decode`, of steps. The interpreter is slow."""
     patch.setattr(launch, "append", append_by_reference)
     patch.setattr(launch, "context_attention", attend_by_reference)
-
-
-def decode_by_reference(patch: pytest.MonkeyPatch) -> None:
-    """Compute the attention of decode steps in plain torch, which needs no plan."""
-    patch.setattr(launch, "plan_decode", lambda *_, **__: None)
-    patch.setattr(launch, "decode_attention", attend_by_reference)
+    if decode:
+        patch.setattr(launch, "plan_decode", lambda *_, **__: None)
+        patch.setattr(launch, "decode_attention", attend_by_reference)

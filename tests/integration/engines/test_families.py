@@ -130,16 +130,15 @@ def test_a_quantized_engine_equals_the_reference(served: Served) -> None:
     assert max(float(errors.engine.max()) for layer in replay.errors for errors in layer.values()) < 1e-3
 
 
-def test_the_reference_computes_the_layers_above_a_known_input(served: Served) -> None:
-    """Check a basis of `stage=tune`: a layer keeps its window, rotary base and number when earlier layers are skipped."""
-    reference, last = served.reference(FP16_POLICY), served.model.config.num_hidden_layers - 1
-    known = reference.layer_input(text(), TOKENS - FORCED, last)
-    again = reference.forced(text(), TOKENS - FORCED, known)
-    np.testing.assert_array_equal(again, reference.forced(text(), TOKENS - FORCED))
+def test_the_reference_computes_the_layers_above_a_known_input_and_whole_sequences(served: Served) -> None:
+    """Check the bases of `stage=tune` and of the stress test.
 
-
-def test_the_reference_computes_whole_sequences_as_it_computes_their_forced_tokens(served: Served) -> None:
-    """Check a basis of the stress test: replayed rows are scaled and capped like the model's logits."""
+    A layer keeps its window, rotary base and number when earlier layers are skipped. Replayed rows are scaled and capped like
+    the model's logits.
+    """
     reference, first = served.reference(FP16_POLICY), TOKENS - FORCED
+    expected = reference.forced(text(), first)
+    known = reference.layer_input(text(), first, served.model.config.num_hidden_layers - 1)
+    np.testing.assert_array_equal(reference.forced(text(), first, known), expected)
     (replay,) = reference.replay([Fed(text(), [(first, False), (FORCED, True)])])
-    np.testing.assert_allclose(replay.logits[1:], reference.forced(text(), first), atol=1e-5)
+    np.testing.assert_allclose(replay.logits[1:], expected, atol=1e-5)

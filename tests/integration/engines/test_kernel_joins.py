@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engines.random_llama import static_scales
-from helpers.kernels.engines import CLOSE, GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
+from helpers.kernels.engines import CLOSE, GUARDED, by_reference, distance, short_model
 
 from benchmarks import benchlib
 from stages.core.errors import UserError
@@ -70,8 +70,7 @@ class Watched(KernelEngine):
 
 @pytest.fixture
 def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    prefill_by_reference(monkeypatch)
-    decode_by_reference(monkeypatch)
+    by_reference(monkeypatch)
 
     def made(policy: KVPolicy = GUARDED, dtype: torch.dtype = torch.float32) -> Watched:
         scales = static_scales(policy, shape_for(model, policy))
@@ -179,23 +178,18 @@ def test_a_model_in_bfloat16_stores_numbers_of_its_type_and_decodes_within_its_r
     assert {x.dtype for p in half._passes.values() for x in (p.keys, p.values)} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("left", "passes"),
-    [
+def test_prompts_are_cut_into_their_own_chunks_and_single_tokens_come_first() -> None:
+    """Chunks have 4 tokens, and a pass up to 6."""
+    for left, passes in (
         ([], []),
-        ([3], [[(0, 3)]]),
         ([9, 2, 3], [[(0, 4), (1, 2)], [(0, 4)], [(0, 1), (2, 3)]]),
         ([12, 4], [[(0, 4)], [(0, 4)], [(0, 4)], [(1, 4)]]),
         ([8, 1, 1], [[(1, 1), (2, 1), (0, 4)], [(0, 4)]]),
-    ],
-)
-def test_prompts_are_cut_into_their_own_chunks_and_single_tokens_come_first(
-    left: list[int], passes: list[list[tuple[int, int]]]
-) -> None:
-    planned = []
-    while any(left):
-        numbers = [i for i, tokens in enumerate(left) if tokens]
-        planned.append([(numbers[i], size) for i, size in plan_pass([left[i] for i in numbers], 4, 6)])
-        for i, size in planned[-1]:
-            left[i] -= size
-    assert planned == passes
+    ):
+        planned = []
+        while any(left):
+            numbers = [i for i, tokens in enumerate(left) if tokens]
+            planned.append([(numbers[i], size) for i, size in plan_pass([left[i] for i in numbers], 4, 6)])
+            for i, size in planned[-1]:
+                left[i] -= size
+        assert planned == passes

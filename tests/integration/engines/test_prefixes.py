@@ -43,7 +43,7 @@ def logits_of(engine: OnnxEngine, prompt: list[int]) -> np.ndarray:
     return np.array([first[0], *after])
 
 
-@pytest.mark.parametrize("policy", [BY_NAME[name] for name in ("fp16", "ages", "streaming")], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [BY_NAME[name] for name in ("ages", "streaming")], ids=lambda policy: policy.name)
 def test_answers_and_logits_are_the_same_with_and_without_reuse(
     policy: KVPolicy, decoder: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
@@ -61,8 +61,8 @@ def test_answers_and_logits_are_the_same_with_and_without_reuse(
     assert reusing.memory().live_tokens == 0
 
 
-def test_keys_name_all_tokens_up_to_the_end_of_a_chunk(decoder: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
-    keys = cache(load(make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"]), prefix_tokens=4096)).keys
+def test_keys_name_all_tokens_up_to_the_end_of_a_chunk(int8: Path, prompts: list[list[int]]) -> None:
+    keys = cache(load(int8, prefix_tokens=4096)).keys
     prompt = prompts[0]
     changed = [(prompt[0] + 1) % 256, *prompt[1:]]
     assert not set(keys(prompt)) & set(keys(changed))
@@ -87,9 +87,8 @@ def test_memory_is_bounded_and_the_least_recently_used_beginning_goes_first(
     assert kept.reused_tokens - before == CHUNK
 
 
-def test_kept_prefixes_make_room_for_live_sequences(decoder: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
-    bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"])
-    engine = load(bundle, prefix_tokens=4096, max_pages=6)
+def test_kept_prefixes_make_room_for_live_sequences(int8: Path, prompts: list[list[int]]) -> None:
+    engine = load(int8, prefix_tokens=4096, max_pages=6)
     engine.release(engine.prefill([prompts[0]])[0])
     assert engine.pool.in_use[0] == 4
     (handle,), _ = engine.prefill([prompts[2][70:]])  # three own pages
@@ -104,19 +103,12 @@ def test_kept_prefixes_make_room_for_live_sequences(decoder: Path, tmp_path: Pat
     assert engine.pool.in_use[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (
-            {"prefill_chunk": 100, "prefix_tokens": 400},
-            "prefill_chunk must be a multiple of 64 where prefixes are kept, got 100",
-        ),
-        ({"prefill_chunk": 128, "prefix_tokens": 100}, "prefix_tokens must be 0 or at least prefill_chunk=128, got 100"),
-        ({"prefix_tokens": -1}, "prefix_tokens must be 0 or at least prefill_chunk=1024, got -1"),
-    ],
-)
-def test_prefixes_that_cannot_be_kept_are_refused(
-    options: dict[str, Any], expected: str, decoder: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=expected):
-        load_engine(make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"]), threads=1, **options)
+def test_prefixes_that_cannot_be_kept_are_refused(int8: Path) -> None:
+    refusals = {
+        "prefill_chunk must be a multiple of 64 where prefixes are kept, got 100": (100, 400),
+        "prefix_tokens must be 0 or at least prefill_chunk=128, got 100": (128, 100),
+        "prefix_tokens must be 0 or at least prefill_chunk=64, got -1": (64, -1),
+    }
+    for message, (chunk, tokens) in refusals.items():
+        with pytest.raises(UserError, match=message):
+            load_engine(int8, threads=1, prefill_chunk=chunk, prefix_tokens=tokens)

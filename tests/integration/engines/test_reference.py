@@ -67,9 +67,9 @@ def test_one_pass_equals_decoding_a_ragged_batch_token_by_token(policy: KVPolicy
 
 
 def test_a_window_and_a_page_border_are_crossed_in_one_pass(model64: Any) -> None:
-    text = np.random.default_rng(1).integers(0, 256, 210).tolist()
+    text = np.random.default_rng(1).integers(0, 256, 150).tolist()
     engine = make_reference(model64, BY_NAME["ages"], SHAPE, prefill_chunk=CHUNK)
-    np.testing.assert_allclose(one_pass(engine, [text], 150), forced(engine, [text], 150)[1:], rtol=0, atol=EXACT)
+    np.testing.assert_allclose(one_pass(engine, [text], 80), forced(engine, [text], 80)[1:], rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
@@ -130,9 +130,7 @@ FIRST_SLIDES = ["sliding_attention", "full_attention", "full_attention"]
     "config",
     [
         llama_config(),
-        MistralConfig(**SIZES, sliding_window=None),
         MistralConfig(**SIZES, sliding_window=50),
-        Qwen2Config(**SIZES),
         Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=70, max_window_layers=1),
         Qwen3Config(**SIZES),
         Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=1, layer_types=FIRST_SLIDES),

@@ -1,6 +1,6 @@
 """Policies that the CUDA kernels support, and early refusals of policies, models and machines."""
 
-import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from helpers.refusals import refused
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
 from pipeline.loading import open_backend
-from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
+from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.backend import ROUNDING, Backend, Job
+from stages.engines.backend import ROUNDING, Job
 from stages.engines.cuda.backend import FLOAT16_WEIGHTS
 from stages.engines.cuda.config import TorchConfig
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
@@ -85,43 +85,31 @@ def test_a_layer_is_held_or_refused_with_the_key_that_gives_its_format() -> None
     assert str(layers.refusals[1]) == "kv.overrides.0.value.group_size=128: does not divide the model's head_dim 64"
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def pretend_gpu(patch: pytest.MonkeyPatch, here: bool, capability: tuple[int, int] = (9, 0)) -> None:
+    patch.setattr(torch.version, "cuda", "13.0")
+    patch.setattr(torch.cuda, "is_available", lambda: here)
+    patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
 
-@pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_device("auto") == resolve_device("cpu") == "cpu"
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(MissingRequirement, match=r"backend\.device=cuda needs a torch that is built for CUDA"):
-        resolve_device("cuda")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(MissingRequirement, match=r"backend\.device=cuda: torch finds no NVIDIA GPU here"):
-        resolve_device("cuda")
-
-
-@pytest.mark.usefixtures("a_gpu")
-def test_with_a_gpu_auto_is_cuda_and_needs_triton_and_an_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_device("auto") == resolve_device("cuda") == "cuda"
-    assert resolve_device("cpu") == "cpu"
+def test_auto_is_the_gpu_if_there_is_one_and_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, here=True)
+    assert [resolve_device(device) for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert gpu_identity() == {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    with pytest.raises(MissingRequirement, match=r"compute capability 8\.0 or newer, NVIDIA H200 has 7\.5"):
+    with monkeypatch.context() as patch:
+        patch.setattr("stages.engines.reference.device.find_spec", lambda _: None)
+        with refused(MissingRequirement, "backend.device=auto needs triton, which is not installed here"):
+            resolve_device("auto")
+    pretend_gpu(monkeypatch, here=True, capability=(7, 5))
+    with refused(MissingRequirement, "backend.device=auto needs a GPU of compute capability 8.0 or newer, NVIDIA H200 has 7.5"):
         resolve_device("auto")
-    find = importlib.util.find_spec
-    monkeypatch.setattr("stages.engines.reference.device.find_spec", lambda name: None if name == "triton" else find(name))
-    with pytest.raises(MissingRequirement, match=r"needs triton, .* pip install 'kvgate\[kernels\]'"):
-        resolve_device("auto")
+    pretend_gpu(monkeypatch, here=False)
+    assert resolve_device("auto") == resolve_device("cpu") == "cpu"
+    with refused(MissingRequirement, "backend.device=cuda: torch finds no NVIDIA GPU here"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with refused(MissingRequirement, "backend.device=cuda needs a torch that is built for CUDA"):
+        resolve_device("cuda")
 
 
 def checked(*overrides: str) -> None:
@@ -129,8 +117,8 @@ def checked(*overrides: str) -> None:
         check_inputs(job)
 
 
-@pytest.mark.usefixtures("no_gpu")
-def test_a_job_is_refused_before_anything_is_made() -> None:
+def test_a_job_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, here=False)
     with pytest.raises(UserError, match=r"kv\.key\.dtype=int4"):
         checked("backend.device=cuda", "kv=int4_g64")
     with pytest.raises(MissingRequirement, match=r"backend\.device=cuda"):
@@ -142,58 +130,32 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
     checked("backend=tensorrt_rtx", "backend.compute_dtype=bfloat16", "stage=build")
 
 
-@pytest.mark.usefixtures("a_gpu")
-def test_the_compute_type_of_a_gpu_is_part_of_an_evaluations_key() -> None:
+def test_the_compute_type_of_a_gpu_is_part_of_an_evaluations_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, here=True)
     for dtype, rounding in (("float32", FLOAT16_WEIGHTS), ("bfloat16", ROUNDING["bfloat16"])):
         config = TorchConfig.model_validate({"name": "torch", "device": "cuda", "threads": 1, "compute_dtype": dtype})
         backend = open_backend(config)
-        assert isinstance(backend, Backend)
         assert (backend.rounding, backend.run_parts()["compute_dtype"]) == (rounding, dtype)
     assert "compute_dtype" not in open_backend(TorchConfig(name="torch", device="cpu", threads=1)).run_parts()
 
 
-SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 tokens alone: .*backend=onnxruntime"
+SLIDES = "config.json: 3 of 3 layers attend to their last 32 tokens alone: "
 
 
-def model(folder: Path, window: int | None) -> CheckpointInfo:
-    """Return a three-layer Mistral with a sliding window in tokens, or with full attention if `window` is None."""
-    return inspect_checkpoint(make(folder, **MISTRAL, sliding_window=window, hidden_size=256))
-
-
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [
-        ("tensorrt_rtx", SLIDES),
-        ("tensorrt", SLIDES),
-        ("trtllm", SLIDES),
-        ("vllm", SLIDES),
-        ("sglang", SLIDES),
-        ("torch backend.device=cuda", r"^model\.path: sliding_window=32: with the CUDA kernels .*; set backend\.device=cpu$"),
-    ],
-)
-def test_a_backend_that_is_not_known_to_keep_to_windows_refuses_the_model(backend: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "trtllm", "vllm", "sglang", "torch backend.device=cuda"])
+def test_a_backend_refuses_sliding_windows_and_evictions_that_it_does_not_hold(backend: str, tmp_path: Path) -> None:
     policy = "fp8_uncalibrated" if backend in ("vllm", "sglang") else "fp8"
     (config,) = plan([f"kv={policy}", *f"backend={backend}".split()], multirun=False).jobs
-    with pytest.raises(UserError, match=message):
-        open_backend(config.backend).check_inputs(Job(config.kv, "none", model(tmp_path, 32), judges=True))
-
-
-@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "vllm", "sglang"])
-@pytest.mark.parametrize(
-    ("eviction", "holder"),
-    [
-        (Eviction(window_tokens=128), "or backend=onnxruntime, which"),
-        (Eviction(window_tokens=128, heavy_tokens=64), "or backend=torch backend.device=cpu, which"),
-    ],
-    ids=["window", "heavy"],
-)
-def test_an_eviction_is_refused_with_the_backend_that_holds_it(
-    eviction: Eviction, holder: str, backend: str, tmp_path: Path
-) -> None:
-    (config,) = plan(["kv=fp8_uncalibrated", f"backend={backend}"], multirun=False).jobs
-    job = Job(config.kv.model_copy(update={"eviction": eviction}), "none", model(tmp_path, None), judges=True)
-    with pytest.raises(UserError, match=holder):
-        open_backend(config.backend).check_inputs(job)
-    reached = ["backend=onnxruntime"] if "onnxruntime" in holder else ["backend=torch", "backend.device=cpu"]
-    (held,) = plan(["kv=fp8_uncalibrated", *reached], multirun=False).jobs
-    open_backend(held.backend).check_inputs(job)
+    window = "model.path: sliding_window=32: with the CUDA kernels" if backend.startswith("torch") else SLIDES
+    models = [inspect_checkpoint(make(tmp_path, **MISTRAL, sliding_window=size, hidden_size=256)) for size in (32, None)]
+    with pytest.raises(UserError, match=re.escape(window)):
+        open_backend(config.backend).check_inputs(Job(config.kv, "none", models[0], judges=True))
+    if backend == "trtllm" or backend.startswith("torch"):
+        return
+    for heavy, reached in ((0, ["backend=onnxruntime"]), (64, ["backend=torch", "backend.device=cpu"])):
+        eviction = Eviction(window_tokens=128, heavy_tokens=heavy)
+        job = Job(config.kv.model_copy(update={"eviction": eviction}), "none", models[1], judges=True)
+        with pytest.raises(UserError, match=f"or {' '.join(reached)}, which"):
+            open_backend(config.backend).check_inputs(job)
+        (held,) = plan([f"kv={policy}", *reached], multirun=False).jobs
+        open_backend(held.backend).check_inputs(job)

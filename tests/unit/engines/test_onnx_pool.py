@@ -63,25 +63,22 @@ def test_a_graph_is_shown_the_pages_of_its_batch_and_no_others() -> None:
 def test_growth_keeps_the_stored_tokens_and_stays_within_the_limit() -> None:
     pool = PagedPool(FP16_POLICY, SHAPE, 5)
     handle = pool.start()
-    sizes = []
+    sizes, spans = [], set()
     for _ in range(5):
         fill(pool, handle, 64)
         sizes.append(pool.memory().pages)
+        spans.add(pool.view([handle])[1])
     assert sizes == [1, 2, 4, 4, 5]
+    assert len(spans) == 5, "a graph binds the arrays again"
     assert stored(pool, handle) == list(range(320))
     with pytest.raises(UserError, match="max_pages=5 is too small: 6 pages of 64 tokens"):
         pool.reserve([handle], 1)
     assert pool.memory().pool_bytes == FP16_POLICY.pool_bytes(SHAPE, 5)
-
-
-def test_every_move_or_growth_of_a_graphs_arrays_changes_the_spans() -> None:
-    pool = PagedPool(EXACT, SHAPE, 8)
-    spans = []
-    for _ in range(3):
-        handle = pool.start()
-        fill(pool, handle, 64)
-        spans.append(pool.view([handle])[1])
-    assert len(set(spans)) == 3
+    pool.release(handle)
+    a, b = pool.start(), pool.start()
+    with pytest.raises(UserError, match="6 pages"):
+        pool.reserve([a, b], 129)
+    pool.reserve([a], 320)  # a batch that does not fit got no page at all
 
 
 @pytest.mark.parametrize("chunks", [[1] * 11, [11], [1, 4, 6], [7, 1, 1, 1, 1]])
@@ -97,7 +94,7 @@ def test_exact_buffers_hold_the_sinks_and_the_newest_token_of_each_residue(chunk
     assert pool.arrays["value_exact.0"][slot, 1, :, 0].tolist() == [0, 1, 9, 10, 8]
 
 
-@pytest.mark.parametrize("chunks", [[1] * 300, [300], [63, 1, 65, 128, 43], [260, 40]])
+@pytest.mark.parametrize("chunks", [[1] * 300, [63, 1, 65, 128, 43], [260, 40]])
 def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
     pool = PagedPool(WINDOW, SHAPE, 8)
     handle = pool.start()
@@ -146,7 +143,7 @@ def kept_positions(policy: KVPolicy, length: int) -> list[int]:
     return [position for position in range(length) if position < sinks or position >= first]
 
 
-@pytest.mark.parametrize("chunks", [[1] * 500, [500], [63, 1, 65, 128, 43, 200], [10, 480, 10], [130, 64, 64, 300]])
+@pytest.mark.parametrize("chunks", [[1] * 500, [63, 1, 65, 128, 43, 200], [10, 480, 10]])
 @pytest.mark.parametrize(
     ("policy", "shape"),
     [(STREAMING, SHAPE), (SLIDING, SHAPE), (FP16_POLICY, replace(SHAPE, windows=(5, 70)))],
@@ -170,17 +167,10 @@ def test_a_page_table_lists_the_pages_that_are_kept_and_lengths_count_their_toke
         assert (first, len(shown)) == (0, pool.length(handle))
         assert shown[kept].tolist() == kept
         assert not shown[sorted(set(range(len(shown))) - set(kept))].any()
+    if policy is STREAMING and chunks == [1] * 500:
+        assert pool.memory().pool_bytes == 4 * 64 * STREAMING.bytes_per_token(SHAPE) == STREAMING.sequence_bytes(SHAPE, 5001)
     pool.release(handle)
     assert pool.in_use == (0, 0)
-
-
-def test_an_evicting_sequence_takes_no_more_pages_however_long_it_gets() -> None:
-    pool = PagedPool(STREAMING, SHAPE, 16)
-    handle = pool.start()
-    fill(pool, handle, 5000)
-    for _ in range(200):
-        fill(pool, handle, 1)
-    assert pool.memory().pool_bytes == 4 * 64 * STREAMING.bytes_per_token(SHAPE) == STREAMING.sequence_bytes(SHAPE, 5001)
 
 
 @pytest.mark.parametrize("length", [128, 130, 320, 330])
@@ -212,11 +202,3 @@ def test_pages_that_were_reserved_for_a_step_that_failed_serve_the_next_one() ->
         assert stored(pool, handle)[: len(kept)] == kept
     pool.release(handle)
     assert pool.in_use == (0, 0)
-
-
-def test_a_batch_that_does_not_fit_gets_no_page_at_all() -> None:
-    pool = PagedPool(FP16_POLICY, SHAPE, 3)
-    a, b = pool.start(), pool.start()
-    with pytest.raises(UserError, match="4 pages"):
-        pool.reserve([a, b], 65)
-    pool.reserve([a], 192)
