@@ -4,7 +4,7 @@ Needs neither a GPU nor a driver. TRITON_INTERPRET must not be set: Triton reads
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -82,8 +82,22 @@ def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
     context_partial is compiled for sequences that all have `tokens` new tokens.
     """
     kernel, specialise = KERNELS[operation]
+    types, variant = parameter_types(operation, setting), specialise(setting)
     assert setting.sm is not None, "kernels are compiled for a compute capability"
-    return compile_kernel(kernel, parameter_types(operation, setting), specialise(setting), setting.sm)
+    if not isinstance(kernel, triton.JITFunction):
+        raise RuntimeError("Triton interprets its kernels: unset TRITON_INTERPRET before the first import of triton to compile")
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in variant.constants else types[name] or "constexpr" for name in names}
+    absent = {name for name, kind in signature.items() if kind == "constexpr"} - variant.constants.keys()
+    constants: dict[str, Any] = variant.constants | dict.fromkeys(absent)
+    # Pointers are 16-byte aligned; otherwise the compiler would load byte by byte.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    options = variant.options | ({"ptx_version": PORTABLE_PTX} if setting.sm < NEWER_PTX else {})
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", setting.sm, 32), options=options)
+    parameters = tuple((name, signature[name]) for name in names if signature[name] != "constexpr")
+    ptx = strip_hidden_parameters(compiled.asm["ptx"], len(parameters))
+    return CompiledKernel(compiled.metadata.name, ptx, variant.num_warps, compiled.metadata.shared, parameters)
 
 
 def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None]:
@@ -116,29 +130,6 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
     if operation == "context_partial":
         types |= {"query_starts": None, "sequences": None}
     return types
-
-
-def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Variant, sm: int) -> CompiledKernel:
-    """Compile a kernel.
-
-    Pointers are declared as 16-byte aligned; otherwise the compiler would load byte by byte.
-    """
-    if not isinstance(kernel, triton.JITFunction):
-        raise RuntimeError("Triton interprets its kernels: unset TRITON_INTERPRET before the first import of triton to compile")
-    signature = {name: "constexpr" if name in variant.constants else types[name] or "constexpr" for name in kernel.arg_names}
-    absent = {name for name, kind in signature.items() if kind == "constexpr"} - variant.constants.keys()
-    constants: dict[str, Any] = variant.constants | dict.fromkeys(absent)
-    aligned = {
-        (number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
-    }
-    options = variant.options
-    if sm < NEWER_PTX:
-        options["ptx_version"] = PORTABLE_PTX
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    parameters = tuple((name, signature[name]) for name in kernel.arg_names if signature[name] != "constexpr")
-    ptx = strip_hidden_parameters(compiled.asm["ptx"], len(parameters))
-    return CompiledKernel(compiled.metadata.name, ptx, variant.num_warps, compiled.metadata.shared, parameters)
 
 
 def strip_hidden_parameters(ptx: str, keep: int) -> str:

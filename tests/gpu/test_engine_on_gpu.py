@@ -17,14 +17,11 @@ from helpers.kernels.cases import no_waiting
 from helpers.kernels.engines import GUARDED, distance
 
 from benchmarks import benchlib
-from pipeline.loading import open_backend
 from plugins.kv_attention import launch
 from stages.core.records import Sample
-from stages.engines.cuda.config import TorchConfig
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
-from stages.engines.interface import SupportsForced
 from stages.engines.reference.engine import TorchEngine, load_engine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import free_answers
@@ -175,15 +172,6 @@ def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict
         engine.corrupt_key_scale(2.0)
         logits.append(engine.decode(handles, [texts[201]]))
     assert distance(logits[0], logits[1]) < CLOSE
-
-
-def test_auto_is_the_gpu_whose_engine_generates_and_has_no_forced_decode_in_one_pass(bundles: dict[str, Path]) -> None:
-    engine = open_backend(TorchConfig(name="torch", device="auto", threads=1)).load(bundles["fp8k_int4v"])
-    assert isinstance(engine, KernelEngine)
-    assert not isinstance(engine, SupportsForced)
-    answers = engine.generate([[5, 6, 7], [8] * 90], 5, ())
-    assert [len(answer) for answer in answers] == [5, 5]
-    assert engine.memory().live_tokens == 0
 
 
 def test_the_command_line_judges_a_cache_by_the_kernels(tmp_path: Path) -> None:
