@@ -13,23 +13,8 @@ from plugins.kv_attention.layout import CODES, HEAD_DIMS, KEY_DTYPES, CacheLayou
 from stages.core.errors import UserError
 from stages.policies.policy import KVPolicy, KVShape, Side
 
-POLICY_FIX = "set backend.device=cpu, or choose another policy"
-MODEL_FIX = "set backend.device=cpu"
-
-
-@dataclass(frozen=True)
-class KernelRefusal:
-    """The reason why the kernels do not support a layer's cache."""
-
-    key: str
-    """Configuration key, such as `kv.key.rotation`."""
-    value: object
-    reason: str
-    fix: str = POLICY_FIX
-    """Advice for a user of backend=torch."""
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.reason}"
+OF_MODEL = "model.path: "
+"""Beginning of a refusal for which no policy is to blame."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +23,8 @@ class KernelLayers:
 
     layouts: dict[int, CacheLayout]
     """Layout by supported layer. Layers with equal formats have equal layouts."""
-    refusals: dict[int, KernelRefusal]
-    """Reason by unsupported layer."""
+    refusals: dict[int, str]
+    """Key, value and reason by unsupported layer."""
 
 
 def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayers:
@@ -62,53 +47,51 @@ def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> list[CacheL
     layers = choose_layers(policy, shape, q_heads)
     if layers.refusals:
         # Report a format before the model, because the user can choose the format.
-        refusal = min(layers.refusals.values(), key=lambda refusal: refusal.fix != POLICY_FIX)
-        raise UserError(f"{refusal}; {refusal.fix}")
+        refusal = min(layers.refusals.values(), key=lambda refusal: refusal.startswith(OF_MODEL))
+        choice = "" if refusal.startswith(OF_MODEL) else ", or choose another policy"
+        raise UserError(f"{refusal}; set backend.device=cpu{choice}")
     return list(layers.layouts.values())
 
 
-def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Iterator[KernelRefusal]:
+def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Iterator[str]:
     """Yield the reasons why the kernels do not support a layer: first its formats', then the model's."""
     if policy.window is not None:
-        reason = "the CUDA kernels read one copy of a token, so window must be null"
-        yield KernelRefusal("kv.window.tokens", policy.window.tokens, reason)
+        tokens = policy.window.tokens
+        yield f"kv.window.tokens={tokens}: the CUDA kernels read one copy of a token, so window must be null"
     if policy.eviction is not None:
-        reason = "the CUDA kernels read every page of a sequence, so eviction must be null"
-        yield KernelRefusal("kv.eviction.window_tokens", policy.eviction.window_tokens, reason)
+        tokens = policy.eviction.window_tokens
+        yield f"kv.eviction.window_tokens={tokens}: the CUDA kernels read every page of a sequence, so eviction must be null"
     for side, form in policy.sides(layer).items():
         key = policy.format_key(side, layer)
         if form.rotation != "none":
-            yield KernelRefusal(f"{key}.rotation", form.rotation, "the CUDA kernels do not rotate")
+            yield f"{key}.rotation={form.rotation}: the CUDA kernels do not rotate"
         if not form.symmetric:
-            yield KernelRefusal(f"{key}.symmetric", "false", "the CUDA kernels have no zero points")
+            yield f"{key}.symmetric=false: the CUDA kernels have no zero points"
         plural, dtypes = ("keys", KEY_DTYPES) if side.is_key else ("values", tuple(CODES))
         codes = next((codes for dtype, codes in CODES.items() if dtype == form.dtype and dtype in dtypes), None)
         if codes is None:
-            yield KernelRefusal(f"{key}.dtype", form.dtype, f"the CUDA kernels hold {plural} as {_listed(dtypes)}")
+            yield f"{key}.dtype={form.dtype}: the CUDA kernels hold {plural} as {_listed(dtypes)}"
             return
         if form.code.reference_only:
-            yield KernelRefusal(f"{key}.arithmetic", form.arithmetic, "the CUDA kernels have kvgate's alone")
+            yield f"{key}.arithmetic={form.arithmetic}: the CUDA kernels have kvgate's alone"
         if form.granularity not in codes.granularities:
-            reason = f"the CUDA kernels hold {form.dtype} {_listed(codes.granularities)}"
-            yield KernelRefusal(f"{key}.granularity", form.granularity, reason)
+            yield f"{key}.granularity={form.granularity}: the CUDA kernels hold {form.dtype} {_listed(codes.granularities)}"
         elif form.group_size is not None and form.group_size not in codes.group_sizes:
-            yield KernelRefusal(f"{key}.group_size", form.group_size, f"the CUDA kernels take {_listed(codes.group_sizes)}")
+            yield f"{key}.group_size={form.group_size}: the CUDA kernels take {_listed(codes.group_sizes)}"
         elif shape.head_dim % (form.group_size or 1):
-            reason = f"does not divide the model's head_dim {shape.head_dim}"
-            yield KernelRefusal(f"{key}.group_size", form.group_size, reason)
+            yield f"{key}.group_size={form.group_size}: does not divide the model's head_dim {shape.head_dim}"
     yield from _of_the_model(shape, layer, q_heads)
 
 
-def _of_the_model(shape: KVShape, layer: int, q_heads: int) -> Iterator[KernelRefusal]:
+def _of_the_model(shape: KVShape, layer: int, q_heads: int) -> Iterator[str]:
     slides = shape.window(layer)
     if slides is not None:
-        reason = "with the CUDA kernels every layer attends to all tokens"
-        yield KernelRefusal("model.path: sliding_window", slides, reason, MODEL_FIX)
+        yield f"{OF_MODEL}sliding_window={slides}: with the CUDA kernels every layer attends to all tokens"
     if shape.head_dim not in HEAD_DIMS:
-        yield KernelRefusal("model.path: head_dim", shape.head_dim, f"the CUDA kernels take {_listed(HEAD_DIMS)}", MODEL_FIX)
+        yield f"{OF_MODEL}head_dim={shape.head_dim}: the CUDA kernels take {_listed(HEAD_DIMS)}"
     if q_heads > GROUP_LIMIT * shape.kv_heads:
-        reason = f"the CUDA kernels take up to {GROUP_LIMIT} for each of the {shape.kv_heads} KV heads"
-        yield KernelRefusal("model.path: num_attention_heads", q_heads, reason, MODEL_FIX)
+        limit = f"up to {GROUP_LIMIT} for each of the {shape.kv_heads} KV heads"
+        yield f"{OF_MODEL}num_attention_heads={q_heads}: the CUDA kernels take {limit}"
 
 
 def _listed(values: tuple[object, ...]) -> str:
