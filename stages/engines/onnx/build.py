@@ -164,11 +164,5 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
         specialise(model, info, policy, static, mode)
         onnx.save(model, out / name)
     digests = {name: file_digest(out / name) for name in (*GRAPHS, POLICY_FILE, SCALES_FILE)}
-    bundle = Bundle(
-        backend=BACKEND,
-        graph_digest=digests["decode.onnx"],
-        model=info,
-        files={**digests, WEIGHTS_FILE: info.weights_sha256},
-    )
-    write_bundle(out, bundle)
+    write_bundle(out, Bundle(backend=BACKEND, model=info, files={**digests, WEIGHTS_FILE: info.weights_sha256}))
     progress("build", len(GRAPHS), len(GRAPHS))

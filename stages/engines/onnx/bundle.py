@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from stages.core.errors import UserError
 from stages.core.strict import StrictModel
-from stages.engines import bundle as bundles
-from stages.engines.bundle import BUNDLE_FILE, ModelRecord
+from stages.engines.bundle import ModelRecord, open_bundle
 from stages.engines.onnx.config import ComputeDType
 from stages.policies.policy import KVPolicy, KVShape
 from stages.policies.scales import KVScales
@@ -52,8 +50,6 @@ class ModelInfo(StrictModel):
 class Bundle(ModelRecord):
     """`bundle.json`."""
 
-    graph_digest: str
-    """sha256 of decode.onnx, quoted in evaluations."""
     model: ModelInfo
 
     @property
@@ -63,7 +59,4 @@ class Bundle(ModelRecord):
 
 def open_onnx_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
     """Read and verify a bundle. Raises UserError, which names the file, if a file is missing or has changed since the build."""
-    bundle, policy, scales = bundles.open_bundle(directory, Bundle, BACKEND)
-    if bundle.files.get("decode.onnx") != bundle.graph_digest:
-        raise UserError(f"{directory / BUNDLE_FILE}: graph_digest is not decode.onnx's: build the engine again")
-    return bundle, policy, scales
+    return open_bundle(directory, Bundle, BACKEND)

@@ -193,7 +193,6 @@ def build_bundle(
     record = PlanRecord(
         backend=library,
         built_for=BuiltFor(library=trt.title, version=trt.version, compute_capabilities=capabilities),
-        graph_digest=described.graph_digest,
         native={str(layer): reason for layer, reason in native.items()},
         model=described.model,
         weights=weights,

@@ -55,7 +55,7 @@ class GraphTensor(StrictModel):
 
 
 class PlanRecord(Bundle):
-    """`bundle.json` of a bundle with TensorRT plans. `graph_digest` is the decode graph's before surgery."""
+    """`bundle.json` of a bundle with TensorRT plans."""
 
     built_for: BuiltFor
     """Library, version, and compute capabilities that the plans have code for."""

@@ -19,7 +19,6 @@ from onnx import external_data_helper
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
-from stages.engines.onnx.bundle import open_onnx_bundle
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.tensorrt import engine as engine_module
@@ -112,12 +111,10 @@ def test_a_decoder_in_bfloat16_builds_into_plans(
 
 
 def test_the_bundle_names_its_sources_target_and_library(plans: tuple[Path, Path]) -> None:
-    onnx_bundle, out = plans
+    _, out = plans
     record, policy, _ = open_bundle(out, PlanRecord, "tensorrt_rtx")
-    described, _, _ = open_onnx_bundle(onnx_bundle)
     assert policy == BY_NAME["fp8k_int4v"]
     assert str(record.built_for) == f"TensorRT for RTX {load('tensorrt_rtx').version} and SM 8.9, 12.0"
-    assert record.graph_digest == described.graph_digest
     (pool,) = (tensor for tensor in record.inputs["decode"] if tensor.name == "key_pool.1")
     assert (pool.dtype, pool.shape) == ("FP8", ["N", 2, 64, 64])
     assert (record.max_batch, record.max_tokens, record.prefill_rows) == (4, 512, 4)
