@@ -52,13 +52,13 @@ def texts() -> list[list[int]]:
     return [row[: length + STEPS].tolist() for row, length in zip(tokens, LENGTHS, strict=True)]
 
 
-def make_engine(model: Any, policy: KVPolicy, **options: int) -> KernelEngine:
+def engines(model: Any, policy: KVPolicy, **options: int) -> tuple[KernelEngine, TorchEngine]:
+    """Return the engine over the kernels, and the reference engine."""
     on_device = model if DEVICE == "cpu" else copy.deepcopy(model).to(DEVICE)
-    return KernelEngine.from_model(on_device, policy, static_scales(policy, shape_for(model, policy)), **options)
-
-
-def make_reference(model: Any, policy: KVPolicy, **options: int) -> TorchEngine:
-    return TorchEngine.from_model(model, policy, static_scales(policy, shape_for(model, policy)), **options)
+    scales = static_scales(policy, shape_for(model, policy))
+    return KernelEngine.from_model(on_device, policy, scales, **options), TorchEngine.from_model(
+        model, policy, scales, **options
+    )
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_ragged_batch_decodes_like_the_reference(
     policy: KVPolicy, model: Any, whole: Any, texts: list[list[int]], quick: Any
 ) -> None:
     model = whole if policy.name == "fp8k_int4v" else model
-    kernels, reference = make_engine(model, policy, prefill_chunk=80), make_reference(model, policy, prefill_chunk=80)
+    kernels, reference = engines(model, policy, prefill_chunk=80)
     batch = texts if policy.name == "int8" else texts[:2]
     prompts = [text[:-STEPS] for text in batch]
     (handles, first), (same, expected) = quick(kernels, prompts), reference.prefill(prompts)
@@ -96,7 +96,7 @@ def test_a_prompt_is_prefilled_in_chunks_like_the_reference(
     policy: KVPolicy, model: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check a second chunk that reads a whole page and a partial page of the stored first chunk."""
-    kernels, reference = (make(model, policy, prefill_chunk=70) for make in (make_engine, make_reference))
+    kernels, reference = engines(model, policy, prefill_chunk=70)
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "append", append_by_reference)
     (_, logits), (_, expected) = kernels.prefill([texts[0][:80]]), reference.prefill([texts[0][:80]])
@@ -108,7 +108,7 @@ def test_a_corrupted_key_scale_is_read_of_stored_and_of_later_tokens_and_moves_l
     name: str, model: Any, texts: list[list[int]], quick: Any
 ) -> None:
     policy, prompt = BY_NAME[name], texts[0][:40]
-    kernels, reference, sound = make_engine(model, policy), make_reference(model, policy), make_reference(model, policy)
+    (kernels, reference), (_, sound) = engines(model, policy), engines(model, policy)
     handles, _ = quick(kernels, [prompt])
     for exact in (reference, sound):
         assert exact.prefill([prompt])[0] == handles
@@ -124,7 +124,7 @@ def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
     model: Any, texts: list[list[int]], quick: Any
 ) -> None:
     policy = GUARDED
-    engine, reference = make_engine(model, policy), make_reference(model, policy)
+    engine, reference = engines(model, policy)
     handles, _ = quick(engine, [[1] * 100, [2] * 64])
     memory = engine.memory()
     assert memory.pages >= 3
@@ -142,7 +142,7 @@ def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
 
 
 def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> None:
-    engine = make_engine(model, GUARDED)
+    engine, _ = engines(model, GUARDED)
     cache = engine.cache
     handles = [cache.start()]
     cache.reserve(handles, 64)
@@ -180,7 +180,7 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
     model: Any, texts: list[list[int]], quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run out of memory at the first or second tensor: GUARDED has pools, scale pools and exact buffers."""
-    engine, reference = make_engine(model, GUARDED), make_reference(model, GUARDED)
+    engine, reference = engines(model, GUARDED)
     (handles, _), (same, _) = quick(engine, [texts[0][:63]]), reference.prefill([texts[0][:63]])
     cache = engine.cache
 

@@ -17,7 +17,7 @@ from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.native import compiler
 from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler
 from stages.engines.onnx.native.rewrite import refusals, use_kernel
-from stages.policies.policy import FP16_POLICY, KVPolicy
+from stages.policies.policy import KVPolicy
 
 LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
 """Lengths around the ends of pages, with one or several pages in a window of 64 or 128 tokens, and in units of 256 tokens."""
@@ -136,12 +136,8 @@ def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
     assert engine.attention == "native in 1 of 2 layers"
     described, _, _ = open_onnx_bundle(tmp_path / "bundle")
     assert refusals(described.model, policy) == {1: "kv.overrides.0.key.dtype=int2 is not read by the kernel"}
-
-
-def test_a_head_of_half_a_vector_is_refused_by_layer() -> None:
-    info = AttentionCase(FP16_POLICY, Heads(2, 1, 16), (1,)).info.model_copy(update={"head_dim": 24})
-    assert refusals(info, BY_NAME["fp16"]) == {0: "head_dim 24 is no multiple of 16, which the kernel takes for fp16"}
-    assert "no multiple of 32" in refusals(info.model_copy(update={"head_dim": 16}), BY_NAME["int4"])[0]
+    for dim, name, reason in ((24, "fp16", "head_dim 24 is no multiple of 16, which"), (16, "int4", "no multiple of 32")):
+        assert reason in refusals(described.model.model_copy(update={"head_dim": dim}), BY_NAME[name])[0]
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -67,42 +68,32 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
 SIZES = {"h": np.uint16, "r": np.uint32}
 
 
-class Results:
-    """Return value of the interpreter's builder: `get_result(i)` is the i-th result."""
-
-    def __init__(self, results: list[TensorHandle]) -> None:
-        self.get_result = results.__getitem__
-
-
 def create_inline_asm(
     _: object, asm: str, constraints: str, values: list[TensorHandle], types: list[tl.dtype], __: bool, pack: int
-) -> Results:
+) -> SimpleNamespace:
     """Replace triton.runtime.interpreter.InterpreterBuilder.create_inline_asm."""
     shape = values[0].data.shape
-    registers: dict[str, Register] = {}
     letters = [letter.strip() for letter in constraints.split(",")]
     outputs = sum(letter.startswith("=") for letter in letters)
-    inputs = []
+    inputs: list[Register] = []
     for value in values:
         # Groups of `pack` neighbours share registers of up to four bytes.
         rows = np.ascontiguousarray(value.data).reshape(-1, pack).view(np.uint8)
         inputs += [np.ascontiguousarray(rows[:, i : i + 4]).view(np.uint32).ravel() for i in range(0, rows.shape[1], 4)]
     assert len(inputs) == len(letters) - outputs
-    for number, register in enumerate(inputs):
-        registers[f"${outputs + number}"] = register
+    registers = {f"${outputs + number}": register for number, register in enumerate(inputs)}
     _run(asm, registers, len(inputs[0]))
-    results_iterator = iter([registers[f"${i}"].astype(SIZES[letters[i][1]]) for i in range(outputs)])
+    pending = iter([registers[f"${i}"].astype(SIZES[letters[i][1]]) for i in range(outputs)])
     results = []
     for dtype in types:
-        element = {tl.float16: np.float16, tl.int32: np.int32}[dtype.scalar]
-        size = np.dtype(element).itemsize * pack
-        parts: list[Register] = []
-        while sum(part.itemsize for part in parts) < size:
-            parts.append(next(results_iterator))
+        element = np.dtype({tl.float16: np.float16, tl.int32: np.int32}[dtype.scalar])
+        parts: list[Register] = [next(pending)]
+        while sum(part.itemsize for part in parts) < element.itemsize * pack:
+            parts.append(next(pending))
         rows = np.concatenate([part[:, None].view(np.uint8) for part in parts], axis=1)
         results.append(TensorHandle(np.ascontiguousarray(rows).view(element).reshape(shape), dtype.scalar))
-    assert next(results_iterator, None) is None
-    return Results(results)
+    assert next(pending, None) is None
+    return SimpleNamespace(get_result=results.__getitem__)
 
 
 def _run(asm: str, registers: dict[str, Register], count: int) -> None:
@@ -112,10 +103,9 @@ def _run(asm: str, registers: dict[str, Register], count: int) -> None:
         return registers[name] if name in registers else np.full(count, int(name, 0), np.uint32)
 
     for statement in asm.strip().strip("{}").split(";"):
-        line = " ".join(statement.split())
-        if not line or line.startswith(".reg"):
+        name, _, rest = " ".join(statement.split()).partition(" ")
+        if not name or name == ".reg":
             continue
-        name, _, rest = line.partition(" ")
         target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
         if name == "mov.b32" and target.startswith("{"):
             low, high = target.strip("{} ").replace(" ", "").split(",")
@@ -204,8 +194,7 @@ def test_every_code_of_nvfp4_times_every_scale_is_exact(ptx: bool, fp8: bool) ->
     codes = torch.stack([words & 15, words >> 4], -1)  # (even or odd, 32, word, byte, low or high)
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
     values = torch.where(codes >= 8, -1.0, 1.0).double() * numbers[(codes % 8).long()]
-    factors = (
-        scales.view(torch.float8_e4m3fn).double().reshape(2, 2, 32, 4).repeat_interleave(4, -1)
-    )  # (low or high, even or odd)
+    factors = scales.view(torch.float8_e4m3fn).double().reshape(2, 2, 32, 4)  # (low or high, even or odd)
+    factors = factors.repeat_interleave(4, -1)
     expected = (values * factors.permute(1, 2, 3, 0)[:, :, :, None] / 16384).permute(3, 4, 0, 1, 2).reshape(16, 32, 16)
     assert torch.equal(out.double(), expected)
