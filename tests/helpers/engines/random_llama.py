@@ -1,7 +1,6 @@
 """A tiny random Llama, its decoder skeleton, KV policies that cover the family, and the reference engine for comparison."""
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -20,7 +18,7 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.core.records import no_progress
 from stages.engines.interface import Engine
 from stages.engines.onnx.build import build_bundle
-from stages.engines.onnx.bundle import GRAPHS
+from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import export_decoder
@@ -190,12 +188,8 @@ def _build(build: Callable[..., None], source: Path, out: Path, policy: KVPolicy
 
 
 def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
-    described = json.loads((decoder / "model.json").read_text())
-    shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])
-    bundle = _build(build_bundle, decoder, out, policy, shape)
-    for graph in GRAPHS:
-        onnx.checker.check_model(onnx.load(bundle / graph))
-    return bundle
+    info = ModelInfo.model_validate_json((decoder / "model.json").read_bytes())
+    return _build(build_bundle, decoder, out, policy, info.shape)
 
 
 def make_reference_bundle(checkpoint: Path, out: Path, policy: KVPolicy) -> Path:

@@ -7,6 +7,7 @@ compiled kernel with the graph.
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from helpers.engines.random_llama import (
@@ -26,6 +27,7 @@ from helpers.engines.random_llama import (
 )
 from helpers.stride import STRIDE
 
+from stages.engines.onnx.bundle import GRAPHS
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.reference.engine import TorchEngine
 from stages.policies.policy import KVPolicy
@@ -59,7 +61,10 @@ def pair(
     request: pytest.FixtureRequest, model: torch.nn.Module, decoder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[OnnxEngine, TorchEngine]:
     """The engine and the reference engine of a policy. Tests must leave no sequences and no faults behind."""
-    engine = make_engine(decoder, tmp_path_factory.mktemp("bundles") / "bundle", request.param, attention="graph")
+    bundle = tmp_path_factory.mktemp("bundles") / "bundle"
+    engine = make_engine(decoder, bundle, request.param, attention="graph")
+    for graph in GRAPHS:
+        onnx.checker.check_model(onnx.load(bundle / graph))
     return engine, make_reference(model, request.param, engine.shape)
 
 
