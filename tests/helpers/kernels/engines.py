@@ -67,10 +67,9 @@ def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: An
     return reference.attend(layout, query, *args, **options).to(query.dtype)
 
 
-def by_reference(patch: pytest.MonkeyPatch, *, decode: bool = True) -> None:
-    """Store tokens and compute attention in plain torch, of prompts and, with `decode`, of steps. The interpreter is slow."""
+def by_reference(patch: pytest.MonkeyPatch) -> None:
+    """Store tokens and compute attention in plain torch, because the interpreter is slow."""
     patch.setattr(launch, "append", append_by_reference)
     patch.setattr(launch, "context_attention", attend_by_reference)
-    if decode:
-        patch.setattr(launch, "plan_decode", lambda *_, **__: None)
-        patch.setattr(launch, "decode_attention", attend_by_reference)
+    patch.setattr(launch, "plan_decode", lambda *_, **__: None)
+    patch.setattr(launch, "decode_attention", attend_by_reference)
