@@ -38,6 +38,7 @@ LIBRARIES = (
     "tensorrt",
     "tensorrt-llm",
     "flashinfer-python",
+    "cupy-cuda13x",
 )
 STEP_SECONDS = 600
 """Time limit of a step: a borrowed machine ends a command after ten minutes."""
@@ -134,6 +135,7 @@ STEPS: dict[str, tuple[Part, ...]] = {
     "correctness": (
         tests("captured kernels", 120, (), "tests/gpu/test_kernels_on_gpu.py"),
         tests("kernels against the reference", 240, ("xdist",), "-n", CORES, *KERNELS),
+        tests("PTX of the plugin", 90, ("cupy",), "tests/integration/plugins/test_kernel_arguments.py"),
         tests("engine", 180, ("transformers",), "tests/gpu/test_engine_on_gpu.py", "-k", "not command_line"),
         tests(
             "engine against the reference engine",
