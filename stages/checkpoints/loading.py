@@ -95,10 +95,11 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
 
 
 PARTS = re.compile(
-    "_(act|activation|alibi|architecture|attention|attn|bias|bidirectional|causal|clip|experts?|gamma|gated|interleaved?"
-    "|layernorm|logits?|logn|mrope|multiplier|mup|norm|ntk|parallel__block|position__embeddings?__type|prefix|pruned|qk|qkv"
-    "|query|residual|rmsnorm|rope|rotary|routed|router|scale|scaling|scoring|sliding|softcap|softcapping|softmax"
-    "|swiglu__limit|theta|topk__method|window|xpos|yarn)_"
+    "_(act|activation|alibi|architecture|attention|attn|bias|bidirectional|causal|cla|clip|diffusion|dim__model__base|experts?"
+    "|gamma|gated|glu|interleaved?|layernorm|logits?|logn|lora|mla|moe|mrope|multiplier|mup|nope|norm|normalization|ntk"
+    "|parallel__block|position__embeddings?__type|prefix|pruned|qk|qkv|query|residual|rmsnorm|rope|rotary|routed|router|scale"
+    "|scaling|scoring|share|sharing|sinks?|skip|sliding|softcap|softcapping|softmax|swa|swiglu__limit|theta|topk__method"
+    "|window|xpos|yarn)_"
 )
 """Parts of the names of keys that change a decoder's computation."""
 TRAINING = re.compile("_(coef|context|dropout|flash|fp32|fused|grad|init|initializer|jitter|loss|noise|output__router|pdrop)_")
@@ -163,7 +164,7 @@ def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterab
         value = value[0]
     if own:  # other approximations of an activation have a longer name
         return value in (None, *own) or (isinstance(value, str) and any(str(one).startswith(value) for one in own))
-    if isinstance(value, str) and "norm" in words:
+    if isinstance(value, str) and {"norm", "normalization"}.intersection(words):
         norm = "layernorm" if "model.norm.bias" in tensors else "rmsnorm"
         return value.lower().replace("_", "") == norm
     applied = ALWAYS.get(" ".join(word for word in words if word not in ("is", "use", "embedding", "embeddings")))

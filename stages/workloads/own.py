@@ -9,7 +9,8 @@ from stages.workloads.config import WorkloadsConfig
 
 TEXTS = (".txt", ".md")
 """Endings of the files that are read in a directory of texts."""
-WORD = re.compile(r"\S+\s*")
+WORD = re.compile(r"\S{1,16}\s*")
+"""A word with its white space, or a part of a text that has no spaces between its words."""
 TOKENS_PER_WORD = 4
 """Tokens per word, at most: texts are refused as too short only if even such long words could not fill a document."""
 
@@ -40,10 +41,13 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
     if config.documents is None or config.own is None or not config.lengths:
         return None
     given = f"workloads.documents={config.own}"
-    try:
-        words = WORD.findall(own_content("workloads.documents", config.own).decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{given}: a text is not UTF-8 ({error.reason}); save it as UTF-8") from None
+    texts = []
+    for file in own_files("workloads.documents", config.own):
+        try:
+            texts.append(read_given("workloads.documents", file).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"workloads.documents={file}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
+    words = WORD.findall("\n\n".join(texts))
     longest = max(config.lengths)
     least = longest // TOKENS_PER_WORD
     if len(words) < least:

@@ -98,6 +98,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     samples: list[Sample] = []
     problems: list[str] = []
     used_ids = set(taken)
+    asked: dict[tuple[object, ...], int] = {}
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
@@ -105,6 +106,9 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             sample = _sample(text, f"{path.stem}-{number:04d}")
             if sample.id in used_ids:
                 raise UserError(f"id: {sample.id!r} was already used, give every sample its own")
+            first = asked.setdefault((sample.prompt, sample.messages, sample.reference), number)
+            if first != number:  # it would count as evidence twice
+                raise UserError(f"line: has the question and the reference of line {first}, leave one of them out")
         except UserError as error:
             problems += [f"{path}:{number}: {problem}" for problem in str(error).split("\n")]
         else:
@@ -170,6 +174,8 @@ def _contradictions(sample: Sample) -> Iterator[str]:
     if bool(sample.prompt) == bool(sample.messages):
         found = "given beside" if sample.prompt else "missing, and so is"
         yield f"prompt: {found} messages, give exactly one of the two"
+    if sample.messages and sample.messages[-1][0] != "user":
+        yield f'messages: end with a message of "{sample.messages[-1][0]}", end them with the question, of "user"'
     for key, check in (("tools", "tool_call"), ("mentions", "mention"), ("distractors", "mention")):
         if getattr(sample, key) and sample.check != check:
             yield f'{key}: check "{sample.check}" does not read them, leave them out or use check "{check}"'

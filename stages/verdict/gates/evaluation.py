@@ -80,7 +80,8 @@ def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
         for name, found in sorted(by_name.items())
         if len(found) < thresholds.min_samples
     ]
-    return f"cannot pass: {', '.join(missing)}; ask {NONE_OF}, better {5 * NONE_OF}" if missing else None
+    enough = max(NONE_OF, thresholds.min_samples)
+    return f"cannot pass: {', '.join(missing)}; ask {enough:,}, better {5 * enough:,}" if missing else None
 
 
 def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:

@@ -33,6 +33,7 @@ def questions(count: int, documents: int, workload: str = "own") -> list[Sample]
         (questions(60, 60), {}, None),
         (questions(300, 10), {}, "cannot pass: 10 of 15 documents of own; ask 60, better 300"),
         (questions(60, 60) + questions(9, 9, "rare"), {}, "cannot pass: 9 of 15 documents of rare; ask 60, better 300"),
+        (questions(300, 100), {"min_samples": 200}, "cannot pass: 100 of 200 documents of own; ask 200, better 1,000"),
         (questions(40, 40), {"max_ruined_share": 0.1}, None),
     ],
 )

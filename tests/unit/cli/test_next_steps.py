@@ -40,7 +40,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Create the inputs that the commands refer to in the current directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "an engine").mkdir()
-    questions = [{"prompt": f"{n}:", "reference": "4711", "workload": name} for n in range(2) for name in ("custom", "other")]
+    kinds = ("custom", "other")
+    questions = [{"prompt": f"{name} {n}:", "reference": "4711", "workload": name} for n in range(2) for name in kinds]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
 
 

@@ -109,7 +109,7 @@ def test_a_document_quotes_the_users_texts_from_anywhere_on(tmp_path: Path, tiny
     [
         (b"", {"documents": "empty"}, "has no text files; give a directory with files that end with .txt or .md"),
         (b"a " * 200, {}, "200 words are too few to fill 1,536 tokens; give at least 384 words, or lower workloads.lengths"),
-        (b"\xff " * 2000, {}, "a text is not UTF-8 .*; save it as UTF-8"),
+        (b"\xff " * 2000, {}, "is not UTF-8 .*; save it as UTF-8"),
         (b"a", {"documents": "missing"}, "no such file"),
     ],
 )
@@ -184,3 +184,11 @@ def test_lengths_that_cannot_be_judged_are_refused_in_one_line(
     with pytest.raises(UserError, match=refusal) as refused:
         _check_lengths(config_of(*given), inspect_checkpoint(tiny_checkpoint))
     assert "\n" not in str(refused.value)
+
+
+def test_a_text_without_spaces_has_words(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("关于门的代码。" * 1000, encoding="utf-8")
+    words = document_words(long_workloads(documents=str(tmp_path)))
+    assert words is not None
+    assert "".join(words) == "关于门的代码。" * 1000
+    assert max(map(len, words)) == 16
