@@ -237,6 +237,18 @@ def test_a_library_is_compiled_once_for_its_heads_and_flags(own_cache: Path, mon
     assert len(list(own_cache.iterdir())) == 4
 
 
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("damaged", [b"the library", b"", b"THE library of a kernel"])
+def test_a_library_that_was_damaged_is_compiled_again(damaged: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = b"the library of a kernel"
+    stub = f'for last; do out=$previous; previous=$last; done; printf "{whole.decode()}" > "$out"'
+    pretend(monkeypatch, ("sh", "-c", stub, "cc"))
+    library = compiled_kernel(64, 2)
+    library.chmod(0o700)
+    library.write_bytes(damaged)
+    assert compiled_kernel(64, 2).read_bytes() == whole
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o770, None])
 def test_a_cache_that_others_can_reach_is_refused(mode: int | None, own_cache: Path, tmp_path: Path) -> None:
     """None: a link in place of the cache."""

@@ -1,6 +1,7 @@
 """Compiles the attention kernel for this machine and a model's heads, once, into a cache that only its user can write to.
 
-Libraries are loaded only from that cache, and compiled only from this package's sources: bundles and checkpoints are data.
+Libraries are loaded only from that cache, and compiled only from this package's sources: bundles and checkpoints are data. A
+library's file name ends with the sha256 of its bytes. Loading checks it, because a truncated library would crash the process.
 """
 
 import hashlib
@@ -12,10 +13,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from stages.core.digest import file_digest
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.redaction import child_environment
 
@@ -87,7 +90,8 @@ def kernel_digest(compiler: Compiler) -> str:
 def compiled_kernel(head_dim: int, group: int) -> Path:
     """Return the kernel's library for heads of `head_dim` channels and `group` query heads per KV head; compile it if needed.
 
-    Concurrent processes compile to separate files. A file gets its name when it is complete and on the disk.
+    A file whose bytes do not match the digest in its name is removed and compiled again. Concurrent processes compile to
+    separate files.
 
     Raises:
         MissingRequirement: There is no C compiler, or the compiler refuses the sources.
@@ -95,11 +99,14 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
     """
     compiler = require_compiler()
     folder = cache_folder()
-    library = folder / f"attention-{kernel_digest(compiler)[:32]}-{head_dim}-{group}.so"
-    if library.is_file():
-        return library
+    name = f"attention-{kernel_digest(compiler)[:32]}-{head_dim}-{group}"
+    for library in sorted(folder.glob(f"{name}-*.so")):
+        with suppress(FileNotFoundError):  # another process removed it
+            if library == _named_by_bytes(library, folder, name):
+                return library
+            library.unlink()
     with tempfile.TemporaryDirectory(dir=folder, prefix="compile-") as work:
-        out = Path(work) / library.name
+        out = Path(work) / f"{name}.so"
         sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
         command = [*compiler.command, *FLAGS, *sizes, str(_source(SOURCES[0])), "-o", str(out), "-lm"]
         try:
@@ -114,7 +121,12 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
         with out.open("rb") as written:
             os.fsync(written.fileno())
         out.chmod(0o500)
-        return out.replace(library)
+        return out.replace(_named_by_bytes(out, folder, name))
+
+
+def _named_by_bytes(file: Path, folder: Path, name: str) -> Path:
+    """Return the path in the cache for a library with the bytes of `file`."""
+    return folder / f"{name}-{file_digest(file)}.so"
 
 
 def cache_folder() -> Path:
