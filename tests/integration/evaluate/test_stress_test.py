@@ -88,9 +88,9 @@ def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decod
 
 @pytest.mark.every
 def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caught(
-    model: Any, decoder: Path, tmp_path: Path, briefly: Limit
+    model: Any, decoder: Path, tmp_path: Path, limit: Limit
 ) -> None:
-    briefly("evicted_fork")
+    limit("evicted_fork")
     bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["streaming"])
     long = SMALL.model_copy(update={"max_tokens": 320})
     faults = {"evicted_under_a_fork": "of an origin that evicted", "evicted_never_freed": "pages stayed in the cache"}
