@@ -40,7 +40,7 @@ ALL_GATES = """
 
 The table counts the faults that each gate detects, and the faults that it alone detects before the evaluation stops.
 Conformance and the stress test together detect nearly every fault. The gates on distances and answers are there to judge
-policies, not faults. For every gate, `tests/unit/verdict/test_gates.py` has a report that only this gate fails.
+policies, not faults. `tests/unit/verdict/test_gates.py` has reports that only one gate fails.
 
 | gate | faults detected | by this gate alone |
 |---|---|---|"""

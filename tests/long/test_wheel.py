@@ -84,3 +84,10 @@ def test_an_images_health_check_and_entry_point_work_from_a_wheel(installed: Pat
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith(said)
     assert list(tmp_path.iterdir()) == [], "neither writes anything"
+
+
+def test_a_wheel_carries_every_file_of_its_packages(installed: Path) -> None:
+    asked = ["git", "ls-files", "conf", "pipeline", "stages", "plugins"]
+    names = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    lost = [name for name in names if not name.endswith("README.md") and not (installed / name).is_file()]
+    assert lost in ([], ["pipeline/kvgate"])

@@ -8,7 +8,7 @@ from helpers.commands.jobs import SHORT, configured, judge
 from helpers.verdicts.reports import lines
 
 from stages.engines.llamacpp import backend, engine
-from stages.verdict.report import load_report
+from stages.verdict.report import load_report, load_rows
 
 KV = "llamacpp_q8k_q4v"
 FEW = (
@@ -19,7 +19,7 @@ FEW = (
     "backend.n_seq_max=4",
     "backend.threads=1",
     "calibration.max_length=64",
-    "workloads.samples={prose: 2, retrieval: 0, copy: 0, tool_call: 0, multi_turn: 0}",
+    "workloads.samples={prose: 1, retrieval: 0, copy: 1, tool_call: 0, multi_turn: 0}",
     "gates.min_baseline_probability=0",  # the model's own tokenizer splits numbers in another way
 )
 
@@ -32,6 +32,7 @@ def test_a_sound_cache_conforms_and_a_cache_without_the_policys_rotation_fails(
     given = (f"backend.python={llamacpp_python}", *FEW, f"model.path={gguf}")
     directory, _ = judge(configured(tmp_path / "work", *given), "is not decided: INCONCLUSIVE")
     report = load_report(directory)
+    assert sum(row.judged for row in load_rows(directory)) == 1
     for line, policy in zip(lines("conformance", report), ("fp16", KV), strict=True):
         assert line.status == "PASS", line.reason
         assert f"computes {policy} as the reference engine does" in line.reason

@@ -57,6 +57,7 @@ def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_an
     [
         ("W8A8 INT8", "fp8", {"weight": "I8"}),
         ("AWQ", "fp8_e5m2", {"qweight": "I32"}),
+        ("W4A16", "fp8", {"weight_packed": "I32"}),
     ],
 )
 def test_stored_weights_are_computed_with_as_they_are(

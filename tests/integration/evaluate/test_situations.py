@@ -7,6 +7,7 @@ import pytest
 from faults.fault import keeps_prefixes
 from faults.situations import FAULTS
 from helpers.engines.random_llama import BY_NAME
+from helpers.stride import STRIDE
 
 from stages.core.records import no_progress
 from stages.engines.onnx.engine import load_engine
@@ -27,15 +28,34 @@ NAMED = {
     "first_41_tokens_share_a_page": "equal",
     "prefix_hash_of_120_tokens": "prefix",
 }
-"""Fault -> the scenario that must name it. `make faults` plants all faults."""
+"""Fault -> the scenario that must name it."""
+LONG = {
+    "turn_slots_end_at_294": "walk",
+    "prompt_of_tiles_of_320": "walk",
+    "step_known_by_its_outer_rows": "walk",
+    "one_row_joins_in_front": "walk",
+    "fork_of_depth_4_shares_partial_page": "shared",
+    "scales_of_a_page_with_17_users": "shared",
+    "forks_get_one_new_page": "shared",
+    "forks_computed_once": "shared",
+    "stops_seen_in_blocks": "answers",
+    "queue_of_73": "answers",
+    "prompt_equal_to_a_kept_prefix": "prefix",
+    "prefix_kept_before_its_last_write": "prefix",
+    "dropped_prefix_wiped": "prefix",
+}
+"""The same, for `make test-long`."""
+PLANTED = {fault.name: fault for fault in FAULTS}
+assert PLANTED.keys() == NAMED.keys() | LONG.keys()
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in NAMED], ids=lambda fault: fault.name)
-def test_the_scenario_names_the_fault(fault: Any, int8: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, engine = NAMED[fault.name], load_engine(int8, threads=1)
+@pytest.mark.every
+@pytest.mark.parametrize(("fault", "name"), (NAMED | (LONG if STRIDE == 1 else {})).items())
+def test_the_scenario_names_the_fault(fault: str, name: str, int8: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_engine(int8, threads=1)
     if name == "prefix":
         keeps_prefixes(engine)
-    fault.plant(engine)
+    PLANTED[fault].plant(engine)
     monkeypatch.setattr(stress_test, "SCENARIOS", [scenario for scenario in SCENARIOS if scenario.name == name])
     reference = ReferenceEngine(TorchEngine.from_model(model, BY_NAME["int8"]))
     found = stress_test.run_stress_test(engine, reference, CONFIG, 32, 987, no_progress).failures

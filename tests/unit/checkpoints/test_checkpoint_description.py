@@ -260,3 +260,14 @@ def test_a_scale_that_does_not_fit_its_codes_is_refused_by_the_layer(tiny_checkp
     save_file(load_file(file) | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(7, 1)}, file)
     with pytest.raises(UserError, match=r"^model\.path=.*cannot decompress model\.layers\.0\.mlp\.up_proj \(.*; download"):
         write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
+
+
+@pytest.mark.parametrize(("key", "value"), [("strategy", "block"), ("dynamic", True), ("actorder", "group")])
+def test_codes_that_kvgate_does_not_read_are_refused(key: str, value: object, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "FP8")
+    path = tmp_path / "given" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"][key] = value
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=rf"group_0\.weights\.{key}=.*kvgate reads"):
+        inspect_checkpoint(tmp_path / "given")

@@ -155,7 +155,10 @@ def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
 
 
 def test_names_of_secrets_are_told_from_names_of_the_domain() -> None:
-    secret = "hf_token HF_TOKEN hub.hfToken password db.passwd client_secret secrets.hub api_key apiKey wandb.key auth"
+    secret = (
+        "hf_token HF_TOKEN hub.hfToken password db.passwd client_secret secrets.hub api_key apiKey wandb.key auth "
+        "aws.access-key Authorization registry.credentials.user"
+    )
     domain = "kv.key.dtype kv.key kv.sink_tokens max_new_tokens tokenizer cache.key tokens_per_s eos_token keys monkey passes"
     assert [name for name in f"{secret} {domain}".split() if secret_name(name)] == secret.split()
 

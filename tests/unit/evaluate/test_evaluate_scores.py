@@ -120,3 +120,10 @@ def test_heads_are_stored_and_read_back_by_sample(vocab: int, dtype: type, tmp_p
         np.testing.assert_array_equal(read.logp, head.logp)
         assert (read.rest, read.reference) == (head.rest, head.reference)
     assert stored_heads(path)("c").head(0).rest == recorded[0].rest
+
+
+def test_statistics_by_hand() -> None:
+    baseline, candidate = (np.log(np.array([row], np.float32)) for row in ([0.5, 0.25, 0.25], [0.25, 0.5, 0.25]))
+    expected = [0.25 * np.log(2), np.log(2), np.log(4), 0, 1, -0.25]
+    for found in both(baseline, candidate):
+        np.testing.assert_allclose(found[0], expected, atol=1e-6)

@@ -57,6 +57,20 @@ def test_noise_of_the_engine_itself_is_no_deviation_and_logits_that_are_not_fini
     assert full_pool_line(measured(engine, 40)).reason.count("logits that are not finite") == 2
 
 
+def test_another_requests_rows_are_found_above_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FullPoolEngine({})
+    sound = engine.served
+
+    def served(rows: int, request: ForcedRequest, number: int, pages: int | None) -> ServedRequest:
+        tokens, count = request
+        return sound(rows, (tokens[:-1] if pages is not None and number == 17 else tokens, count), number, pages)
+
+    monkeypatch.setattr(engine, "served", served)
+    found = measured(engine, 200)
+    assert len(found.deviations) == 2, "the 18th request of each order"
+    assert full_pool_line(found).status == "FAIL"
+
+
 def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
     named = list(requests(ITEMS, 24, None))
     tokens = [request[0] for _, request in named]

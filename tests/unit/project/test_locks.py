@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pipeline.config.compose import plan
+from stages.core.redaction import secret_name
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ROOT / "requirements"
@@ -149,6 +150,11 @@ def test_hadolint_has_nothing_to_say() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     result = subprocess.run([hadolint, DOCKERFILE], check=False, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, ""), result.stdout + result.stderr
+
+
+def test_no_secret_is_baked_into_an_image() -> None:
+    for pair in (pair for rest in [*values("ENV"), *values("ARG")] for pair in rest.split()):
+        assert not secret_name(pair.partition("=")[0]), pair
 
 
 def test_an_image_installs_what_is_locked_by_hash_and_nothing_else() -> None:

@@ -278,3 +278,11 @@ def test_a_place_without_locks_is_refused_and_not_waited_for(
     if place == ".lock":
         with pytest.raises(UserError, match=REFUSAL), locked_at_once(tmp_path / place):
             pass
+
+
+def test_a_command_that_was_killed_uses_nothing(tmp_path: Path) -> None:
+    (tmp_path / USERS).mkdir()
+    (tmp_path / USERS / "host-1-dead").touch()
+    with alone(tmp_path) as users:
+        assert users == []
+    assert list((tmp_path / USERS).iterdir()) == []

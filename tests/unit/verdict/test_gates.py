@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.verdicts.engine_records import FAILED_STRESS, LARGER_POOL, engine_tests
+from helpers.verdicts.engine_records import (
+    FAILED_STRESS,
+    LARGER_POOL,
+    SOUND_ENGINE,
+    compared,
+    conformance,
+    engine_conformance,
+    engine_tests,
+)
 from helpers.verdicts.reports import CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
 
 from stages.verdict.bets import OUTLIER
-from stages.verdict.gates.evaluation import REQUIRED_NUMBERS
 from stages.verdict.report import MustFailControl, SampleRow
 from stages.verdict.thresholds import Check, Gate, Verdict
 
@@ -132,7 +139,11 @@ CASES = {
         FAR_APART, "INCONCLUSIVE", f"min_samples max_ruined_share {OPEN_MEANS}", "2 documents have distances"),
     "no samples": Case([], "FAIL", "complete", "all: no samples were evaluated"),
     **{f"a missing {name}": Case(every(512, **{name: None}), "FAIL", "complete", "1 of 128 samples have no finite")
-       for name in (*REQUIRED_NUMBERS, "candidate_correct")},
+       for name in ("mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap",
+                    "mean_squared_delta_p", "candidate_correct")},
+    "a code that one request of seven stores wrong": Case(
+        every_class(), "FAIL", "conformance", "1 of 7 requests",
+        report={"conformance": conformance(engine_conformance(*SOUND_ENGINE.requests, compared(stored=3e-3)))}),
     "fewer samples than counted": Case(
         every_class(), "FAIL", "complete", "the report counts 513 samples", report={"samples": 513}),
     "a sample twice": Case([*every_class()[:-1], every_class()[0]], "FAIL", "complete"),
