@@ -278,6 +278,7 @@ def _conclude_verdicts(planned: Plan, last: summary.Summary, code: int, step: Ne
     """Conclude an evaluation or a sweep as `_conclude` does."""
     config, sweeping, unfinished = planned.jobs[0], planned.sweeping, last.unfinished
     candidates = last.candidates if sweeping else last.candidates[:1]  # Python may judge several jobs in one sweep
+    assert candidates or sweeping or code, "a job that ends well records its candidate"
     judged = candidates if sweeping or code == 0 else ()
     write_junit(config.work / JUNIT, last)
     if candidates and sweeping:

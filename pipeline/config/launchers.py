@@ -60,4 +60,5 @@ def refuse_code(hydra: DictConfig, own: DictConfig) -> None:
     given, expected = (dict(leaves(OmegaConf.to_container(node))) for node in (hydra, own))
     for key in {**expected, **given}:
         if not NOT_CODE.match(key) and given.get(key) != expected.get(key):
-            raise UserError(f"hydra.{key}: is set by a file, and could name code; give it on the command line, or leave it out")
+            fix = "give it on the command line, or leave it out" if key.startswith("launcher.") else "leave it out"
+            raise UserError(f"hydra.{key}: is set by a file, and could name code; {fix}")

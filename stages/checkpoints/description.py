@@ -38,6 +38,8 @@ LARGEST = 1 << 30
 
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
 SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
+NO_SHARED_EXPERT = ("shared_expert_intermediate_size", 0)
+"""How models without a shared expert, such as Qwen3-Coder, are published."""
 
 MODELOPT_FILE = "hf_quant_config.json"
 """File of older ModelOpt versions; newer versions also write its content into config.json as quantization_config."""
@@ -131,7 +133,8 @@ def describe_checkpoint(
     _refuse_misspelt(path, config)
     config = family.completed(config)
     _check_values(path, config)
-    for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
+    experts_sizes = [key for key in SIZES_OF_EXPERTS if key in config and (key, config[key]) != NO_SHARED_EXPERT]
+    for key in ("hidden_size", "intermediate_size", *experts_sizes):
         integer(path, config, key)
     experts, chosen = config.get("num_experts", config.get("num_local_experts")), config.get("num_experts_per_tok")
     if experts is not None and chosen is not None and chosen > experts:

@@ -108,10 +108,13 @@ COMPARED = {*BESIDE, "rope_scaling", "sliding_window", "use_sliding_window", *PA
 """Keys that other checks compare with what the model's class reads."""
 SAME = ({"act", "activation"}, {"eps", "epsilon"})
 """Words of keys that mean the same: `hidden_act` of one family is `activation_function` in another."""
-WITHOUT_EFFECT: tuple[Any, ...] = (None, False, 0, 1, {}, [], "default", "none", "full", "softmax", "greedy", "rope", "rotary")
+WITHOUT_EFFECT: tuple[Any, ...] = (
+    *(None, False, 0, 1, {}, []),
+    *("default", "none", "full", "softmax", "greedy", "rope", "rotary", "causal", "mha", "gqa", "mqa", "sdpa", "eager"),
+)
 """Values that ask for nothing, or for what every family computes anyway."""
 ALWAYS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("causal", "rope", "rotary", "scale attn", "scale attn weights", "no rope layers"), (None, True, 1)),
+    **dict.fromkeys(("causal", "glu", "rope", "rotary", "scale attn", "scale attn weights", "no rope layers"), (None, True, 1)),
     "swiglu limit": (None, 7.0),
 }
 """Key, without its words `is`, `use` and `embedding` -> the only values without effect, if they are not WITHOUT_EFFECT."""
@@ -134,6 +137,8 @@ def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Itera
         if key in declared or key in COMPARED or key == FAMILIES[read.model_type].local_base or not words[0]:
             continue
         if not (same or PARTS.search(spaced)) or TRAINING.search(spaced):
+            continue
+        if same and (value is None or isinstance(value, bool)):  # such as activation_checkpointing
             continue
         own = [name for name in declared if same.intersection(name.split("_"))]
         if own and not any(name in config for name in own):
@@ -162,7 +167,8 @@ def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterab
     """
     if isinstance(value, list) and value and all(each == value[0] for each in value):
         value = value[0]
-    if own:  # other approximations of an activation have a longer name
+    if own:  # other approximations of an activation have a longer name, and its gated form another
+        value = {"swiglu": "silu", "geglu": "gelu"}.get(value, value) if isinstance(value, str) else value
         return value in (None, *own) or (isinstance(value, str) and any(str(one).startswith(value) for one in own))
     if isinstance(value, str) and {"norm", "normalization"}.intersection(words):
         norm = "layernorm" if "model.norm.bias" in tensors else "rmsnorm"

@@ -96,7 +96,10 @@ def _check_cache(directory: Path, policy: KVPolicy, layers: int, prefix: str, ca
 def _scales(directory: Path) -> dict[str, npt.NDArray[np.generic]]:
     """Return tensor name -> values of the cache's scales in a directory."""
     found: dict[str, npt.NDArray[np.generic]] = {}
-    for file in directory.glob("*.safetensors"):
+    files = list(directory.glob("*.safetensors"))
+    if not files:
+        raise ExportMismatch(f"{directory}: has no safetensors")
+    for file in files:
         with safe_open(file, framework="np") as source:
             names = [name for name in source.keys() if name.endswith(CACHE_SCALES)]  # noqa: SIM118 (not a dict)
             found |= {name: source.get_tensor(name) for name in names}

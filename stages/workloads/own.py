@@ -9,10 +9,11 @@ from stages.workloads.config import WorkloadsConfig
 
 TEXTS = (".txt", ".md")
 """Endings of the files that are read in a directory of texts."""
-WORD = re.compile(r"\S{1,16}\s*")
+WORD = re.compile(r"\S{1,8}\s*")
 """A word with its white space, or a part of a text that has no spaces between its words."""
 TOKENS_PER_WORD = 4
-"""Tokens per word, at most: texts are refused as too short only if even such long words could not fill a document."""
+"""Tokens per word, at most: texts are refused as too short only if even such long words could not fill a document. A word that
+is not ASCII has up to three per character."""
 
 
 def own_files(key: str, path: Path) -> list[Path]:
@@ -50,7 +51,7 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
     words = WORD.findall("\n\n".join(texts))
     longest = max(config.lengths)
     least = longest // TOKENS_PER_WORD
-    if len(words) < least:
+    if sum(TOKENS_PER_WORD if word.isascii() else 3 * len(word) for word in words) < longest:
         raise UserError(
             f"{given}: {len(words):,} words are too few to fill {longest:,} tokens; give at least {least:,} words, or lower "
             "workloads.lengths"

@@ -63,6 +63,8 @@ def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops the child
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         allowed = pages * resource.getpagesize() + RENDER_BYTES

@@ -43,9 +43,10 @@ def tensor_types() -> dict[int, tuple[str, int, int]]:
     """Return number of a tensor type -> (name, values per block, bytes per block)."""
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    except ModuleNotFoundError:
+
+        return {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in map(GGMLQuantizationType.__getitem__, READABLE)}
+    except (ImportError, KeyError):  # missing, or an old release without some types
         raise MissingRequirement("model.path: reading a GGUF needs the package gguf: pip install 'gguf>=0.19,<0.20'") from None
-    return {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in map(GGMLQuantizationType.__getitem__, READABLE)}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class VllmDescription(protocol.Description):
 class VllmFacts(StrictModel):
     """Answer to `facts`: scales and blocks of a loaded engine."""
 
-    scales: list[dict[Literal["key", "value"], list[float]]]
+    scales: list[Annotated[dict[Literal["key", "value"], list[float]], Field(min_length=2)]]
     """The scales that each attention layer reads."""
     block_tokens: Annotated[int, Field(ge=1)]
     block_bytes: Annotated[int, Field(ge=1)]

@@ -62,6 +62,8 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
                 count = round((length - SLACK / 2 - bare[document]) / rate)
                 while (document, count) in tried:  # a line break can change the number of tokens
                     count -= 1
+                if count < 0:
+                    raise UserError(f"workloads.documents: no number of words fills {length:,} tokens; give other texts")
                 words[document] = count
     return [fitted.get(sample.id, sample) for sample in samples]
 

@@ -239,6 +239,12 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
         ("llama", {"mlp_act": "gelu", "hidden_act": "silu"}, "mlp_act=gelu"),
         ("llama", {"norm_type": "layer_norm"}, "norm_type=layer_norm"),
         ("llama", {"attn_type": "linear"}, "attn_type=linear"),
+        (
+            "llama",
+            {"attention_type": "gqa", "use_glu": True, "activation": "swiglu", "hidden_act": "silu", "act_quant": False},
+            None,
+        ),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 0}, None),
         ("llama", {"normalization": "rms_norm", "share_kv": False, "skip_layers": []}, None),
         ("llama", {"normalization": "layernorm"}, "normalization=layernorm"),
         ("llama", {"nope_layers": [3]}, r"nope_layers=\[3\]"),
