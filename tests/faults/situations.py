@@ -13,7 +13,7 @@ from stages.policies.policy import PAGE_TOKENS
 
 
 def note_turns(engine: Any) -> None:
-    """Note whether `extend` is running, and the tokens of each sequence's last turn until it decodes."""
+    """Note whether `extend` is running, and the tokens of a sequence's last turn until it decodes."""
     steps(engine)
     engine.in_turn, engine.unanswered = False, dict[int, int]()
     extend, decode = engine.extend, engine.decode

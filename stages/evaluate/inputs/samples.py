@@ -108,7 +108,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
                 raise UserError(f"id: {sample.id!r} was already used, give every sample its own")
             first = asked.setdefault((sample.prompt, sample.messages, sample.reference), number)
             if first != number:  # it would count as evidence twice
-                raise UserError(f"line: has the question and the reference of line {first}, leave one of them out")
+                raise UserError(f"line: repeats the question and the reference of line {first}, leave it out")
         except UserError as error:
             problems += [f"{path}:{number}: {problem}" for problem in str(error).split("\n")]
         else:

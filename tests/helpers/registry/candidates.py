@@ -88,7 +88,7 @@ def engines_of(
     decide: Decide | None = None,
     **changes: Any,
 ) -> Engines:
-    """Return the registered engines of candidates, whose verdicts stay if `decide` is None.
+    """Return the registered engines of candidates; their verdicts stay if `decide` is None.
 
     `changes` are fields of every engine.
     """

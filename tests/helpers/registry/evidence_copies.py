@@ -57,7 +57,7 @@ def rekey(link: Any) -> None:
 
 
 def resealed(copy: Path, role: Role, change: Callable[[Any], None]) -> None:
-    """Alter a chain member and recompute its key and digest, and those of all that cite it, as a forger would."""
+    """Alter a chain member and recompute its key and digest and the digests that depend on them, as a forger would."""
 
     def seal(identity: Any) -> None:
         link = member(identity, role)

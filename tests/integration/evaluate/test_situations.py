@@ -44,7 +44,7 @@ LONG = {
     "prefix_kept_before_its_last_write": "prefix",
     "dropped_prefix_wiped": "prefix",
 }
-"""The same, for `make test-long`."""
+"""Further faults, for `make test-long`."""
 PLANTED = {fault.name: fault for fault in FAULTS}
 assert PLANTED.keys() == NAMED.keys() | LONG.keys()
 

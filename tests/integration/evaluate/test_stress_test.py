@@ -17,7 +17,7 @@ from helpers.stride import STRIDE
 
 from stages.core.records import no_progress
 from stages.engines.backend import ROUNDING
-from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.onnx.engine import load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.comparer import Comparer
@@ -25,9 +25,8 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
 from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.conformance.stress_test import run_stress_test
-from stages.evaluate.decoding.system import process_memory
 from stages.policies.policy import PAGE_TOKENS, KVShape
-from stages.verdict.engine_tests import ProcessMemory, StressResult
+from stages.verdict.engine_tests import StressResult
 from stages.workloads.config import StressTestConfig
 
 SMALL = StressTestConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
@@ -373,34 +372,6 @@ def test_decode_steps_reach_most_lengths_up_to_the_longest_sample(int8: Path, re
     test = StressTest(Comparer(load_engine(int8, threads=1), reference), FAR, FAR.max_tokens, 20, 900)
     lengths = {len(row.prompt) + step for row in ragged(test) for step in range(len(row.ahead))}
     assert len(lengths & set(range(1, 900))) > 750
-
-
-def sure_memory(engine: OnnxEngine) -> ProcessMemory:
-    """Measure until the process's memory is stable: memory that earlier tests freed may still be returned."""
-    measured = (process_memory(engine, 1024) for _ in range(5))
-    sure = next((found for found in measured if found is not None and found.unsure is None), None)
-    assert sure is not None, "it never stood still"
-    return sure
-
-
-def test_a_float16_copy_that_the_engine_does_not_report_shows_in_its_process(int8: Path) -> None:
-    engine = load_engine(int8, threads=1)
-    assert not sure_memory(engine).excess_mib
-    append, release = engine.pool.append, engine.pool.release
-    shadow: dict[int, Any] = {}
-
-    def keeping(handles: Sequence[int], new: Any) -> None:
-        for row, handle in enumerate(handles):
-            codes = [values[row] for name, values in new.items() if name.startswith(("key_pool", "value_pool"))]
-            shadow.setdefault(handle, []).append([part.astype(np.float16) for part in codes])
-        append(handles, new)
-
-    def letting_go(handle: int) -> None:
-        shadow.pop(handle, None)
-        release(handle)
-
-    engine.pool.append, engine.pool.release = keeping, letting_go  # type: ignore[method-assign]
-    assert sure_memory(engine).excess_mib
 
 
 def test_the_stress_test_goes_no_further_than_the_engine_was_built_for(

@@ -1,4 +1,4 @@
-"""The end of a command: its page, its next step, and what summary.json has of it."""
+"""The end of a command: its page, its next step, and its entry in summary.json."""
 
 from pathlib import Path
 

@@ -82,7 +82,7 @@ def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directo
         ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_"),
         ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0.type: unknown key, leave it out"),
         ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
-        ({**GOOD, "id": "other"}, "line: has the question and the reference of line 1, leave one of them out"),
+        ({**GOOD, "id": "other"}, "line: repeats the question and the reference of line 1, leave it out"),
         ({"messages": [{"role": "assistant", "content": "4"}], "reference": "4"}, "messages: end with a message of"),
     ],
 )  # fmt: skip

@@ -25,7 +25,7 @@ def observed(*caches: tuple[int, int]) -> StoredCopy:
 
 
 def known(copy: StoredCopy) -> list[int]:
-    """Return the positions whose codes the copy has, apart from those that it calls evicted."""
+    """Return the positions whose codes the copy has, without its evicted positions."""
     lost = {position for start, stop in copy.evicted for position in range(start, stop)}
     codes = copy.codes[0, :, 0].tolist()
     assert all(code == (0 if position in lost else position) for position, code in enumerate(codes))
