@@ -21,8 +21,8 @@ REASONS = {
 HEAD = """# Planted faults, and the gates that detect them
 
 Do the gates detect a broken KV cache? To find out, {judged} faults were planted in sound engines of the tiny model, and the
-usual evaluation judged every engine. The faults are of kinds that real KV caches have: wrong scales, lost tokens, pages of
-another request, wrong positions, and more ([tests/faults](../tests/faults)).
+usual evaluation judged every engine. The faults imitate bugs of real KV caches: wrong scales, lost tokens, pages of another
+request, wrong positions, and more ([tests/faults](../tests/faults)).
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left} Without a fault, {sound} of
 {engines} evaluations pass ({policies} policies with five seeds each).
 
