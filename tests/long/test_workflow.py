@@ -59,7 +59,7 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
     assert (tmp_path / "asked").read_text().splitlines()[1] == f"install kvgate[signing] @ git+file://localhost{ROOT}@{commit}"
     assert json.loads((theirs / "work" / "summary.json").read_text())["champion"] is not None
     assert "PASS" in (tmp_path / "summary.md").read_text()
-    # Fetch the champion as in docs/start.md#fetch-the-champion.
+    # Fetch the champion as in docs/registry.md#fetch-the-champion.
     environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{theirs}/work/mlflow.db"
     shell("mlflow artifacts download --artifact-uri models:/kvgate-model@champion --dst-path champion")
     (theirs / "champion" / "workloads").mkdir()

@@ -103,7 +103,7 @@ def test_every_exit_code_is_documented_and_no_other() -> None:
 def test_every_stage_backend_and_weights_format_is_documented_and_no_other() -> None:
     assert first_cells("docs/start.md", "`stage=`") == set(STAGES)
     assert first_cells("docs/backends.md", "`backend=`") == {path.stem for path in (ROOT / "conf" / "backend").glob("*.yaml")}
-    assert first_cells("docs/backends.md", "`weights=`") == set(get_args(WeightsFormat))
+    assert first_cells("docs/models.md", "`weights=`") == set(get_args(WeightsFormat))
 
 
 def test_thresholds_that_are_named_exist() -> None:
