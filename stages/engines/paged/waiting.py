@@ -123,7 +123,7 @@ def advance(engine: Any, live: Sequence[Continuation]) -> tuple[list[Continuatio
     """
     running = [request for request in live if request.sequence >= 0]
     joining = [request for request in live if request.sequence < 0]
-    fitting = joining[: _fitting(engine, joining, running) or int(not running)]
+    fitting = joining[: _fitting(engine, joining) or int(not running)]
     if fitting:
         try:
             return fitting, _join(engine, fitting)
@@ -145,11 +145,15 @@ def advance(engine: Any, live: Sequence[Continuation]) -> tuple[list[Continuatio
         return running, logits
 
 
-def _fitting(engine: Any, joining: Sequence[Continuation], running: Sequence[Continuation]) -> int:
-    """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next can reuse them."""
+def _fitting(engine: Any, joining: Sequence[Continuation]) -> int:
+    """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next can reuse them.
+
+    Kept prefixes do not count as held, because they are evicted when a prefill needs their pages.
+    """
     pool = engine.pool
     added = 0
-    held = {page for request in running for page in pool.sequences[request.sequence].pages}
+    prefixes = set() if engine.prefixes is None else set(engine.prefixes.kept.values())
+    held = {page for handle, sequence in pool.sequences.items() if handle not in prefixes for page in sequence.pages}
     for count, request in enumerate(joining[: None if engine.prefixes is None else 1]):
         prompt = request.tokens[: request.prompt_tokens]
         kept = engine.prefixes.longest(prompt) if engine.prefixes is not None else None
