@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from stages.core.strict import PathText, StrictModel
-from stages.policies.policy import whole_pages
+from stages.policies.policy import PAGE_TOKENS, whole_pages
 
 Workload = Literal[
     "prose", "retrieval", "tool_call", "copy", "multi_turn", "documentation", "lookup", "extraction", "quotation", "recall"
@@ -87,12 +87,11 @@ class StressTestConfig(StrictModel):
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 
     def limited(self, longest: int) -> "StressTestConfig":
-        """Return the limits with sequences up to twice the longest question, in whole pages.
+        """Return the limits with sequences up to a page more than the longest question, in whole pages.
 
-        The reference engine needs time for every token, so short questions have a short test. Twice the questions is beyond
-        the borders of chunks, tiles and tables that a service soon reaches.
+        The reference engine needs time for every token, and a verdict covers no longer sequences than the questions.
         """
-        most = max(LEAST_STRESS_TOKENS, whole_pages(2 * longest))
+        most = max(LEAST_STRESS_TOKENS, whole_pages(longest) + PAGE_TOKENS)
         return self.model_copy(update={"max_tokens": min(self.max_tokens, most)})
 
     def tokens(self, longest: int, claimed: int, largest: int) -> int:

@@ -276,12 +276,13 @@ def answers(test: StressTest) -> None:
         stops = [*others, *sorted(set(said))][call % 3 :]
         sequences, full = zip(*chosen, strict=True)
         test.ask(sequences, limits, stops, test.length(1, test.largest), full)
-    # The answers to short random prompts repeat themselves.
-    test.ask([test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)], [REPEATING] * 2)
     waiting = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]
     waiting += [waiting[i] for i in test.rng.integers(0, SHORT, WAITING - SHORT)]
     limits = np.minimum(test.rng.geometric(0.4, WAITING), PAGE_TOKENS).tolist()
-    test.ask(waiting, limits, at_once=max(1, test.largest // test.length(2, 6)))
+    # The answers to short random prompts repeat themselves. The other requests take turns in the remaining places.
+    long = [test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)]
+    at_once = len(long) + max(1, test.largest // test.length(2, 6))
+    test.ask([*long, *waiting], [*[REPEATING] * 2, *limits], at_once=min(at_once, test.largest))
 
 
 SCENARIOS = (
