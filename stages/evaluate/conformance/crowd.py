@@ -121,8 +121,8 @@ def full_pool(test: StressTest) -> None:
         tokens = [*begin, *test.draw(length - PAGE_TOKENS + steps)]
         named.append((f"request {number} of {length} and {steps} tokens", (tokens, length)))
     found = fill_pool(test.engine, named)
-    test.counts["requests"] += found.requests
-    test.counts["preempted"] += found.preempted
+    test.counts.requests += found.requests
+    test.counts.preempted += found.preempted
     test.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]
 
 

@@ -163,7 +163,7 @@ def prefix(test: StressTest) -> None:
         sequence = test.sequence(role, prompt, STEPS)
         reuses = 0 < number < len(alike)
         test.prefill(sequence)
-        test.counts["prefixes"] += reuses
+        test.counts.prefixes += reuses
         if reuses and isinstance(test.engine, SupportsExtend):
             test.decode(sequence)
             test.extend(sequence, test.length(1, STEPS))
@@ -177,7 +177,7 @@ def prefix(test: StressTest) -> None:
         room = test.max_tokens - 2 * STEPS
         rows = [test.sequence("a drawn part of a kept beginning", prompt[: room - 1], STEPS) for prompt in prompts]
         test.prefill(*rows)
-        test.counts["prefixes"] += together
+        test.counts.prefixes += together
         if isinstance(test.engine, SupportsExtend):
             test.decode(*rows)
             test.extend(rows[0], test.length(1, min(2 * PAGE_TOKENS, room - len(rows[0].tokens) + 1)))

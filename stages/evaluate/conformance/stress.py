@@ -5,7 +5,6 @@ reference engine replays its sequences together over these codes.
 """
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,12 +12,10 @@ import numpy as np
 
 from stages.core.records import Progress, no_progress
 from stages.engines.interface import Logits, SupportsExtend, SupportsFork, SupportsRequests
-from stages.engines.reference.attention import Fed
-from stages.engines.reference.replay import Replay
+from stages.evaluate.conformance.answers import AnswerChecks
 from stages.evaluate.conformance.comparer import Comparer
-from stages.evaluate.conformance.deviations import Deviations, passes
+from stages.evaluate.conformance.deviations import Deviations
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.decoding.free import contradiction
 from stages.evaluate.decoding.system import allocation
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.engine_tests import Allocation
@@ -28,10 +25,35 @@ BEGINNING = 4
 """Number of first tokens that group sequences with a common beginning."""
 
 COMMON = 1 / 4
-"""Share of the rows of a decode step that are fed the same token, as rows of a service are after equal words."""
+"""Share of a batch's rows that decode the same token, as happens when users type the same words."""
 
-LONG_ANSWER, TURN = 3 * PAGE_TOKENS, 4
-"""Minimum tokens of an answer that a turn follows, and maximum tokens of this turn and of the answer to it."""
+LONG_ANSWER = 3 * PAGE_TOKENS
+"""An answer of at least this many tokens is followed by a turn."""
+TURN = 4
+"""Maximum tokens of that turn, and of the answer to it."""
+
+
+@dataclass
+class Counts:
+    """Counts and maxima of a run, see `StressResult`."""
+
+    requests: int = 0
+    rows: int = 0
+    prompts: int = 0
+    turns: int = 0
+    forks: int = 0
+    prefixes: int = 0
+    steps: int = 0
+    preempted: int = 0
+    tokens: int = 0
+    decoded: int = 0
+    batch: int = 0
+    together: int = 0
+
+    def reach(self, *, tokens: int = 0, decoded: int = 0, batch: int = 0, together: int = 0) -> None:
+        """Raise maxima."""
+        self.tokens, self.decoded = max(self.tokens, tokens), max(self.decoded, decoded)
+        self.batch, self.together = max(self.batch, batch), max(self.together, together)
 
 
 @dataclass
@@ -52,8 +74,7 @@ class StressTest:
     """Name of the running scenario."""
     failures: list[str] = field(default_factory=list)
     """Messages about contradictions, refused scenarios, and influence between requests."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Counts and maxima by field of `StressResult`."""
+    counts: Counts = field(default_factory=Counts)
     computed: int = 0
     """Tokens that the engine was fed or generated, and tokens that the reference engine replayed."""
     unreplayed: int = 0
@@ -69,11 +90,10 @@ class StressTest:
     live: list[ForcedSequence] = field(default_factory=list)
     ended: list[ForcedSequence] = field(default_factory=list)
     """Released sequences that are not compared yet."""
-    answers: list[tuple[ForcedSequence, list[int]]] = field(default_factory=list)
-    """Sequences and the answers of `generate` to their prompts that are not checked yet."""
 
     def __post_init__(self) -> None:
         self.engine, self.deviations = self.comparer.engine, Deviations(self.comparer)
+        self.answers = AnswerChecks(self.comparer, self.failures)
         self.rng = np.random.default_rng(self.seed)
         self.expected = self.config.tokens(self.max_tokens, self.claimed, self.largest)
 
@@ -100,7 +120,7 @@ class StressTest:
         """Prefill sequences together."""
         handles, logits = self.engine.prefill([sequence.prompt for sequence in sequences])
         self._advance(sum(len(sequence.prompt) for sequence in sequences))
-        self.counts["requests"] += len(sequences)
+        self.counts.requests += len(sequences)
         for row, (sequence, handle) in enumerate(zip(sequences, handles, strict=True)):
             sequence.handle = handle
             self._take(sequence, sequence.prompt, logits[row], row, len(sequences), decoded=False)
@@ -114,19 +134,14 @@ class StressTest:
         sequence.feed(tokens, logits_V, (row, batch), decoded=decoded)
         if sequence.watched:
             self.unreplayed += len(tokens)
-            self.counts["rows"] += 1
-            self.counts["prompts"] += not decoded
-            self._reach(tokens=len(sequence.tokens))
+            self.counts.rows += 1
+            self.counts.prompts += not decoded
+            self.counts.reach(tokens=len(sequence.tokens))
             if tokens is sequence.prompt:
                 self.prompt_offsets.add(len(tokens) % PAGE_TOKENS)
             if decoded:
-                self._reach(decoded=sequence.decoded, batch=batch)
+                self.counts.reach(decoded=sequence.decoded, batch=batch)
                 self.offsets.add((len(sequence.tokens) - 1) % PAGE_TOKENS)
-
-    def _reach(self, **values: int) -> None:
-        """Raise maxima in `counts`."""
-        for name, value in values.items():
-            self.counts[name] = max(self.counts[name], value)
 
     def decode(self, *sequences: ForcedSequence, steps: int = 1) -> None:
         """Decode `steps` tokens of all sequences together."""
@@ -136,7 +151,7 @@ class StressTest:
             tokens = [s.ahead.pop(0) if s.ahead else token for s, token in zip(sequences, drawn, strict=True)]
             logits = self.engine.decode([sequence.handle for sequence in sequences], tokens)
             self._advance(len(tokens))
-            self.counts["steps"] += 1
+            self.counts.steps += 1
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
                 self._take(sequence, [token], logits[row], row, len(sequences), decoded=True)
             self._observe([sequence for sequence in sequences if self.comparer.frees_next(sequence)])
@@ -151,7 +166,7 @@ class StressTest:
         assert isinstance(self.engine, SupportsExtend)
         logits_V = self.engine.extend(sequence.handle, tokens)
         self._advance(count)
-        self.counts["turns"] += sequence.decoded > 0
+        self.counts.turns += sequence.decoded > 0
         self._take(sequence, tokens, logits_V, 0, 1, decoded=False)
         self._observe(observed)
 
@@ -160,7 +175,8 @@ class StressTest:
         assert isinstance(self.engine, SupportsFork)
         ahead = self.draw(steps)
         branch = sequence.branch(role, self.engine.fork(sequence.handle), ahead)
-        self.counts.update(forks=1, requests=1)
+        self.counts.forks += 1
+        self.counts.requests += 1
         self.live.append(branch)
         return branch
 
@@ -174,24 +190,15 @@ class StressTest:
     ) -> list[list[int]]:
         """Generate and return free answers. Their tokens are checked at the end of the scenario.
 
-        `known`: answers to the same prompts without stop tokens, which are at least as long. They tell which stop token ends an
-        answer. Otherwise, answers are expected to end with the last stop token.
+        `known`: longer answers to the same prompts, generated without stop tokens. They show which stop token ends an answer;
+        without them, the last of `stops` is assumed.
         """
         at_once = at_once or self.largest
         answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
-        self.counts["requests"] += len(sequences)
+        self.counts.requests += len(sequences)
         self._advance(sum(len(sequence.prompt) for sequence in sequences) + sum(map(len, answers)))
         for sequence, answer, limit, longer in zip(sequences, answers, limits, known or [()] * len(answers), strict=True):
-            follows = [token for token in longer[len(answer) :][:1] if token in stops]
-            stopped = [] if len(answer) >= limit else follows or list(stops[-1:])
-            wrong = []
-            if (len(answer) < limit and not stopped) or len(answer) > limit:
-                wrong.append(f"{len(answer)} tokens instead of {limit}")
-            if not set(answer).isdisjoint(stops):
-                wrong.append("the stop token, and more,")
-            self.failures += [f"generate: {what} to a prompt of {len(sequence.prompt)} tokens" for what in wrong]
-            if answer or stopped:
-                self.answers.append((sequence, [*answer, *stopped]))
+            self.answers.take(sequence, answer, limit, stops, longer)
         return [list(answer) for answer in answers]
 
     def release(self, *sequences: ForcedSequence) -> None:
@@ -227,7 +234,9 @@ class StressTest:
         running = list(sequences)
         while running:
             if len(running) == self.largest:
-                self._reach(together=sorted(len(sequence.tokens) + 1 for sequence in running)[-2:][0])  # the second longest
+                self.counts.reach(
+                    together=sorted(len(sequence.tokens) + 1 for sequence in running)[-2:][0]
+                )  # the second longest
             self.decode(*running)
             for sequence in running if isinstance(self.engine, SupportsExtend) else ():
                 room = self.max_tokens - len(sequence.tokens)
@@ -239,8 +248,12 @@ class StressTest:
             self.release(*(sequence for sequence in running if not sequence.ahead))
             running = [sequence for sequence in running if sequence.ahead]
 
+    def _reach_together(self, lengths: list[int]) -> None:
+        """Record the second longest of the lengths in a full batch."""
+        self.counts.reach(together=sorted(lengths)[-2:][0])
+
     def _check_pages(self, live: Sequence[ForcedSequence]) -> None:
-        """Report pages that the live sequences still hold although the policy frees them. No other sequences may be live."""
+        """Report pages that the policy should have freed. Only the sequences `live` and the resting ones may be live."""
         policy, shape = self.engine.policy, self.engine.shape
         lengths = [len(sequence.tokens) for sequence in (*live, *self.resting)]
         due = sum(policy.kept_pages(length, shape) + policy.window_pages(length) for length in lengths)
@@ -265,7 +278,7 @@ class StressTest:
                 self.comparer.observe_request(sequence, row)
         self._end(sequences)
         if len(sequences) == self.largest:
-            self._reach(together=sorted(len(sequence.tokens) for sequence in sequences)[-2:][0])  # the second longest
+            self._reach_together([len(sequence.tokens) for sequence in sequences])
 
     # --- comparison with the reference engine -------------------------------------------------------------------------
 
@@ -273,10 +286,20 @@ class StressTest:
         """End a scenario: release sequences left by a refusal, then compare while the engine is idle."""
         self.release(*[sequence for sequence in self.live if sequence.handle >= 0 and sequence not in self.resting])
         started = time.monotonic()
-        unforced = self._check_forced_answers()
+        unforced = self.answers.check_forced()
         self.compare()
         self.idle = max(self.idle, time.monotonic() - started)
-        self._check_answers(unforced)
+        self.answers.check(unforced, self._force, self._advance)
+        self.compare()
+
+    def _force(self, sequence: ForcedSequence) -> None:
+        """Decode a sequence by itself."""
+        if isinstance(self.engine, SupportsRequests) and sequence.ahead:
+            self.serve([sequence])
+        else:
+            self.prefill(sequence)
+            self.decode(sequence, steps=len(sequence.ahead))
+            self.release(sequence)
 
     def compare(self, least: int = 0) -> None:
         """Compare ended sequences with the reference engine, if they have at least `least` tokens in total."""
@@ -290,58 +313,3 @@ class StressTest:
         share = self.unreplayed / max(1, sum(len(sequence.tokens) for sequence in ended))  # forks share tokens
         self.unreplayed = 0
         self.deviations.compare(ended, lambda tokens: self._advance(round(share * tokens)))
-
-    def _check_forced_answers(self) -> list[tuple[ForcedSequence, list[int]]]:
-        """Check the answers of `generate` that the engine was also forced to decode; return the other answers."""
-        answers, self.answers = self.answers, []
-        if self.comparer.reference.assumed is None:
-            return []
-        unforced = []
-        for sequence, answer in answers:
-            rows, begin = sequence.logits[: len(answer)], len(sequence.prompt)
-            if len(rows) == len(answer) and sequence.tokens[begin : begin + len(answer) - 1] == answer[:-1]:
-                self._report_contradiction(sequence, contradiction(self.engine, np.stack(rows), answer))
-            else:
-                unforced.append((sequence, answer))
-        return unforced
-
-    def _check_answers(self, answers: Sequence[tuple[ForcedSequence, list[int]]]) -> None:
-        """Check up to rounding that all tokens of answers are the most likely, over the reference engine's own codes.
-
-        A single flipped code may change an answer. Answers that look wrong are therefore forced on the engine, and compared.
-        """
-        # An answer that begins like a longer answer to the same prompt is checked with the longer answer.
-        longest = defaultdict[tuple[int, ...], list[tuple[ForcedSequence, list[int]]]](list)
-        for sequence, answer in sorted(answers, key=lambda pair: -len(pair[1])):
-            same_prompt = longest[tuple(sequence.prompt)]
-            if not any(longer[: len(answer)] == answer for _, longer in same_prompt):
-                same_prompt.append((sequence, answer))
-        answers = [pair for pairs in longest.values() for pair in pairs]
-        feds = [
-            Fed([*sequence.prompt, *answer[:-1]], [(len(sequence.prompt), False), (len(answer) - 1, True)])
-            for sequence, answer in answers
-        ]
-        replays = list[Replay]()
-        for group in passes(feds):
-            replays += self.comparer.reference.replay(group, disturbed=False)
-            self._advance(sum(len(fed.tokens) for fed in group))
-        for (sequence, answer), replay in zip(answers, replays, strict=True):
-            if contradiction(self.engine, replay.logits, answer) is not None:
-                forced = ForcedSequence(f"{sequence.name}, forced", sequence.prompt, answer[:-1])
-                if isinstance(self.engine, SupportsRequests) and forced.ahead:
-                    self.serve([forced])
-                else:
-                    self.prefill(forced)
-                    self.decode(forced, steps=len(forced.ahead))
-                    self.release(forced)
-                self._report_contradiction(sequence, contradiction(self.engine, np.stack(forced.logits), answer))
-        self.compare()
-
-    def _report_contradiction(self, sequence: ForcedSequence, found: tuple[int, float] | None) -> None:
-        """Report an answer that contradicts the engine's logits. `found`: the result of `contradiction`."""
-        if found is not None:
-            what = "the first token" if found[0] == 0 else f"token {found[0]}"
-            self.failures.append(
-                f"generate: {what} of the answer to a prompt of {len(sequence.prompt)} tokens ({sequence.name}) lies "
-                f"{found[1]:.2g} (logits) behind what the prompt and the answer before it make most likely"
-            )

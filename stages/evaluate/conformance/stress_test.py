@@ -7,6 +7,7 @@ codes that the engine stored, and the codes themselves.
 
 import secrets
 import time
+from dataclasses import asdict
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
@@ -70,7 +71,7 @@ def run_stress_test(
         page_offsets=len(test.offsets),
         failures=failures,
         allocation=(test.allocation or allocation(engine)).model_copy(update={"process": held}),
-        **test.counts,
+        **asdict(test.counts),
     )
 
 

@@ -1,0 +1,99 @@
+"""Checks the free answers of the stress test: their lengths, and that every token is the most likely one."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from stages.engines.reference.attention import Fed
+from stages.engines.reference.replay import Replay
+from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.deviations import passes
+from stages.evaluate.conformance.sequence import ForcedSequence
+from stages.evaluate.decoding.free import contradiction
+
+Answer = tuple[ForcedSequence, list[int]]
+"""A sequence whose prompt was answered, and the answer's tokens with the stop token that ended it."""
+
+
+class AnswerChecks:
+    """The answers of one scenario that are not checked yet, and the messages about wrong answers."""
+
+    def __init__(self, comparer: Comparer, failures: list[str]) -> None:
+        """Start without answers. Messages are appended to `failures`."""
+        self.comparer, self.engine, self.failures = comparer, comparer.engine, failures
+        self.answers: list[Answer] = []
+
+    def take(
+        self, sequence: ForcedSequence, answer: Sequence[int], limit: int, stops: Sequence[int], longer: Sequence[int]
+    ) -> None:
+        """Check an answer's length, and keep the answer for the other checks.
+
+        `longer` is an answer to the same prompt without stop tokens, or empty. The token that follows in it ended this answer;
+        without it, the last stop token is assumed.
+        """
+        follows = [token for token in longer[len(answer) :][:1] if token in stops]
+        stopped = [] if len(answer) >= limit else follows or list(stops[-1:])
+        wrong = []
+        if (len(answer) < limit and not stopped) or len(answer) > limit:
+            wrong.append(f"{len(answer)} tokens instead of {limit}")
+        if not set(answer).isdisjoint(stops):
+            wrong.append("the stop token, and more,")
+        self.failures += [f"generate: {what} to a prompt of {len(sequence.prompt)} tokens" for what in wrong]
+        if answer or stopped:
+            self.answers.append((sequence, [*answer, *stopped]))
+
+    def check_forced(self) -> list[Answer]:
+        """Check the answers that the engine was also forced to decode, over its own logits; return the other answers."""
+        answers, self.answers = self.answers, []
+        if self.comparer.reference.assumed is None:
+            return []
+        unforced = []
+        for sequence, answer in answers:
+            rows, begin = sequence.logits[: len(answer)], len(sequence.prompt)
+            if len(rows) == len(answer) and sequence.tokens[begin : begin + len(answer) - 1] == answer[:-1]:
+                self._check_likelier(sequence, np.stack(rows), answer)
+            else:
+                unforced.append((sequence, answer))
+        return unforced
+
+    def check(self, answers: Sequence[Answer], force: Callable[[ForcedSequence], None], advance: Callable[[int], None]) -> None:
+        """Check up to rounding that all tokens of answers are the most likely, over the reference engine's own codes.
+
+        A single flipped code may change an answer. Answers that look wrong are therefore forced on the engine by `force`.
+        `advance` is called with numbers of replayed tokens.
+        """
+        answers = list(_longest(answers))
+        feds = [
+            Fed([*sequence.prompt, *answer[:-1]], [(len(sequence.prompt), False), (len(answer) - 1, True)])
+            for sequence, answer in answers
+        ]
+        replays = list[Replay]()
+        for group in passes(feds):
+            replays += self.comparer.reference.replay(group, disturbed=False)
+            advance(sum(len(fed.tokens) for fed in group))
+        for (sequence, answer), replay in zip(answers, replays, strict=True):
+            if contradiction(self.engine, replay.logits, answer) is not None:
+                forced = ForcedSequence(f"{sequence.name}, forced", sequence.prompt, answer[:-1])
+                force(forced)
+                self._check_likelier(sequence, np.stack(forced.logits), answer)
+
+    def _check_likelier(self, sequence: ForcedSequence, logits: np.ndarray, answer: list[int]) -> None:
+        """Report the first token of an answer that the engine's own logits (rows, V) contradict."""
+        found = contradiction(self.engine, logits, answer)
+        if found is not None:
+            what = "the first token" if found[0] == 0 else f"token {found[0]}"
+            self.failures.append(
+                f"generate: {what} of the answer to a prompt of {len(sequence.prompt)} tokens ({sequence.name}) lies "
+                f"{found[1]:.2g} (logits) behind what the prompt and the answer before it make most likely"
+            )
+
+
+def _longest(answers: Sequence[Answer]) -> Iterator[Answer]:
+    """Yield the answers except those that a longer answer to the same prompt begins with."""
+    longest = defaultdict[tuple[int, ...], list[list[int]]](list)
+    for sequence, answer in sorted(answers, key=lambda pair: -len(pair[1])):
+        same_prompt = longest[tuple(sequence.prompt)]
+        if not any(longer[: len(answer)] == answer for longer in same_prompt):
+            same_prompt.append(answer)
+            yield sequence, answer
