@@ -14,7 +14,7 @@ REASONS = {
     "subnormals_flushed": "FP8 subnormals are below 1/28,000 of the largest number. Zeros in their place change a vector less "
     "than a neighbouring code of a large number, which a sound engine may choose",
     "float16_copy_unreported": "In this run the process did not grow by half the size of a copy; a short evaluation sees the "
-    "copy (`tests/long/test_faults.py`). The cause is open",
+    "copy (`tests/long/test_faults.py`)",
 }
 """Why faults pass although they cost something."""
 
@@ -58,12 +58,12 @@ def _row(*cells: object) -> str:
 
 def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
     missed = [fault for fault in judged if not now[fault.name].caught]
-    left = ", ".join(f"`{fault.name}`" for fault in FAULTS if fault.name not in now)
+    left = sum(fault.name not in now for fault in FAULTS)
     sound = [now[name] for policy in SOUND_ENGINES for seed in range(5) if (name := sound_name(policy, seed)) in now]
     yield HEAD.format(
         judged=len(judged),
         refused=len(judged) - len(missed),
-        left=f"\nNot judged yet: {left}." if left else "",
+        left=f"\n{left} newer faults are not judged yet." if left else "",
         sound=sum(one.verdict == "PASS" for one in sound),
         engines=len(sound),
         policies=len(SOUND_ENGINES),
@@ -72,11 +72,11 @@ def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
         yield "\n## Undetected faults\n"
     for fault in missed:
         found = now[fault.name]
-        verdict = f"{found.verdict} of the small evaluation"
-        verdict += f", {found.default} of the default one" if found.default else ""
-        sizes = f"mean KL from the baseline {_size(found.mean_kl)}, costs {_cost(costs.get(fault.name), fault)}"
-        reason = f". {REASONS[fault.name]}." if fault.name in REASONS else ""
-        yield f"- `{fault.name}` ({fault.models}): {verdict}, {sizes}{reason}"
+        verdict = f"{found.verdict} in the small evaluation"
+        verdict += f", {found.default} in the default evaluation" if found.default else ""
+        sizes = f"Mean KL from the baseline: {_size(found.mean_kl)}. Harm: {_cost(costs.get(fault.name), fault)}."
+        reason = f" {REASONS[fault.name]}." if fault.name in REASONS else ""
+        yield f"- `{fault.name}` ({fault.models}): {verdict}. {sizes}{reason}"
 
 
 def _size(number: float | None) -> str:
@@ -86,8 +86,8 @@ def _size(number: float | None) -> str:
 def _cost(found: Cost | None, fault: Fault) -> str:
     """Return a fault's cost to a user."""
     if fault.harm != "answers":
-        return {"memory": "memory", "claim": "a claim"}[fault.harm]
-    worst = f"{_size(None if found is None else found.worst_kl)} nats at one token"
+        return {"memory": "unreported memory", "claim": "a wrong claim"}[fault.harm]
+    worst = f"{_size(None if found is None else found.worst_kl)} nats at the worst token"
     return "an error" if found is not None and found.error else worst
 
 
