@@ -207,7 +207,12 @@ def keys() -> list[str]:
         above = {key: said for file in sorted((CONF / name).glob("*.yaml")) for key, said in comments(file).items()}
         found = rows(model, whole[name], f"{name}.", above)
         lines += [f"### {name}", "", " ".join((model.__doc__ or "").split()), ""]
-        lines += table(("key", "default", "values", "meaning"), list(found))
+        if name == "workloads":  # the tiny model is asked other questions than all other models
+            chat = rows(model, composed("workloads=chat")[name], f"{name}.", above)
+            found = ((key, tiny, other, *rest) for (key, tiny, *rest), (_, other, *_) in zip(found, chat, strict=True))
+            lines += table(("key", "default, tiny model", "default, other models (`chat`)", "values", "meaning"), list(found))
+        else:
+            lines += table(("key", "default", "values", "meaning"), list(found))
     for name, model in sorted(backend_configs().items()):
         above = comments(CONF / "backend" / f"{name}.yaml")
         found = rows(model, composed(f"backend={name}")["backend"], "backend.", above)
