@@ -1,4 +1,8 @@
-"""backend=trtllm on TensorRT-LLM's own Python, with stand-ins for compiled parts: no kernel runs."""
+"""backend=trtllm on TensorRT-LLM's own Python, with stand-ins for compiled parts: no kernel runs.
+
+The run that docs/backends.md names used the files of 1.3.0rc3 from a public fork, `nctu6/vllm-tensorrt`, in its folder
+third_party/tensorrt_llm.
+"""
 
 import json
 import os
