@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from stages.checkpoints.files import (
 )
 from stages.checkpoints.quantized import Quantized, read_quantized
 from stages.checkpoints.rope import is_number, read_rope
+from stages.checkpoints.unread_keys import refuse_misspelt
 from stages.checkpoints.windows import layer_windows
 from stages.core.errors import UserError, short
 from stages.policies.formats import WeightsFormat
@@ -130,7 +130,7 @@ def describe_checkpoint(
     architecture = _architecture(path, config)
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
-    _refuse_misspelt(path, config)
+    refuse_misspelt(path, config, OPTIONAL)
     config = family.completed(config)
     _check_values(path, config)
     experts_sizes = [key for key in SIZES_OF_EXPERTS if key in config and (key, config[key]) != NO_SHARED_EXPERT]
@@ -256,21 +256,11 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
     (TOKENS, "a token's number", _is_token),
 )
 """(keys, expected value, check) of the optional values of config.json that affect the model's arithmetic, except sizes."""
-
-
-READ = {key for keys, *_ in RULES for key in keys} | {
+OPTIONAL = {key for keys, *_ in RULES for key in keys} | {
     *("rope_scaling", "rope_parameters", "num_key_value_heads", "head_dim"),
     *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "sliding_window_pattern"),
 }
 """Optional keys of config.json that affect the model."""
-
-
-def _refuse_misspelt(path: Path, config: dict[str, Any]) -> None:
-    """Refuse misspelt keys: transformers ignores them and would load another model."""
-    for key in sorted(config.keys() - READ):
-        meant = get_close_matches(key, READ - config.keys(), 1, 0.9)
-        if meant and not key.startswith("_"):
-            raise refusal(path, f"config.json: {short(key)} is no key, and {meant[0]} is missing; rename it")
 
 
 def _check_values(path: Path, config: dict[str, Any]) -> None:

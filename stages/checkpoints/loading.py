@@ -8,14 +8,11 @@ The functions import transformers themselves, so that importing this module is c
 
 import importlib.metadata
 import json
-import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +20,9 @@ from typing import Any
 from stages.checkpoints.description import inspect_checkpoint, read_config
 from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import INDEX, TOKENIZER_FILES, read_json, refusal
-from stages.checkpoints.rope import BESIDE, SLIDING, compose_rope, read_rope
+from stages.checkpoints.rope import SLIDING, compose_rope
+from stages.checkpoints.rope_check import check_rotary
+from stages.checkpoints.unread_keys import refuse_unread_keys
 from stages.checkpoints.windows import PATTERNS, layer_windows
 from stages.core.errors import UserError, short
 
@@ -80,7 +79,7 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
         state: Any = revert_weight_conversion(built, dict(built.state_dict()))
         check_rotary(path, config, built)
         _check_windows(path, config, built.config)
-        _refuse_unread(path, config, built.config, state)
+        refuse_unread_keys(path, config, built.config, state)
     except UserError:
         raise
     except Exception as error:  # model classes raise various types for a bad configuration
@@ -92,94 +91,6 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
         logging.set_verbosity(verbosity)
     tied = built.config.tie_word_embeddings
     return {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
-
-
-PARTS = re.compile(
-    "_(act|activation|alibi|architecture|attention|attn|bias|bidirectional|causal|cla|clip|diffusion|dim__model__base|experts?"
-    "|gamma|gated|glu|interleaved?|layernorm|logits?|logn|lora|mla|moe|mrope|multiplier|mup|nope|norm|normalization|ntk"
-    "|parallel__block|position__embeddings?__type|prefix|pruned|qk|qkv|query|residual|rmsnorm|rope|rotary|routed|router|scale"
-    "|scaling|scoring|share|sharing|sinks?|skip|sliding|softcap|softcapping|softmax|swa|swiglu__limit|theta|topk__method"
-    "|window|xpos|yarn)_"
-)
-"""Parts of the names of keys that change a decoder's computation."""
-TRAINING = re.compile("_(coef|context|dropout|flash|fp32|fused|grad|init|initializer|jitter|loss|noise|output__router|pdrop)_")
-"""Parts of the names of keys that affect only training, speed or precision."""
-COMPARED = {*BESIDE, "rope_scaling", "sliding_window", "use_sliding_window", *PATTERNS}
-"""Keys that other checks compare with what the model's class reads."""
-SAME = ({"act", "activation"}, {"eps", "epsilon"})
-"""Words of keys that mean the same: `hidden_act` of one family is `activation_function` in another."""
-WITHOUT_EFFECT: tuple[Any, ...] = (
-    *(None, False, 0, 1, {}, []),
-    *("default", "none", "full", "softmax", "greedy", "rope", "rotary", "causal", "mha", "gqa", "mqa", "sdpa", "eager"),
-)
-"""Values that ask for nothing, or for what every family computes anyway."""
-ALWAYS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("causal", "glu", "rope", "rotary", "scale attn", "scale attn weights", "no rope layers"), (None, True, 1)),
-    "swiglu limit": (None, 7.0),
-}
-"""Key, without its words `is`, `use` and `embedding` -> the only values without effect, if they are not WITHOUT_EFFECT."""
-
-
-def _refuse_unread(path: Path, config: dict[str, Any], read: Any, tensors: Iterable[str]) -> None:
-    """Refuse keys of other families that ask for another computation: the model's class would silently ignore them.
-
-    Args:
-        path: Directory of the checkpoint, for errors.
-        config: Content of config.json.
-        read: transformers' configuration, an instance of the family's class.
-        tensors: Names of the model's tensors.
-    """
-    declared = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
-    for key, value in config.items():
-        words = key.lower().split("_")
-        spaced = f"_{'__'.join(words)}_"  # every word between its own underscores, as in PARTS
-        same = next((synonyms for synonyms in SAME if synonyms.intersection(words)), set())
-        if key in declared or key in COMPARED or key == FAMILIES[read.model_type].local_base or not words[0]:
-            continue
-        if not (same or PARTS.search(spaced)) or TRAINING.search(spaced):
-            continue
-        if same and (value is None or isinstance(value, bool)):  # such as activation_checkpointing
-            continue
-        own = [name for name in declared if same.intersection(name.split("_"))]
-        if own and not any(name in config for name in own):
-            raise refusal(
-                path, f"config.json: {short(key)} is not read in a model of type {read.model_type}; write it as {min(own)}"
-            )
-        if not _has_no_effect(words, value, [config[name] for name in own if name in config], tensors):
-            other = get_close_matches(key, (declared | COMPARED) & config.keys(), 1, 0.6)
-            if not isinstance(value, bool) and other and config[other[0]] == value:
-                continue
-            raise refusal(
-                path,
-                f"config.json: {short(key)}={short(value)} is not read in a model of type {read.model_type}; leave it out "
-                "if the weights were trained without it",
-            )
-
-
-def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterable[str]) -> bool:
-    """Return whether the family computes what an unread key asks for.
-
-    Args:
-        words: Words of the key.
-        value: Its value. A list of equal values, one by layer, counts as that value.
-        own: Values of the family's own keys with the same meaning (`SAME`).
-        tensors: Names of the model's tensors.
-    """
-    if isinstance(value, list) and value and all(each == value[0] for each in value):
-        value = value[0]
-    if own:  # other approximations of an activation have a longer name, and its gated form another
-        value = {"swiglu": "silu", "geglu": "gelu"}.get(value, value) if isinstance(value, str) else value
-        return value in (None, *own) or (isinstance(value, str) and any(str(one).startswith(value) for one in own))
-    if isinstance(value, str) and {"norm", "normalization"}.intersection(words):
-        norm = "layernorm" if "model.norm.bias" in tensors else "rmsnorm"
-        return value.lower().replace("_", "") == norm
-    applied = ALWAYS.get(" ".join(word for word in words if word not in ("is", "use", "embedding", "embeddings")))
-    if "bias" in words:
-        applied = (None, False, any(".bias" in name for name in tensors))
-    elif "qk" in words and any("norm" in word for word in words):
-        applied = (None, any(".q_norm." in name for name in tensors))
-    applied = applied or WITHOUT_EFFECT
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in applied)
 
 
 def _check_windows(path: Path, config: dict[str, Any], read: Any) -> None:
@@ -233,60 +144,3 @@ def _staged(directory: Path, copied: Sequence[str], linked: Sequence[str] = ()) 
         for name in linked:
             (Path(scratch) / name).symlink_to((directory / name).resolve())
         yield Path(scratch)
-
-
-DEFAULTED = (*BESIDE, "original_max_position_embeddings")
-"""Parameters for which a model class may supply a default. It may supply others only if it also supplies `rope_type`."""
-
-
-def check_rotary(path: Path, config: dict[str, Any], model: Any) -> None:
-    """Raise UserError if a model's rotary embeddings differ from its configuration.
-
-    Args:
-        path: Directory of the checkpoint, for errors.
-        config: Content of config.json.
-        model: The model that transformers built from `config`, on any device.
-
-    Raises:
-        UserError: A parameter, a frequency or the attention factor differs.
-    """
-    made = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
-    for kind, stated in read_rope(path, config).layers.items():
-        if kind is not None and kind not in model.config.layer_types:
-            continue
-        prefix = "" if kind is None else f"{kind}_"
-        applied = model.config.rope_parameters if kind is None else model.config.rope_parameters[kind]
-        differing = [f"{key}={short(applied.get(key))}" for key, value in stated.items() if applied.get(key) != value]
-        kept = DEFAULTED if "rope_type" in stated else applied.keys()
-        wanted, scale = _rotary({key: applied[key] for key in kept if key in applied} | stated, model.config)
-        frequencies = getattr(made, f"{prefix}inv_freq")
-        if differing or frequencies.shape != wanted.shape or not frequencies.allclose(wanted, rtol=1e-6, atol=0):
-            told = ", ".join(differing) or "other frequencies"
-        elif getattr(made, f"{prefix}attention_scaling") != scale:
-            told = f"another attention_factor than {scale}"
-        else:
-            continue
-        parameters = ", ".join(f"{key}={short(value)}" for key, value in stated.items())
-        raise refusal(
-            path,
-            f"config.json: transformers gives {'all' if kind is None else kind} layers of this {model.config.model_type} a "
-            f"rotary embedding with {told}, and config.json states {parameters}; give a config.json that it reads as stated",
-        )
-
-
-def head_dim_of(config: Any) -> int:
-    """Return the size of an attention head of a transformers configuration."""
-    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
-
-
-def _rotary(parameters: dict[str, Any], config: Any) -> tuple[Any, float]:
-    """Return the inverse frequencies and the attention factor for RoPE parameters and the sizes of `config`."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if parameters["rope_type"] == "default":
-        parameters = parameters | {"rope_type": "linear", "factor": 1.0}
-    positions = config.max_position_embeddings
-    plain = LlamaConfig(head_dim=head_dim_of(config), max_position_embeddings=positions, rope_parameters=parameters)
-    frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](plain)
-    return frequencies, scale

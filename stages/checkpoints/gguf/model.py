@@ -85,7 +85,7 @@ def inspect_gguf(path: Path) -> GGUFModel:
     architecture = header.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
         raise header.error(f"general.architecture={architecture} is not supported; use one of {', '.join(MODEL_TYPES)}")
-    _refuse_unread(header, architecture)
+    _refuse_unknown_metadata(header, architecture)
     vocabulary = read_vocabulary(header)
     if architecture == "gemma3" and (vocabulary.splitter is not None or vocabulary.space_prefix):
         raise header.error(
@@ -103,7 +103,7 @@ def pairs_neighbours(model_type: str) -> bool:
     return model_type == "llama"
 
 
-def _refuse_unread(header: Header, architecture: str) -> None:
+def _refuse_unknown_metadata(header: Header, architecture: str) -> None:
     """Refuse metadata that affects the model's numbers and would be lost in the conversion."""
     for key, value in header.metadata.items():
         name = key.removeprefix(f"{architecture}.")

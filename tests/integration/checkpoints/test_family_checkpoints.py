@@ -187,7 +187,7 @@ def test_a_base_at_the_top_level_is_taken_by_every_family(family: str, rope: dic
         ("gemma3_text", {"rope_parameters": YARN}, "rope_parameters.sliding_attention is missing"),
         ("olmo3", {"rope_parameters": {FULL: YARN}}, "rope_parameters.sliding_attention is missing"),
         ("olmo3", {"rope_parameters": {FULL: PLAIN, SLIDING: PLAIN, **YARN}}, "rope_parameters.rope_type=.*contradicts"),
-        ("olmo3", {"rope_parameters": YARN | {"truncate": False}}, "other frequencies.*truncate=False"),
+        ("olmo3", {"rope_parameters": YARN | {"truncate": False}}, "other rotary frequencies.*truncate=False"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"rope_theta": 20000.0, "rope_scaling": YARN, "original_max_position_embeddings": 64},
          "original_max_position_embeddings=64.*=128"),

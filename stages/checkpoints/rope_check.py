@@ -1,0 +1,64 @@
+"""Compares the rotary embeddings that transformers builds with the parameters in config.json."""
+
+from pathlib import Path
+from typing import Any
+
+from stages.checkpoints.files import refusal
+from stages.checkpoints.rope import BESIDE, read_rope
+from stages.core.errors import short
+
+DEFAULTED = (*BESIDE, "original_max_position_embeddings")
+"""Parameters for which a model class may supply a default. It may supply others only if it also supplies `rope_type`."""
+
+
+def check_rotary(path: Path, config: dict[str, Any], model: Any) -> None:
+    """Raise UserError if a model's rotary embeddings differ from its configuration.
+
+    Args:
+        path: Directory of the checkpoint, for errors.
+        config: Content of config.json.
+        model: The model that transformers built from `config`, on any device.
+
+    Raises:
+        UserError: A parameter, a frequency or the attention factor differs.
+    """
+    made = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
+    for kind, stated in read_rope(path, config).layers.items():
+        if kind is not None and kind not in model.config.layer_types:
+            continue
+        prefix = "" if kind is None else f"{kind}_"
+        applied = model.config.rope_parameters if kind is None else model.config.rope_parameters[kind]
+        differing = [f"{key}={short(applied.get(key))}" for key, value in stated.items() if applied.get(key) != value]
+        kept = DEFAULTED if "rope_type" in stated else applied.keys()
+        wanted, scale = _rotary({key: applied[key] for key in kept if key in applied} | stated, model.config)
+        frequencies = getattr(made, f"{prefix}inv_freq")
+        if differing or frequencies.shape != wanted.shape or not frequencies.allclose(wanted, rtol=1e-6, atol=0):
+            applies = "other rotary " + (f"parameters ({', '.join(differing)})" if differing else "frequencies")
+        elif getattr(made, f"{prefix}attention_scaling") != scale:
+            applies = f"another attention_factor (not {scale})"
+        else:
+            continue
+        parameters = ", ".join(f"{key}={short(value)}" for key, value in stated.items())
+        raise refusal(
+            path,
+            f"config.json: transformers applies {applies} to {'all' if kind is None else kind} layers of this "
+            f"{model.config.model_type} than the stated {parameters}; correct the rope parameters",
+        )
+
+
+def head_dim_of(config: Any) -> int:
+    """Return the size of an attention head of a transformers configuration."""
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+
+
+def _rotary(parameters: dict[str, Any], config: Any) -> tuple[Any, float]:
+    """Return the inverse frequencies and the attention factor for RoPE parameters and the sizes of `config`."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if parameters["rope_type"] == "default":
+        parameters = parameters | {"rope_type": "linear", "factor": 1.0}
+    positions = config.max_position_embeddings
+    plain = LlamaConfig(head_dim=head_dim_of(config), max_position_embeddings=positions, rope_parameters=parameters)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](plain)
+    return frequencies, scale

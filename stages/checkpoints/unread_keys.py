@@ -1,0 +1,124 @@
+"""Refuses keys of config.json that the model's class would silently ignore: misspelt keys, and keys of other families.
+
+transformers reads only the keys of the family's configuration class. A model trained with another key would be loaded as
+another model.
+"""
+
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from stages.checkpoints.families import FAMILIES
+from stages.checkpoints.files import refusal
+from stages.checkpoints.rope import BESIDE
+from stages.checkpoints.windows import PATTERNS
+from stages.core.errors import short
+
+DECODER_WORDS = {
+    *("act", "activation", "alibi", "architecture", "attention", "attn", "bias", "bidirectional", "causal", "cla", "clip"),
+    *("diffusion", "expert", "experts", "gamma", "gated", "glu", "interleave", "interleaved", "layernorm", "logit", "logits"),
+    *("logn", "lora", "mla", "moe", "mrope", "multiplier", "mup", "nope", "norm", "normalization", "ntk", "prefix", "pruned"),
+    *("qk", "qkv", "query", "residual", "rmsnorm", "rope", "rotary", "routed", "router", "scale", "scaling", "scoring"),
+    *("share", "sharing", "sink", "sinks", "skip", "sliding", "softcap", "softcapping", "softmax", "swa", "theta", "window"),
+    *("xpos", "yarn"),
+    *("dim_model_base", "parallel_block", "position_embedding_type", "position_embeddings_type", "swiglu_limit", "topk_method"),
+}
+"""Words, and sequences of words, in the keys that change a decoder's computation."""
+TRAINING_WORDS = {
+    *("coef", "context", "dropout", "flash", "fp32", "fused", "grad", "init", "initializer", "jitter", "loss", "noise"),
+    *("pdrop", "output_router"),
+}
+"""Words in the keys that affect only training, speed or precision."""
+COMPARED = {*BESIDE, "rope_scaling", "sliding_window", "use_sliding_window", *PATTERNS}
+"""Keys that other checks compare with what the model's class reads."""
+SAME = ({"act", "activation"}, {"eps", "epsilon"})
+"""Words of keys that mean the same: `hidden_act` of one family is `activation_function` in another."""
+WITHOUT_EFFECT: tuple[Any, ...] = (
+    *(None, False, 0, 1, {}, []),
+    *("default", "none", "full", "softmax", "greedy", "rope", "rotary", "causal", "mha", "gqa", "mqa", "sdpa", "eager"),
+)
+"""Values that leave every supported family's computation unchanged."""
+ALWAYS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("causal", "glu", "rope", "rotary", "scale attn", "scale attn weights", "no rope layers"), (None, True, 1)),
+    "swiglu limit": (None, 7.0),
+}
+"""Key, without its words `is`, `use` and `embedding` -> the only values without effect, if they are not WITHOUT_EFFECT."""
+
+
+def refuse_misspelt(path: Path, config: dict[str, Any], optional: Set[str]) -> None:
+    """Refuse misspelt keys of config.json. `optional`: keys that change the model and may be missing."""
+    for key in sorted(config.keys() - optional):
+        meant = get_close_matches(key, optional - config.keys(), 1, 0.9)
+        if meant and not key.startswith("_"):
+            raise refusal(path, f"config.json: {short(key)} is not a known key, and {meant[0]} is missing; rename it")
+
+
+def refuse_unread_keys(path: Path, config: dict[str, Any], read: Any, tensors: Iterable[str]) -> None:
+    """Refuse keys of other families that ask for another computation.
+
+    Args:
+        path: Directory of the checkpoint, for errors.
+        config: Content of config.json.
+        read: transformers' configuration, an instance of the family's class.
+        tensors: Names of the model's tensors.
+    """
+    known = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
+    for key, own in _unread_keys(config, known | COMPARED | {FAMILIES[read.model_type].local_base or ""}):
+        given, value = [name for name in own if name in config], config[key]
+        if own and not given:
+            raise refusal(
+                path, f"config.json: {short(key)} is not read in a model of type {read.model_type}; write it as {min(own)}"
+            )
+        if _has_no_effect(key.lower().split("_"), value, [config[name] for name in given], tensors):
+            continue
+        other = get_close_matches(key, (known | COMPARED) & config.keys(), 1, 0.6)
+        if isinstance(value, bool) or not other or config[other[0]] != value:
+            raise refusal(
+                path,
+                f"config.json: {short(key)}={short(value)} is not read in a model of type {read.model_type}; leave it out "
+                "if the weights were trained without it",
+            )
+
+
+def _unread_keys(config: dict[str, Any], known: Set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield unread keys that may change the computation, each with the known keys of the same meaning (`SAME`)."""
+    for key, value in config.items():
+        words = key.lower().split("_")
+        same = next((synonyms for synonyms in SAME if synonyms.intersection(words)), set[str]())
+        if key in known or not words[0] or _has_word(key, TRAINING_WORDS):
+            continue
+        unset = value is None or isinstance(value, bool)  # such as activation_checkpointing
+        if not unset if same else _has_word(key, DECODER_WORDS):
+            yield key, [name for name in known if same.intersection(name.split("_"))]
+
+
+def _has_word(key: str, words: Set[str]) -> bool:
+    return any(f"_{word}_" in f"_{key.lower()}_" for word in words)
+
+
+def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterable[str]) -> bool:
+    """Return whether the family computes what an unread key asks for.
+
+    Args:
+        words: Words of the key.
+        value: Its value. A list of equal values, one by layer, counts as that value.
+        own: Values of the family's own keys with the same meaning (`SAME`).
+        tensors: Names of the model's tensors.
+    """
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        value = value[0]
+    if own:  # other approximations of an activation have a longer name, and its gated form another
+        value = {"swiglu": "silu", "geglu": "gelu"}.get(value, value) if isinstance(value, str) else value
+        return value in (None, *own) or (isinstance(value, str) and any(str(one).startswith(value) for one in own))
+    if isinstance(value, str) and {"norm", "normalization"}.intersection(words):
+        norm = "layernorm" if "model.norm.bias" in tensors else "rmsnorm"
+        return value.lower().replace("_", "") == norm
+    applied = ALWAYS.get(" ".join(word for word in words if word not in ("is", "use", "embedding", "embeddings")))
+    if "bias" in words:
+        applied = (None, False, any(".bias" in name for name in tensors))
+    elif "qk" in words and any("norm" in word for word in words):
+        applied = (None, any(".q_norm." in name for name in tensors))
+    applied = applied or WITHOUT_EFFECT
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in applied)
