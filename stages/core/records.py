@@ -1,10 +1,13 @@
-"""Records that stages exchange."""
+"""Records that stages exchange, and the base class of the records that an evaluation writes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,6 +20,26 @@ Progress = Callable[[str, int, int], None]
 
 def no_progress(label: str, done: int, total: int) -> None:
     """Ignore the progress."""
+
+
+Number = float | None
+"""A measured number; null if it was not finite, because JSON has no NaN."""
+
+
+class Record(BaseModel):
+    """A part of a report or of a verdict: frozen, without unknown keys, NaN or infinity."""
+
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def finite(value: Number) -> Number:
+    """Return a number in the form of a record: None if it is missing or not finite."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def or_infinite(value: Number) -> float:
+    """Return a recorded distance; infinity if the record has null."""
+    return math.inf if value is None else value
 
 
 LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]

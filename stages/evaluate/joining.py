@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from stages.core.records import finite
 from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import MeasuredOnce, Round
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
-from stages.verdict.record import finite
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, Acceptance, Accuracy, EvaluationReport, Fidelity, SampleRow, Slice
 from stages.workloads.config import WorkloadsConfig
 

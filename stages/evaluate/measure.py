@@ -15,14 +15,13 @@ from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.comparison import Comparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import Answer, labelled, probability, run_samples
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
 from stages.evaluate.distances.distance import stored_heads, write_heads
 from stages.evaluate.inputs.checks import judge
-from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, repeated_samples, workloads_digest
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.delivery import ScaleChange, describe_changes, scale_changes
@@ -61,7 +60,7 @@ def measure(
     """Run the samples of a round on an engine; compare a candidate with the baseline.
 
     The function stores the baseline's heads for all samples, and the candidate's heads for samples that it repeats later
-    (`noise.repeated_samples`). If the baseline's own answer is right and likelier than the reference, this answer is scored
+    (`tokens.repeated_samples`). If the baseline's own answer is right and likelier than the reference, this answer is scored
     instead of the reference, on both engines.
 
     Args:

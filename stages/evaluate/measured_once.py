@@ -12,12 +12,11 @@ from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
-from stages.evaluate.decoding.noise import control_samples, repeated_samples
 from stages.evaluate.decoding.rows import labelled, make_row, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.distance import Heads, StepStatistics, stored_heads
-from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, repeated_samples
 from stages.evaluate.joining import fidelity
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.coverage import Exercised

@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import block_diag
 
 from stages.checkpoints.loading import load_causal_lm
-from stages.core.records import Progress
+from stages.core.records import Progress, finite
 from stages.engines.reference.model import shape_for
 from stages.evaluate.distances.distance import Array
 from stages.planning.tune_measure import CHECK, SEARCH, Bench, parts
@@ -33,7 +33,6 @@ from stages.planning.tuning import (
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, SIDES, KVPolicy, KVShape
 from stages.policies.scales import KVScales
-from stages.verdict.record import finite
 
 ATTEMPTS = 4
 """Maximum proposals that are measured per budget."""

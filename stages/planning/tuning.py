@@ -10,11 +10,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from stages.core.errors import UserError
+from stages.core.records import Number, Record, or_infinite
 from stages.core.strict import StrictModel
 from stages.policies.formats import Format
 from stages.policies.policy import SIDES, KVPolicy, KVShape, LayerOverride, Side
 from stages.policies.scales import KVScales, SideScales
-from stages.verdict.record import Number, Record, or_infinite
 from stages.workloads.config import Workload
 
 TUNE_FILE = "tune.json"

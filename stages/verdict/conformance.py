@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from stages.verdict.record import Number, Record, or_infinite
+from stages.core.records import Number, Record, or_infinite
 
 ALLOWED = 64.0
 """Maximum distance of a request's logits, in roundings. 64 roundings have 4,096 times the KL of one. Sound engines show 0.1

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from stages.core.records import Record
 from stages.policies.policy import whole_pages
 from stages.verdict.engine_tests import EngineTests
-from stages.verdict.record import Record
 from stages.workloads.config import long_cost
 
 

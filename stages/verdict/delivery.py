@@ -7,9 +7,9 @@ then judge a cache that is not the requested one.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from stages.core.records import Record
 from stages.policies.policy import SIDES, Side
 from stages.policies.scales import LayerDelivery
-from stages.verdict.record import Record
 from stages.verdict.thresholds import ScaleChangeKind
 
 SAME = 2.0**-9

@@ -1,7 +1,7 @@
 """Results of an engine's tests beyond the scored samples: stress test, allocated bytes, free answers, full pool."""
 
+from stages.core.records import Record
 from stages.policies.policy import PAGE_TOKENS
-from stages.verdict.record import Record
 
 
 class ProcessMemory(Record):

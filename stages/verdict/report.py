@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stages.core.records import Number, Record
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised, Limits, covered
 from stages.verdict.delivery import ScaleChange
 from stages.verdict.engine_tests import EngineTests
-from stages.verdict.record import Number, Record
 
 REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
+from stages.core.records import Number, Record, finite
 from stages.core.strict import StrictModel
-from stages.verdict.record import Number, Record, finite
 
 RULES = 24
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from stages.core.records import finite, or_infinite
 from stages.engines.interface import Engine, SupportsStored, SupportsStoredRequest
 from stages.engines.reference.replay import Errors, Replay
 from stages.evaluate.conformance.engine import ReferenceEngine
@@ -32,7 +33,6 @@ from stages.verdict.conformance import (
     Distance,
     allowed_in_layer,
 )
-from stages.verdict.record import finite, or_infinite
 
 NOTICED = 8.0
 """Distance in roundings above which a token's logits count as wrong in a deviating sequence. Sound engines stay below."""

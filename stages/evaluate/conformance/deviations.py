@@ -11,11 +11,11 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from stages.core.records import or_infinite
 from stages.evaluate.conformance.comparer import ComparedSequence, Comparer
 from stages.evaluate.conformance.sequence import ForcedSequence, common
 from stages.evaluate.distances.distance import Array
 from stages.verdict.conformance import Distance
-from stages.verdict.record import or_infinite
 
 PASS_TOKENS = 4096
 """Maximum tokens per pass of the reference engine; a longer sequence gets its own pass."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from stages.core.records import or_infinite
 from stages.engines.reference.cache import Storage
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.formats import quantize
@@ -19,7 +20,6 @@ from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.policies.arithmetic_torch import Static, Stored
 from stages.policies.policy import FP16_POLICY
 from stages.verdict.conformance import ComparedRequest, Explanation
-from stages.verdict.record import or_infinite
 
 CLOSER = 4.0
 """Minimum factor by which an engine is closer to a faulty reference that explains it than to the reference engine."""

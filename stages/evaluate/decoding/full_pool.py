@@ -13,9 +13,8 @@ import numpy as np
 
 from stages.core.records import Progress, ServedRequest, no_progress
 from stages.engines.interface import Engine, ForcedRequest, SupportsFullPool
-from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
-from stages.evaluate.inputs.tokens import EncodedSample
+from stages.evaluate.inputs.tokens import EncodedSample, answered
 from stages.policies.policy import PAGE_TOKENS, page_count
 from stages.verdict.engine_tests import FullPool
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stages.core.errors import UserError
-from stages.core.records import Progress, no_progress
+from stages.core.records import Progress, finite, no_progress
 from stages.engines.interface import Engine
 from stages.evaluate.decoding.batches import DecodeStep, Greedy
 from stages.evaluate.decoding.decode import decode
@@ -23,7 +23,6 @@ from stages.evaluate.distances.distance import (
 )
 from stages.evaluate.inputs.checks import well_formed
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.verdict.record import finite
 from stages.verdict.report import Acceptance, SampleRow
 from stages.verdict.thresholds import FAR_KL
 

@@ -14,9 +14,8 @@ from stages.core.records import Sample
 from stages.engines.interface import Logits
 from stages.evaluate.decoding.batches import DecodeStep, Greedy
 from stages.evaluate.decoding.decode import decode
-from stages.evaluate.decoding.noise import control_samples, repeated_samples
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.inputs.tokens import EncodedSample, encode, workloads_digest
+from stages.evaluate.inputs.tokens import EncodedSample, control_samples, encode, repeated_samples, workloads_digest
 from stages.workloads.config import CONTROL_SAMPLES
 
 SAMPLES = [
