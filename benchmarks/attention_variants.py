@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention_variants --json benchmarks/results/attention_variants_h200.json
 
-Prints and writes the microseconds of a decode step of one layer. plugins/kv_attention/kernels/variants.py has the choice.
+Prints and writes the microseconds of a decode step of one layer. plugins/kv_attention/variants.py has the choice.
 Exit code 4 without a GPU or Triton.
 """
 
@@ -43,8 +43,8 @@ four schedulers, so 4, 8 and 12 programs load them evenly.
 def measure(device: torch.device) -> Iterator[Row]:
     """Yield a row per variant: the case, the varied parameters, and microseconds."""
     from plugins.kv_attention import launch
-    from plugins.kv_attention.kernels.variants import decode_variant as shipped_decode
-    from plugins.kv_attention.kernels.variants import reduce_variant as shipped
+    from plugins.kv_attention.variants import decode_variant as shipped_decode
+    from plugins.kv_attention.variants import reduce_variant as shipped
 
     timer = GpuTimer(device)
 

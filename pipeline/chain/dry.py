@@ -27,8 +27,8 @@ from pipeline.loading import open_backend, required_libraries
 from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
 from pipeline.store.store import Store
+from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
-from stages.checkpoints.shapes import read_model
 from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
 from stages.engines.onnx.config import OnnxRuntimeConfig

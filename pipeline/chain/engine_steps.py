@@ -25,7 +25,7 @@ from stages.core.memory import collect_memory
 from stages.core.threads import in_threads
 from stages.engines.backend import TORCH, Artifacts, Backend
 from stages.engines.config import BackendConfig
-from stages.engines.cuda.config import TorchConfig
+from stages.engines.torch.config import TorchConfig
 from stages.policies.formats import Rotation
 from stages.policies.policy import KVPolicy, KVShape
 from stages.policies.scales import SCALES_FILE, KVScales

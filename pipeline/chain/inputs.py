@@ -16,8 +16,8 @@ from pipeline.store.workdir import check_contents, check_memory, check_room, che
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.vocabulary import UNUSED
+from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
-from stages.checkpoints.shapes import read_model
 from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
 from stages.core.errors import Refusal, UserError, short
 from stages.core.records import Sample
@@ -96,7 +96,7 @@ def _check_model(config: Config, opened: set[Path]) -> None:
             from stages.engines.reference.device import reference_device
 
             reference_device(config.reference.device, 0)
-        from stages.checkpoints.opening import check_opens
+        from stages.checkpoints.intake.opening import check_opens
 
         if checkpoint.path not in opened:
             check_opens(checkpoint)
@@ -230,8 +230,8 @@ def inspect_model(path: Path) -> CheckpointInfo:
 
 def check_draft(path: str, target: Path) -> None:
     """Check that a draft checkpoint can be read and has the target's tokens."""
+    from stages.checkpoints.intake.opening import check_opens
     from stages.checkpoints.loading import expected_tensors
-    from stages.checkpoints.opening import check_opens
 
     key = "workloads.speculation.draft="
     try:

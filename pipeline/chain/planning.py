@@ -27,8 +27,8 @@ from pipeline.registry import summary
 from pipeline.store.store import Store
 from stages.checkpoints.description import describe_checkpoint, inspect_checkpoint, read_config
 from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
-from stages.checkpoints.shapes import read_model
 from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.files import write_whole

@@ -19,8 +19,8 @@ from stages.core.digest import json_digest
 from stages.core.memory import collect_memory, return_large_blocks
 from stages.core.records import Sample
 from stages.engines.backend import TORCH
-from stages.engines.cuda.backend import TorchBackend
 from stages.engines.interface import Engine
+from stages.engines.torch.backend import TorchBackend
 from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
 from stages.verdict.gates import decide, is_final
 from stages.verdict.thresholds import Verdict

@@ -11,7 +11,7 @@ from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.next_steps import command_line
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
-from stages.checkpoints.shapes import ModelShape
+from stages.checkpoints.intake.shapes import ModelShape
 from stages.core.memory import GIB
 from stages.engines.config import is_least_preferred
 from stages.planning.capacity import Capacity, PolicyCapacity

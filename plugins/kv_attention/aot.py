@@ -16,7 +16,9 @@ from triton.compiler import ASTSource
 from plugins.kv_attention.kernels.append import append
 from plugins.kv_attention.kernels.context import context_partial, context_reduce
 from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
-from plugins.kv_attention.kernels.variants import (
+from plugins.kv_attention.layout import SideLayout
+from plugins.kv_attention.tensorrt_nodes import Operation
+from plugins.kv_attention.variants import (
     Setting,
     Variant,
     append_variant,
@@ -27,8 +29,6 @@ from plugins.kv_attention.kernels.variants import (
     plan_variant,
     reduce_variant,
 )
-from plugins.kv_attention.layout import SideLayout
-from plugins.kv_attention.tensorrt_nodes import Operation
 
 Kernel = Operation | Literal["append"]
 """The kernels of a TensorRT plan, and `append`, which only torch launches."""

@@ -5,8 +5,8 @@ from typing import get_args
 
 from torch import Tensor
 
-from plugins.kv_attention.kernels.variants import Compute
 from plugins.kv_attention.layout import CacheLayout, Dims, misfit
+from plugins.kv_attention.variants import Compute
 
 ALIGNMENT = 16
 """Alignment in bytes of a page's rows and of a pool's address. The compiler relies on both."""

@@ -19,7 +19,8 @@ from plugins.kv_attention.checks import INT32, check, check_launch
 from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
-from plugins.kv_attention.kernels.variants import (
+from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.variants import (
     Setting,
     Variant,
     append_variant,
@@ -34,7 +35,6 @@ from plugins.kv_attention.kernels.variants import (
     reduce_variant,
     work_rows,
 )
-from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
 
 INTERPRETED_PROGRAMS = 4
 """Programs of all KV heads in the interpreter, which runs them in turn: a few, so that the reduce has work."""

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, get_args
 
-from plugins.kv_attention.kernels.variants import WIDEST, Compute, Setting, context_splits, partial_dtype
 from plugins.kv_attention.layout import CacheLayout, Dims, Dtype, Granularity, SideLayout, misfit
+from plugins.kv_attention.variants import WIDEST, Compute, Setting, context_splits, partial_dtype
 
 NAMESPACE = "kv"
 

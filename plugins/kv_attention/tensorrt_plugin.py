@@ -22,8 +22,8 @@ import tensorrt as trt
 import tensorrt.plugin as trtp
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import context_splits, context_variant, partial_dtype, plan_grid, work_rows
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, Call, Node, all_nodes, read_setting
+from plugins.kv_attention.variants import context_splits, context_variant, partial_dtype, plan_grid, work_rows
 
 POINTERS = {DATA_TYPES[dtype]: pointer for dtype, pointer in aot.POINTERS.items()}
 """Triton's pointer type for each trt.DataType. Kernels read float8 as bytes."""

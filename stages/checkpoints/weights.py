@@ -117,7 +117,7 @@ TOKENIZER_CLASSES = {
 def check_tokenizer(info: CheckpointInfo) -> None:
     """Refuse tokenizer files that are invalid JSON, or that the tokenizer library would accept although they are wrong.
 
-    `stages.checkpoints.opening` reports files that the library itself refuses.
+    `stages.checkpoints.intake.opening` reports files that the library itself refuses.
 
     Raises:
         UserError: The message names the file, the problem and the fix.

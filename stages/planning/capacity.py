@@ -8,7 +8,7 @@ the policy's window, and a buffer of exact tokens. The whole pages of a prefix t
 from collections.abc import Sequence
 from fractions import Fraction
 
-from stages.checkpoints.shapes import ModelShape
+from stages.checkpoints.intake.shapes import ModelShape
 from stages.core.errors import UserError
 from stages.core.memory import GIB
 from stages.core.strict import StrictModel

@@ -1,10 +1,9 @@
 """Number formats of the cache.
 
-Exact, floating-point and integer formats share an arithmetic per kind and are entries of `table.py`. A format with its own
-arithmetic is a folder. Each arithmetic is implemented twice: in torch (`arithmetic_torch.py`) and in ONNX operators
+`table.py` describes all formats. Exact, floating-point and integer formats share an arithmetic per kind. A format with its own
+arithmetic has a folder. Each arithmetic is implemented twice: in torch (`arithmetic_torch.py`) and in ONNX operators
 (`arithmetic_onnx.py`). The two implementations verify each other, so neither calls the other.
 
-A format with its own arithmetic is registered in table.py, and in stages/engines/reference/formats.py and
-stages/engines/onnx/formats.py.
-A format that only the reference engine supports is missing from stages/engines/onnx/formats.py.
+The folder's arithmetics are registered in stages/engines/reference/formats.py and stages/engines/onnx/formats.py. A format
+that only the reference engine supports is missing from stages/engines/onnx/formats.py.
 """

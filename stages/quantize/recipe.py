@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.checkpoints.families import LINEARS
-from stages.checkpoints.shapes import AWQ_BLOCK
+from stages.checkpoints.intake.shapes import AWQ_BLOCK
 from stages.policies.formats import Format, WeightsFormat
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales

@@ -34,7 +34,7 @@ LIGHT = (
     "pipeline.chain.inputs",
     "rich.live",
     "rich.table",
-    "stages.engines.cuda.backend",
+    "stages.engines.torch.backend",
     "stages.engines.onnx.backend",
     "stages.evaluate.inputs.samples",
     "stages.evaluate.inputs.tokens",

@@ -17,8 +17,8 @@ from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.registry import summary
 from pipeline.registry.monitors import MonitorConfig, read_snapshot
 from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.loading import expected_tensors
-from stages.checkpoints.shapes import read_model
 from stages.checkpoints.weights import check_weights
 from stages.core.errors import Refusal
 from stages.evaluate.inputs.samples import read_jsonl

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from plugins.kv_attention import launch
 from plugins.kv_attention.kernels.decode import decode_partial
-from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.variants import decode_variant
 
 pytestmark = pytest.mark.gpu
 

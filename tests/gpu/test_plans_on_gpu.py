@@ -17,12 +17,12 @@ from pipeline.chain.run import Run
 from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement
 from stages.engines.bundle import open_bundle
-from stages.engines.cuda.config import TorchConfig
 from stages.engines.interface import Engine
 from stages.engines.reference.engine import load_engine as load_reference
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine, load_engine
 from stages.engines.tensorrt.library import Library, load
+from stages.engines.torch.config import TorchConfig
 from stages.evaluate.distances.distance import log_softmax
 from stages.policies.policy import KVPolicy
 

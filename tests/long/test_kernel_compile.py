@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import Compute, Setting
 from plugins.kv_attention.layout import CacheLayout, SideLayout
+from plugins.kv_attention.variants import Compute, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,7 +117,7 @@ def loaded_bytes(loads: list[str], num_warps: int, *ways: str) -> int:
 PROGRAM = """
 import json
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import Setting, decode_variant
+from plugins.kv_attention.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from tests.long.test_kernel_compile import CASES, CHUNKS, HEADLINE, assembled, loaded_bytes
 

@@ -20,7 +20,7 @@ from stages.engines.onnx.bundle import NOT_FINITE, Bundle, open_onnx_bundle
 from stages.engines.onnx.config import CpuAttention
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
-from stages.engines.onnx.native.rewrite import refusals, use_kernel
+from stages.engines.onnx.native_rewrite import refusals, use_kernel
 from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.weights import widen_rows
 from stages.engines.paged.pool import Array, PagedPool, Spans, scaled

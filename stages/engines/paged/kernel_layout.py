@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.kv_attention.kernels.variants import GROUP_LIMIT
 from plugins.kv_attention.layout import CODES, HEAD_DIMS, KEY_DTYPES, CacheLayout, SideLayout
+from plugins.kv_attention.variants import GROUP_LIMIT
 from stages.core.errors import UserError
 from stages.policies.policy import KVPolicy, KVShape, Side
 

@@ -17,7 +17,6 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from plugins.kv_attention.kernels.variants import WIDEST, Setting, context_blocks, context_variant, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
@@ -28,6 +27,7 @@ from plugins.kv_attention.tensorrt_nodes import (
     attributes_of,
     node_of,
 )
+from plugins.kv_attention.variants import WIDEST, Setting, context_blocks, context_variant, decode_variant
 from stages.engines.base import Mode
 from stages.engines.bundle import sm_number
 from stages.engines.onnx.bundle import ModelInfo

@@ -14,7 +14,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 from safetensors import SafetensorError, safe_open
 
 from stages.checkpoints.files import INDEX, read_json, refusal
-from stages.checkpoints.shapes import ModelShape, read_model
+from stages.checkpoints.intake.shapes import ModelShape, read_model
 from stages.checkpoints.weights import FLOATS
 from stages.core.errors import UserError
 from stages.engines.backend import Audit

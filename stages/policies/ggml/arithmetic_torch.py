@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stages.policies.arithmetic_torch import Arithmetic, Options, Static, Stored, divided, groups_of
-from stages.policies.ggml.spec import BLOCK, TYPES
+from stages.policies.table import GGML_BLOCK, GGML_TYPES
 
 MIDDLE = 8
 """Code of the number 0 in q4_0."""
@@ -48,8 +48,8 @@ def eight_bits(x: Tensor, half: float = 0.5) -> tuple[Tensor, Tensor]:
 
 def rounded_queries(x: Tensor) -> Tensor:
     """Return queries x (..., D) after rounding to 8-bit blocks, as llama.cpp rounds them to multiply with q8_0 or q4_0 keys."""
-    codes, scale = eight_bits(groups_of(x, x.shape[-1] // BLOCK))
+    codes, scale = eight_bits(groups_of(x, x.shape[-1] // GGML_BLOCK))
     return (codes * scale.half().float()).flatten(-2)
 
 
-ARITHMETICS = tuple(map(GgmlBlocks, TYPES))
+ARITHMETICS = tuple(map(GgmlBlocks, GGML_TYPES))

@@ -4,10 +4,10 @@ import numpy as np
 import onnx
 
 from stages.policies.arithmetic_onnx import Gather, Graph, GraphOptions, Stream, onnx_type
-from stages.policies.nvfp4.spec import LARGEST_SCALE, MAGNITUDES, NVFP4, SMALLEST_SCALE
 from stages.policies.onnx_body import Body
+from stages.policies.table import NVFP4, NVFP4_MAGNITUDES, NVFP4_SCALES
 
-_E2M1 = np.concatenate([MAGNITUDES, np.negative(MAGNITUDES)])
+_E2M1 = np.concatenate([NVFP4_MAGNITUDES, np.negative(NVFP4_MAGNITUDES)])
 _BYTES = np.arange(-128, 128) % 256
 E2M1_OF_BYTES = (_E2M1[_BYTES % 16], _E2M1[_BYTES // 16])
 """Values of the lower and the upper four bits of a byte, indexed by the signed byte plus 128."""
@@ -19,7 +19,7 @@ class Nvfp4BlocksGraph(Graph):
     def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:
         blocks = body.reshape(body.to_float32(x), 0, 0, 0, options.groups, -1)
         amax = body.op("ReduceMax", body.op("Abs", blocks), body.ints([-1]), keepdims=1)
-        low, high = (body.const(bound, np.float32) for bound in (SMALLEST_SCALE, LARGEST_SCALE))
+        low, high = (body.const(bound, np.float32) for bound in NVFP4_SCALES)
         one, stored_type = body.const(1.0, np.float32), onnx_type(self.spec.scale_storage)
         over = body.op("Mul", options.scale, body.const(6.0, np.float32))
         wanted = body.op("Clip", body.op("Div", amax, over), low, high)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from stages.policies.arithmetic_torch import Arithmetic, Options, Static, Stored, constant, groups_of
-from stages.policies.nvfp4.spec import LARGEST_SCALE, MAGNITUDES, NVFP4, SMALLEST_SCALE
+from stages.policies.table import NVFP4, NVFP4_MAGNITUDES, NVFP4_SCALES
 
 
 class Nvfp4Blocks(Arithmetic):
@@ -13,7 +13,7 @@ class Nvfp4Blocks(Arithmetic):
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
         assert static is not None, "NVFP4 has a scale of the layer"
         layer_scale, blocks = static.scale, groups_of(x, options.groups)
-        scale = (blocks.abs().amax(-1) / (6.0 * layer_scale)).clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn)
+        scale = (blocks.abs().amax(-1) / (6.0 * layer_scale)).clamp(*NVFP4_SCALES).to(torch.float8_e4m3fn)
         codes = _encode(blocks / (scale.float() * layer_scale).unsqueeze(-1), towards_zero=options.towards_zero)
         low, high = codes.flatten(-2).chunk(2, dim=-1)
         return Stored((low + 16 * high).to(torch.uint8).view(torch.int8), scale, None)
@@ -37,7 +37,7 @@ def _encode(steps: Tensor, *, towards_zero: bool) -> Tensor:
 
 def _decode(codes: Tensor) -> Tensor:
     # A NaN index would crash the process on a GPU.
-    magnitude = constant(MAGNITUDES, codes.device)[(codes % 8).nan_to_num().long()]
+    magnitude = constant(NVFP4_MAGNITUDES, codes.device)[(codes % 8).nan_to_num().long()]
     return torch.where(codes >= 8, -magnitude, magnitude)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stages.policies.arithmetic_torch import Arithmetic, Float, Integer, Options, Scaled, Static, Stored, divided, pack, unpack
-from stages.policies.vllm_token_head.spec import SMALLEST_SCALE, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_FP8, VLLM_TOKEN_HEAD_INT8
+from stages.policies.table import TOKEN_HEAD_SMALLEST_SCALE, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_FP8, VLLM_TOKEN_HEAD_INT8
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ class Absmax(Scaled):
     """Codes with a float32 scale per token and head. Integer codes are rounded half away from zero."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
-        scale = divided(x.abs().amax(-1, keepdim=True), self.spec.limit).clamp(min=SMALLEST_SCALE)
+        scale = divided(x.abs().amax(-1, keepdim=True), self.spec.limit).clamp(min=TOKEN_HEAD_SMALLEST_SCALE)
         steps = x * (1.0 / scale)
         if self.spec.kind == "integer" and not options.towards_zero:
             steps = _half_away(steps)
@@ -58,7 +58,7 @@ def token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor
     levels = VLLM_TOKEN_HEAD.levels
     x = _sums(x * signs(x.shape[-1], x.device))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    scale = divided(high - low, levels).clamp(min=SMALLEST_SCALE)
+    scale = divided(high - low, levels).clamp(min=TOKEN_HEAD_SMALLEST_SCALE)
     zero = _half_away(-low / scale).clamp(0, levels)
     steps = x * (1.0 / scale) + zero
     codes = (steps.trunc() if towards_zero else _half_away(steps)).clamp(0, levels)

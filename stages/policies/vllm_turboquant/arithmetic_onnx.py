@@ -5,7 +5,7 @@ import numpy as np
 from stages.policies.arithmetic_onnx import GraphOptions, IntegerGraph, onnx_type
 from stages.policies.onnx_body import Body
 from stages.policies.spec import FLOAT16
-from stages.policies.vllm_turboquant.spec import SMALLEST_SCALE, VLLM_TURBOQUANT
+from stages.policies.table import TURBOQUANT_SMALLEST_SCALE, VLLM_TURBOQUANT
 
 
 class TurboquantGraph(IntegerGraph):
@@ -18,7 +18,7 @@ class TurboquantGraph(IntegerGraph):
         x = body.to_float32(x)
         low, high = (body.op(end, x, body.ints([-1]), keepdims=1) for end in ("ReduceMin", "ReduceMax"))
         scale = body.op("Div", body.op("Sub", high, low), real(self.spec.levels))
-        scale = body.op("Max", scale, real(SMALLEST_SCALE))
+        scale = body.op("Max", scale, real(TURBOQUANT_SMALLEST_SCALE))
         steps = body.op("Add", body.op("Div", body.op("Sub", x, low), scale), real(0.5))
         codes = body.op("Clip", body.op("Floor", steps), real(0.0), real(self.spec.levels))
         stored = [body.op("Cast", part, to=onnx_type(FLOAT16)) for part in (scale, low)]

@@ -7,7 +7,7 @@ deviate by a unit or two in the last place. tests/real_vllm compares this module
 from torch import Tensor
 
 from stages.policies.arithmetic_torch import Integer, Options, Static, Stored, divided
-from stages.policies.vllm_turboquant.spec import SMALLEST_SCALE, VLLM_TURBOQUANT
+from stages.policies.table import TURBOQUANT_SMALLEST_SCALE, VLLM_TURBOQUANT
 
 
 class Turboquant(Integer):
@@ -15,7 +15,7 @@ class Turboquant(Integer):
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
         low, high = x.aminmax(dim=-1, keepdim=True)
-        scale = divided(high - low, self.spec.levels).clamp(min=SMALLEST_SCALE)
+        scale = divided(high - low, self.spec.levels).clamp(min=TURBOQUANT_SMALLEST_SCALE)
         steps = (x - low) / scale + (0.0 if options.towards_zero else 0.5)
         return Stored(self.encode(steps.trunc(), options), scale.half(), low.half())
 

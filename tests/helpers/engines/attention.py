@@ -17,7 +17,7 @@ from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.functions import AttentionSpec, attention_function
 from stages.engines.onnx.native.compiler import compiled_kernel
-from stages.engines.onnx.native.rewrite import use_kernel
+from stages.engines.onnx.native_rewrite import use_kernel
 from stages.engines.paged.pool import PagedPool
 from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape

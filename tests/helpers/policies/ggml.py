@@ -7,13 +7,13 @@ from torch import Tensor
 
 from stages.policies.arithmetic_torch import Stored
 from stages.policies.formats import Format
-from stages.policies.ggml.spec import BLOCK, TYPES
+from stages.policies.table import GGML_BLOCK, GGML_TYPES
 
-NAMES = [spec.name for spec in TYPES]
+NAMES = [spec.name for spec in GGML_TYPES]
 
 
 def form_of(name: str, rotation: str = "none") -> Format:
-    fields = {"dtype": name, "granularity": "per_group", "group_size": BLOCK, "scale": "dynamic", "rotation": rotation}
+    fields = {"dtype": name, "granularity": "per_group", "group_size": GGML_BLOCK, "scale": "dynamic", "rotation": rotation}
     return Format.model_validate(fields)
 
 

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from stages.checkpoints.description import CheckpointInfo, describe_checkpoint, read_config
 from stages.checkpoints.families import FAMILIES
+from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.rope import compose_rope, rope_at_top_level
-from stages.checkpoints.shapes import read_model
 from stages.checkpoints.weights import check_weights
 from stages.core.errors import UserError
 

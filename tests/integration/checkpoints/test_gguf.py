@@ -33,16 +33,15 @@ from pipeline.chain.inputs import check_draft, check_inputs
 from pipeline.config.compose import plan
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.files import named_ends
-from stages.checkpoints.finite import NOT_FINITE
 from stages.checkpoints.gguf import convert
 from stages.checkpoints.gguf.convert import convert_gguf
-from stages.checkpoints.gguf.finite import NUMBERS, check_finite
 from stages.checkpoints.gguf.header import GGUFTensor, Header
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.tokenizer import write_tokenizer
 from stages.checkpoints.gguf.vocabulary import UNUSED
+from stages.checkpoints.intake.finite import GGUF_NUMBERS, NOT_FINITE, check_finite_gguf
+from stages.checkpoints.intake.opening import check_opens
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
-from stages.checkpoints.opening import check_opens
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import UserError
 
@@ -108,9 +107,9 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         converted(tmp_path, model=model)
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", GGUF_NUMBERS)
 def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, tmp_path: Path) -> None:
-    form, first, end = NUMBERS[kind]
+    form, first, end = GGUF_NUMBERS[kind]
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     item = np.dtype(NOT_FINITE[form][0]).itemsize
     for place in [None, *range(first, end, item)]:
@@ -124,7 +123,7 @@ def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, 
         stored.tofile(tmp_path / "m.gguf")
         header = Header(tmp_path / "m.gguf", {}, {"w": GGUFTensor(kind, (3, values), 0, stored.nbytes)})
         with nullcontext() if place is None else pytest.raises(UserError, match="w holds a value that is not finite"):
-            check_finite(header)
+            check_finite_gguf(header)
 
 
 def test_a_weight_that_is_not_finite_is_refused_at_opening_even_in_a_file_that_was_opened_before(tmp_path: Path) -> None:

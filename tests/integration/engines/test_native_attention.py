@@ -16,7 +16,7 @@ from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.native import compiler
 from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler
-from stages.engines.onnx.native.rewrite import refusals, use_kernel
+from stages.engines.onnx.native_rewrite import refusals, use_kernel
 from stages.policies.policy import KVPolicy
 
 LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)

@@ -13,9 +13,9 @@ from helpers.tensorrt.graphs import INT4_KEYS, SM, Surgery, forced, surgeries
 
 from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
-from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
+from plugins.kv_attention.variants import Setting, decode_variant
 from stages.engines.base import Mode
 from stages.engines.tensorrt.bundle import PLANS
 from stages.engines.tensorrt.plugin import default_counts, with_plugin

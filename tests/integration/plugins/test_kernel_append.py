@@ -14,8 +14,7 @@ from helpers.kernels.cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differi
 from torch import Tensor
 
 from benchmarks import attention_reference as reference
-from plugins.kv_attention import launch
-from plugins.kv_attention.kernels import variants
+from plugins.kv_attention import launch, variants
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 pytestmark = pytest.mark.filterwarnings(

@@ -14,8 +14,8 @@ from helpers.kernels.cases import DEVICE, Case, differing, on_device, side
 from torch import Tensor
 
 from plugins.kv_attention import aot, launch
-from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
 from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.variants import append_variant, plan_grid, work_rows
 
 LENGTHS, SCALING, PROGRAMS = [1, 70], 0.1, 3
 LAYOUTS = {

@@ -16,7 +16,6 @@ from helpers.policies.shipped import SHIPPED
 from helpers.tensorrt import builder
 from helpers.tensorrt.builder import Plan, Run, Tensor, Triple
 
-from plugins.kv_attention.kernels.variants import WIDEST, Compute, Setting, context_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
@@ -29,6 +28,7 @@ from plugins.kv_attention.tensorrt_nodes import (
     input_specs,
     node_of,
 )
+from plugins.kv_attention.variants import WIDEST, Compute, Setting, context_variant, plan_grid
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import check_kernels
 from stages.policies.arithmetic_onnx import onnx_type

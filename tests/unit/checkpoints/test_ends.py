@@ -17,8 +17,8 @@ from tokenizers import Tokenizer  # type: ignore[import-untyped]
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.files import named_ends
 from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.intake.opening import TEXTS, check_opens
 from stages.checkpoints.loading import load_tokenizer
-from stages.checkpoints.opening import TEXTS, check_opens
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.bundle import copy_tokenizer

@@ -16,10 +16,10 @@ from pipeline.loading import open_backend
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import ROUNDING, Job
-from stages.engines.cuda.backend import FLOAT16_WEIGHTS
-from stages.engines.cuda.config import TorchConfig
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
 from stages.engines.reference.device import gpu_identity, resolve_device
+from stages.engines.torch.backend import FLOAT16_WEIGHTS
+from stages.engines.torch.config import TorchConfig
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, Eviction, KVShape, LayerOverride
 

@@ -12,7 +12,7 @@ from helpers.refusals import refused
 from pipeline.cli.tables import policy_line
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled, shipped_policies
-from stages.checkpoints.shapes import read_model
+from stages.checkpoints.intake.shapes import read_model
 from stages.core.errors import UserError
 from stages.core.memory import GIB
 from stages.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure_capacity, memory_budget

@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.chain.dry import foretell
 from pipeline.config.compose import plan
+from stages.checkpoints.intake.shapes import ModelShape, read_model
 from stages.checkpoints.places import locate_checkpoint
-from stages.checkpoints.shapes import ModelShape, read_model
 from stages.core.records import Sample
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.evaluate.inputs.samples import load_samples

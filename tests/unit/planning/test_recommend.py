@@ -17,7 +17,7 @@ from pipeline.chain.run import Run
 from pipeline.cli.tables import recommendation_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
-from stages.checkpoints.shapes import ModelShape
+from stages.checkpoints.intake.shapes import ModelShape
 from stages.core.errors import GateRefusal
 from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import NOT_SERVED, Judged, Recommendation, recommend

@@ -23,14 +23,14 @@ PACKAGES = (
     "stages.workloads",
     "stages.checkpoints",
     "stages.checkpoints.gguf",
-    "stages.checkpoints.shapes",
-    "stages.checkpoints.opening",
+    "stages.checkpoints.intake",
     "stages.verdict",
     "stages.verdict.gates",
     "stages.engines",
     "stages.engines.paged",
     "stages.engines.reference",
     "stages.engines.cuda",
+    "stages.engines.torch",
     "stages.engines.onnx",
     "stages.engines.tensorrt",
     "stages.engines.interpreter",
@@ -100,6 +100,14 @@ def test_no_import_runs_upwards() -> None:
 
 def test_there_are_no_import_cycles() -> None:
     TopologicalSorter({module: imported_modules(module) for module in MODULES}).prepare()
+
+
+def test_there_are_no_import_cycles_between_folders_of_stages_and_plugins() -> None:
+    folders = {module: path.parent for module, path in MODULES.items() if module.startswith(("stages", "plugins"))}
+    imported: dict[Path, set[Path]] = {folder: set() for folder in folders.values()}
+    for module, folder in folders.items():
+        imported[folder] |= {folders[name] for name in imported_modules(module) if name in folders} - {folder}
+    TopologicalSorter(imported).prepare()
 
 
 def test_a_package_of_the_pipeline_is_small() -> None:

@@ -29,17 +29,17 @@ def check_opens(info: CheckpointInfo) -> None:
             limits, or a weight is not finite.
     """
     if info.path.is_dir():
-        from stages.checkpoints.finite import check_finite
+        from stages.checkpoints.intake.finite import check_finite
 
         check_finite(info)
         _check_tokenizer(info, info.path)
     else:
-        from stages.checkpoints.gguf.finite import check_finite as check_blocks
         from stages.checkpoints.gguf.model import inspect_gguf
         from stages.checkpoints.gguf.tokenizer import write_tokenizer
+        from stages.checkpoints.intake.finite import check_finite_gguf
 
         model = inspect_gguf(info.path)
-        check_blocks(model.header)
+        check_finite_gguf(model.header)
         with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
             write_tokenizer(model.vocabulary, info.max_positions, Path(scratch))
             _check_tokenizer(info, Path(scratch))

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.files import refusal, safetensors_header
+from stages.checkpoints.gguf.header import Header, tensor_types
 from stages.core.redaction import printable
 from stages.core.threads import in_threads
 
@@ -16,6 +17,13 @@ NOT_FINITE = {
     "F8_E4M3": ("u1", 0x7F),
 }
 """Weight type -> unsigned integer type of equal width, and the smallest bits that are not finite."""
+GGUF_NUMBERS = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), ("F16", 0, 2)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), ("F16", 0, 4)),
+    **{"F32": ("F32", 0, 4), "F16": ("F16", 0, 2), "BF16": ("BF16", 0, 2)},
+    **{"Q2_K": ("F16", 80, 84), "Q3_K": ("F16", 108, 110), "Q6_K": ("F16", 208, 210)},
+}
+"""Tensor type -> (type of a block's floats, first byte, end byte). The conversion checks other tensor types."""
 BYTES = 1 << 20
 """Bytes per step, few enough for the processor's cache."""
 
@@ -56,3 +64,14 @@ def check_finite(info: CheckpointInfo) -> None:
                 )
 
     in_threads(check, info.weight_files)
+
+
+def check_finite_gguf(header: Header) -> None:
+    """Raise UserError with the tensor's name if a weight of a GGUF is NaN or infinite. Reads only the blocks' floats."""
+    sizes = {kind: size for kind, _, size in tensor_types().values()}
+    for name, tensor in header.tensors.items():
+        if tensor.kind in GGUF_NUMBERS:
+            kind, first, end = GGUF_NUMBERS[tensor.kind]
+            stored = np.memmap(header.path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(-1, sizes[tensor.kind])
+            if not is_finite(stored[:, first:end], kind):
+                raise header.error(f"tensor {name} holds a value that is not finite; convert the model again")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from stages.checkpoints.description import refuse_other_attention
 from stages.core.errors import MissingRequirement
 from stages.engines.backend import ROUNDING, TORCH, Artifacts, Backend, Job, Source
-from stages.engines.cuda.config import TorchConfig
 from stages.engines.interface import Engine
+from stages.engines.torch.config import TorchConfig
 from stages.policies.policy import KVPolicy
 
 if TYPE_CHECKING:

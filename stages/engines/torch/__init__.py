@@ -1,0 +1,1 @@
+"""backend=torch: `reference/` on a CPU, `cuda/` on a GPU."""
