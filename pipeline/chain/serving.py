@@ -16,8 +16,8 @@ from pipeline.registry import routing, summary
 from pipeline.registry.promotion import require_same
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
+from stages.policies.delivery import scale_findings
 from stages.verdict.candidate import Candidate
-from stages.verdict.delivery import scale_findings
 
 REPORTING_FAILED = "a later step failed"
 """Added to a warning if reporting a move failed: the move itself stands."""

@@ -17,9 +17,9 @@ from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.engines.config import BackendConfig
 from stages.engines.interface import Engine
+from stages.policies.delivery import LayerDelivery
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
-from stages.policies.scales import LayerDelivery
 
 C = TypeVar("C", bound=BackendConfig)
 

@@ -15,7 +15,7 @@ from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import link_or_copy
 from stages.core.strict import StrictModel, first_problem
 from stages.policies.policy import POLICY_FILE, KVPolicy, KVShape
-from stages.policies.scales import SCALES_FILE, KVScales
+from stages.policies.scales import SCALES_FILE, KVScales, write_policy
 
 BUNDLE_FILE = "bundle.json"
 
@@ -110,12 +110,6 @@ def copy_tokenizer(source: Path, out: Path) -> None:
         if (source / name).is_file():
             link_or_copy(source / name, out / name)
     write_ends(named_ends(source), out)
-
-
-def write_policy(directory: Path, policy: KVPolicy, scales: KVScales) -> None:
-    """Write `kv_policy.json` and `kv_scales.json`."""
-    (directory / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n")
-    (directory / SCALES_FILE).write_text(scales.model_dump_json(indent=1) + "\n")
 
 
 def write_bundle(directory: Path, bundle: BundleRecord) -> None:

@@ -22,10 +22,9 @@ from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
 from stages.evaluate.distances.distance import stored_heads, write_heads
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, repeated_samples, workloads_digest
+from stages.policies.delivery import ScaleChange, ScaleChangeKind, describe_changes, scale_changes
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
-from stages.verdict.delivery import ScaleChange, describe_changes, scale_changes
-from stages.verdict.thresholds import ScaleChangeKind
 from stages.workloads.config import WorkloadsConfig
 
 

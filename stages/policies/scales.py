@@ -1,13 +1,13 @@
 """Calibrated static scales of a cache: exactly the scales that its policy needs."""
 
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, FiniteFloat
 
 from stages.core.errors import UserError
 from stages.core.strict import StrictModel
-from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.policy import POLICY_FILE, KVPolicy, KVShape, Side
 
 SCALES_FILE = "kv_scales.json"
 """File with the KVScales, in the folder of their policy."""
@@ -50,11 +50,7 @@ class KVScales(StrictModel):
                     )
 
 
-@dataclass(frozen=True)
-class LayerDelivery:
-    """Static scales of one layer, in the checkpoint and in the loaded engine."""
-
-    carried: dict[Side, tuple[float, ...]]
-    """Scales in the checkpoint; a side without scales is absent."""
-    used: dict[Side, tuple[float, ...]]
-    """Scales in the loaded engine."""
+def write_policy(directory: Path, policy: KVPolicy, scales: KVScales) -> None:
+    """Write `kv_policy.json` and `kv_scales.json`."""
+    for name, record in ((POLICY_FILE, policy), (SCALES_FILE, scales)):
+        (directory / name).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")

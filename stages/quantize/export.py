@@ -23,7 +23,7 @@ from stages.policies.scales import SCALES_FILE, KVScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize import validate
 from stages.quantize.calibration import tokenize
-from stages.quantize.materialize import check_weights, copy_checkpoint, source_dtype
+from stages.quantize.materialize import copy_checkpoint, require_same_weights, source_dtype
 from stages.quantize.recipe import cache_quantizers
 from stages.quantize.run import calibration_device, dequantized_weights, quantized_model
 
@@ -73,7 +73,7 @@ def export(
         raise MissingRequirement("the weights were quantized on a GPU, and torch finds none here; export them where one is")
     model = quantized_model(info, weights, samples, seed, progress, torch.device(made["device"]))
     if weights != "none":
-        check_weights(judged, dequantized_weights(model, info.shape.layers))
+        require_same_weights(judged, dequantized_weights(model, info.shape.layers))
     adapter.add_cache_quantizers(model, cache_quantizers(policy, static))
     adapter.cast_for_export(model, source_dtype(info))
     progress("exporting", 0, 2)

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from stages.checkpoints.carried_scales import scale_tensors, scales_by_layer
 from stages.checkpoints.description import MODELOPT_FILE, CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX, refusal
 from stages.checkpoints.quantized import AWQ, CACHE_SCALE, ROUNDED, SCALED, Layout
@@ -18,7 +19,6 @@ from stages.checkpoints.weights import tensors_on_disk
 from stages.core.errors import short
 from stages.core.files import link_or_copy_all
 from stages.core.records import Progress
-from stages.engines.vllm.audit import audit
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales, SideScales
 
@@ -73,7 +73,7 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def check_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> None:
+def require_same_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> None:
     """Check that a checkpoint written by `write_dequantized` contains these weights.
 
     Raises:
@@ -162,10 +162,10 @@ def copy_without_scales(info: CheckpointInfo, out: Path) -> None:
 def own_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales | None:
     """Return the checkpoint's own scales for a cache in the policy's format, or None if any scale is missing."""
     layers = []
-    for number, layer in enumerate(audit(path).layers):
+    for number, carried in enumerate(scales_by_layer(scale_tensors(path), shape.layers)):
         sides: dict[Side, SideScales] = {}
         for side, form in policy.sides(number).items():
-            scale = layer.carried.get(side.base, ())
+            scale = carried.get(side.base, ())
             plain = form.dtype == "fp8_e4m3" and form.scale == "calibrated" and form.symmetric
             if not plain or len(scale) != form.static_scales(shape.kv_heads, shape.head_dim):
                 return None

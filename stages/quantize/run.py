@@ -16,8 +16,8 @@ from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.checkpoints.quantized import SERVED
 from stages.core.records import Progress
 from stages.policies.formats import Rotation, WeightsFormat
-from stages.policies.policy import POLICY_FILE, KVPolicy
-from stages.policies.scales import SCALES_FILE
+from stages.policies.policy import KVPolicy
+from stages.policies.scales import write_policy
 from stages.quantize.calibration import tokenize
 from stages.quantize.materialize import (
     copy_checkpoint,
@@ -117,8 +117,7 @@ def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Mapp
     carried = None if info.quantized is None else own_scales(checkpoint, policy, info.shape)
     measured = {rotation: read_extremes(path / EXTREMES_FILE) for rotation, path in extremes.items()}
     scales = carried or static_scales(policy, info.shape, measured, checkpoint)
-    (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    (out / SCALES_FILE).write_text(scales.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_policy(out, policy, scales)
 
 
 def quantized_model(

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stages.core.records import Number, Record
+from stages.policies.delivery import ScaleChange
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised, Limits, covered
-from stages.verdict.delivery import ScaleChange
 from stages.verdict.engine_tests import EngineTests
 
 REPORT_FILE = "report.json"

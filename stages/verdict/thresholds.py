@@ -7,6 +7,7 @@ from pydantic import Field
 
 from stages.core.records import Number, Record, finite
 from stages.core.strict import StrictModel
+from stages.policies.delivery import ScaleChangeKind
 
 RULES = 24
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
@@ -37,8 +38,6 @@ FAR_KL = 1.0
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 LineStatus = Literal["PASS", "FAIL", "INCONCLUSIVE", "WARNING"]
 """Status of one line of the verdict's table. A WARNING does not affect the verdict."""
-ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"]
-"""Kinds of changes to a scale between checkpoint and engine; see `stages.verdict.delivery`."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, lt=1)]

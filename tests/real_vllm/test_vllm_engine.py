@@ -28,7 +28,7 @@ from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, UserError
 from stages.core.records import no_progress
 from stages.engines.interpreter.bundle import CHECKPOINT
-from stages.engines.interpreter.process import probe
+from stages.engines.interpreter.process import inspect_interpreter
 from stages.engines.vllm.audit import audit
 from stages.engines.vllm.backend import PROGRAM
 from stages.engines.vllm.checkpoint import SCALES
@@ -36,9 +36,8 @@ from stages.engines.vllm.engine import VllmEngine
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.evaluate.measure import audit_scales
+from stages.policies.delivery import LayerDelivery, scale_findings
 from stages.policies.policy import KVPolicy, Side
-from stages.policies.scales import LayerDelivery
-from stages.verdict.delivery import scale_findings
 from stages.workloads.generated import generate
 
 
@@ -61,7 +60,7 @@ def fp8(bundles: dict[str, Path], vllm_python: str) -> Iterator[VllmEngine]:
 
 
 def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
-    described = probe(PROGRAM, vllm_python).description
+    described = inspect_interpreter(PROGRAM, vllm_python).description
     assert described.platform == "cpu"
     assert described.release.startswith("0.32.")
     assert {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "nvfp4"} <= set(described.cache_dtypes)

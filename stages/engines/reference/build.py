@@ -6,9 +6,9 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.core.digest import file_digests
 from stages.core.files import link_or_copy_all
 from stages.core.records import Progress
-from stages.engines.bundle import BundleRecord, open_record, read_policy, read_scales, write_bundle, write_policy
+from stages.engines.bundle import BundleRecord, open_record, read_policy, read_scales, write_bundle
 from stages.policies.policy import POLICY_FILE, KVPolicy
-from stages.policies.scales import SCALES_FILE, KVScales
+from stages.policies.scales import SCALES_FILE, KVScales, write_policy
 
 BACKEND = "torch"
 

@@ -12,8 +12,8 @@ from stages.engines.trtllm.build import ENGINE, compile_engine
 from stages.engines.trtllm.checkpoint import write_faulted
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.settings import rank_capabilities, rank_environment
+from stages.policies.delivery import LayerDelivery
 from stages.policies.policy import Side
-from stages.policies.scales import LayerDelivery
 
 
 class TrtllmEngine(RequestEngine):

@@ -4,31 +4,21 @@ Source: vLLM's model_executor/layers/quantization. base_config.py and fp8.py def
 kv_cache.py and compressed_tensors.py define the values that vLLM uses. vLLM silently skips any other name.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
-from safetensors import SafetensorError, safe_open
-
+from stages.checkpoints.carried_scales import LETTERS, scale_tensors, scales_by_layer
 from stages.checkpoints.files import INDEX, read_json, refusal
 from stages.checkpoints.intake.shapes import ModelShape, read_model
-from stages.checkpoints.weights import FLOATS
-from stages.core.errors import UserError
 from stages.engines.backend import Audit
+from stages.policies.delivery import LayerDelivery, Scales
 from stages.policies.policy import Side
-from stages.policies.scales import LayerDelivery
 
 RELEASES = ("0.32", "0.33")
 """Releases that follow the rules below; tests/contract/facts/vllm.json records the digests of vLLM's functions."""
-SIDES = {"k": (Side.KEY,), "v": (Side.VALUE,), "kv": (Side.KEY, Side.VALUE)}
-SCALE = re.compile(
-    r"(?!.*(?:vision|visual))(?:.*\.)?layers\.(\d+)\.((?:.*\.)?(?:(kv|k|v)(?:_cache\.|_)scale|([kv])_proj\.output_scale))"
-)
-"""Names of scale tensors as exporters write them. Groups: layer, name within the layer, and k, v or kv."""
-READ = re.compile(
+READ_NAMES = re.compile(
     r"self_attn\.(?:(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.)?[kv]_scale|self_attn\.[kv]_cache\.scale|self_attn\.kv_scale"
 )
 """Names within a layer that vLLM reads for every quantization method."""
@@ -36,9 +26,6 @@ OUTPUT = re.compile(r"self_attn\.[kv]_proj\.output_scale")
 """Further names that vLLM reads if the weights are quantized with `fp8` or `quark`."""
 SEPARATE, PAIRED = ("compressed-tensors",), ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fp8", "quark")
 """Quantization methods, by the value vLLM uses for a missing scale: 1.0, or the layer's other scale."""
-MOST_NUMBERS = 1 << 18
-"""Maximum number of elements in a tensor of scales."""
-Scales = dict[Side, tuple[float, ...]]
 
 
 def audit(path: Path) -> Audit:
@@ -48,26 +35,23 @@ def audit(path: Path) -> Audit:
         UserError: The checkpoint cannot be read.
     """
     if not path.is_dir():
-        raise refusal(path, "is no directory of a Hugging Face checkpoint, which vLLM loads; give one")
+        raise refusal(path, "is not a directory of a Hugging Face checkpoint, which vLLM loads; give one")
     model = read_model(path)
     method, scheme, refused = _declared(path)
-    carried: list[Scales] = [{} for _ in range(model.kv.layers)]
+    tensors = list(scale_tensors(path))
     found: list[Scales] = [{} for _ in range(model.kv.layers)]
     problems = list(refused)
     listed = set(read_json(path, INDEX).get("weight_map", {}).values()) if (path / INDEX).is_file() else None
-    for file in sorted(path.glob("*.safetensors")):
-        for name, layer, within, letter, values in _scales(path, file.name):
-            if layer >= model.kv.layers:
-                problems.append(f"{name}: the model has {model.kv.layers} layers")
-                continue
-            whose = re.search(r"\.([kv])_proj\.", f".{within}")
-            carried[layer] |= dict.fromkeys(SIDES[whose[1] if whose and letter != "kv" else letter], values)
-            if listed is not None and file.name not in listed:
-                problems.append(f"{name}: is in {file.name}, which {INDEX} does not name")
-            elif READ.fullmatch(within) or (method in ("fp8", "quark") and OUTPUT.fullmatch(within)):
-                found[layer][SIDES[letter][0]] = values  # vLLM reads a shared scale as the keys' scale
-            else:
-                problems.append(f"{name}: is no name that it reads")
+    for tensor in tensors:
+        if tensor.layer >= model.kv.layers:
+            problems.append(f"{tensor.name}: the model has {model.kv.layers} layers")
+        elif listed is not None and tensor.file not in listed:
+            problems.append(f"{tensor.name}: is in {tensor.file}, which {INDEX} does not name")
+        elif READ_NAMES.fullmatch(tensor.within) or (method in ("fp8", "quark") and OUTPUT.fullmatch(tensor.within)):
+            found[tensor.layer][LETTERS[tensor.letter][0]] = tensor.values  # vLLM reads a shared scale as the keys' scale
+        else:
+            problems.append(f"{tensor.name}: is not a name that it reads")
+    carried = scales_by_layer(tensors, model.kv.layers)
     used = [_used(number, scales, method, scheme, model, problems) for number, scales in enumerate(found)]
     layers = [LayerDelivery(carried=given, used=taken) for given, taken in zip(carried, used, strict=True)]
     return Audit(f"vLLM {' and '.join(RELEASES)}, {method or 'no quantization declared'}", layers, problems)
@@ -99,24 +83,6 @@ def _declared(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
         ]
         return method, scheme, wrong
     return method, scheme, []
-
-
-def _scales(path: Path, file: str) -> Iterator[tuple[str, int, str, str, tuple[float, ...]]]:
-    """Yield (name, layer, name within the layer, letter, values) for each tensor of scales in a file."""
-    try:
-        with safe_open(path / file, framework="numpy") as stored:
-            for name, match in ((name, SCALE.fullmatch(name)) for name in stored.keys()):  # noqa: SIM118  (not a mapping)
-                if match is None:
-                    continue
-                about = stored.get_slice(name)
-                dtype, shape = about.get_dtype(), about.get_shape()
-                if dtype not in FLOATS or not 0 < math.prod(shape) <= MOST_NUMBERS:
-                    raise refusal(path, f"{file}: {name} is {dtype} of shape {shape}, no scale; correct it")
-                yield name, int(match[1]), match[2], match[3] or match[4], tuple(map(float, stored.get_tensor(name).flat))
-    except UserError:
-        raise
-    except (SafetensorError, OSError, ValueError) as error:
-        raise refusal(path, f"{file} is not a complete safetensors file ({error}); download it again") from None
 
 
 def _used(layer: int, found: Scales, method: str, scheme: Mapping[str, Any], model: ModelShape, problems: list[str]) -> Scales:

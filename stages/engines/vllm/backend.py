@@ -27,10 +27,10 @@ from stages.engines.vllm import worker
 from stages.engines.vllm.audit import PAIRED, SEPARATE
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
+from stages.policies.delivery import scale_findings
 from stages.policies.formats import Format
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import SCALES_FILE
-from stages.verdict.delivery import scale_findings
 
 
 class VllmDescription(protocol.Description):
@@ -54,13 +54,15 @@ class VllmFacts(StrictModel):
     """Bytes of one block over all layers."""
 
 
+READ_RELEASES = ("0.26", "0.32", "0.33")
+"""Releases whose source was read; the first is recommended."""
 PROGRAM = Program(
     "vllm",
     "vLLM",
     Path(worker.__file__).with_name("kvgate_vllm_worker.py"),
     "make vllm installs vLLM's CPU build into .venv-vllm: backend.python=.venv-vllm/bin/python; on a GPU machine run kvgate in "
-    "the container vllm/vllm-openai:v0.26.0 with backend.python=python3, or give the python of an environment with "
-    "pip install vllm==0.26.0",
+    f"the container vllm/vllm-openai:v{READ_RELEASES[0]}.0 with backend.python=python3, or give the python of an environment "
+    f"with pip install vllm=={READ_RELEASES[0]}.0",
     {
         # Models are local directories, and only the release's own code runs: no hub access, no installed plugins.
         "HF_HUB_OFFLINE": "1",
@@ -73,7 +75,7 @@ PROGRAM = Program(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     },
-    read=("0.26", "0.32", "0.33"),
+    read=READ_RELEASES,
     oldest=(0, 26),
     description=VllmDescription,
 )

@@ -20,9 +20,9 @@ from stages.core.redaction import printable, redact_text
 from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.policies.delivery import ScaleChange
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
-from stages.verdict.delivery import ScaleChange
 from stages.verdict.engine_tests import EngineTests
 from stages.verdict.report import Fidelity, MustFailControl, SystemMetrics
 

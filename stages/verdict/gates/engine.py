@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from stages.policies.delivery import describe_changes
 from stages.verdict.conformance import bounded, describe
-from stages.verdict.delivery import describe_changes
 from stages.verdict.gate import GateInput
 from stages.verdict.thresholds import Check, Gate, LineStatus, Status, Thresholds
 

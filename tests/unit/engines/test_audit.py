@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from stages.core.errors import UserError
 from stages.engines.vllm.audit import audit
-from stages.verdict.delivery import scale_findings
+from stages.policies.delivery import scale_findings
 
 SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
 COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
@@ -99,7 +99,7 @@ PROJECTION = "self_attn.S_proj.S_scale"
         (COMPRESSED, changed(k1=1e9), ["out of range: layer 1 keys: 1e+09"]),
         (COMPRESSED, changed(v0=1.0), ["defaulted: layer 0 values: the checkpoint carries 1.0 itself"]),
         (COMPRESSED, changed(v0=[0.25, 0.5]), ["layer 0 values: 2 scales where it reads 1"]),
-        (COMPRESSED, changed("attention.S_scale", v0=0.25), ["model.layers.0.attention.v_scale: is no name that it reads"]),
+        (COMPRESSED, changed("attention.S_scale", v0=0.25), ["model.layers.0.attention.v_scale: is not a name that it reads"]),
         (COMPRESSED, changed(v7=0.25), ["model.layers.7.self_attn.v_scale: the model has 2 layers"]),
         (MODELOPT | {"quant_algo": None}, PROJECTIONS, ["quant_algo is missing"]),
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"type": "int"}}, OWN, ["kv_cache_scheme.type=int, which it refuses"]),

@@ -5,11 +5,9 @@ from helpers.verdicts.reports import gates, lines, report
 
 from stages.engines.backend import ROUNDING
 from stages.evaluate.conformance.engine import LEAST_MEASURED, ReferenceEngine
+from stages.policies.delivery import LayerDelivery, ScaleChangeKind, describe_changes, scale_changes
 from stages.policies.policy import Side
-from stages.policies.scales import LayerDelivery
 from stages.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
-from stages.verdict.delivery import describe_changes, scale_changes
-from stages.verdict.thresholds import ScaleChangeKind
 
 Scales = dict[Side, tuple[float, ...]]
 BOTH = {0: [Side.KEY, Side.VALUE]}

@@ -6,11 +6,15 @@ then judge a cache that is not the requested one.
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from stages.core.records import Record
 from stages.policies.policy import SIDES, Side
-from stages.policies.scales import LayerDelivery
-from stages.verdict.thresholds import ScaleChangeKind
+
+Scales = dict[Side, tuple[float, ...]]
+"""Static scales of one layer; a side without scales is absent."""
+ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"]
 
 SAME = 2.0**-9
 """Relative difference up to which scales are equal: vLLM rounds scales in ModelOpt's form to the model's 16-bit type."""
@@ -25,6 +29,14 @@ WORDS: dict[ScaleChangeKind, str] = {
     "swapped": "{carried} is used for the other side, {used} here",
     "changed": "{carried} became {used}",
 }
+
+
+@dataclass(frozen=True)
+class LayerDelivery:
+    """Static scales of one layer: those in the checkpoint, and those in the loaded engine."""
+
+    carried: Scales
+    used: Scales
 
 
 class ScaleChange(Record):

@@ -1,0 +1,79 @@
+"""The scales of keys and values that a checkpoint carries. Only scale tensors are loaded."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+from safetensors import SafetensorError, safe_open
+
+from stages.checkpoints.files import refusal
+from stages.checkpoints.weights import FLOATS
+from stages.core.errors import UserError
+from stages.policies.delivery import Scales
+from stages.policies.policy import Side
+
+LETTERS = {"k": (Side.KEY,), "v": (Side.VALUE,), "kv": (Side.KEY, Side.VALUE)}
+SCALE = re.compile(
+    r"(?!.*(?:vision|visual))(?:.*\.)?layers\.(\d+)\.((?:.*\.)?(?:(kv|k|v)(?:_cache\.|_)scale|([kv])_proj\.output_scale))"
+)
+"""Names of scale tensors as exporters write them. Groups: layer, name within the layer, and k, v or kv."""
+MOST_NUMBERS = 1 << 18
+"""Maximum number of elements in a tensor of scales."""
+
+
+@dataclass(frozen=True)
+class ScaleTensor:
+    file: str
+    name: str
+    layer: int
+    within: str
+    """Name within the layer."""
+    letter: str
+    """k, v or kv: the sides that its name ends with."""
+    values: tuple[float, ...]
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Sides of the cache that the scales belong to."""
+        projection = re.search(r"\.([kv])_proj\.", f".{self.within}")
+        return LETTERS[projection[1] if projection and self.letter != "kv" else self.letter]
+
+
+def scale_tensors(path: Path) -> Iterator[ScaleTensor]:
+    """Yield the scales in all safetensors files of a directory.
+
+    Raises:
+        UserError: A file cannot be read, or a tensor with such a name does not hold scales.
+    """
+    for file in sorted(path.glob("*.safetensors")):
+        yield from _of_file(path, file.name)
+
+
+def scales_by_layer(tensors: Iterable[ScaleTensor], layers: int) -> list[Scales]:
+    """Return the scales by layer. A later tensor replaces an earlier one; scales beyond the last layer are left out."""
+    carried: list[Scales] = [{} for _ in range(layers)]
+    for tensor in tensors:
+        if tensor.layer < layers:
+            carried[tensor.layer] |= dict.fromkeys(tensor.sides, tensor.values)
+    return carried
+
+
+def _of_file(path: Path, file: str) -> Iterator[ScaleTensor]:
+    try:
+        with safe_open(path / file, framework="numpy") as stored:
+            for name, match in ((name, SCALE.fullmatch(name)) for name in stored.keys()):  # noqa: SIM118  (not a mapping)
+                if match is None:
+                    continue
+                about = stored.get_slice(name)
+                dtype, shape = about.get_dtype(), about.get_shape()
+                if dtype not in FLOATS or not 0 < math.prod(shape) <= MOST_NUMBERS:
+                    raise refusal(path, f"{file}: {name} is {dtype} of shape {shape}, which is not a scale; correct it")
+                values = tuple(map(float, stored.get_tensor(name).flat))
+                yield ScaleTensor(file, name, int(match[1]), match[2], match[3] or match[4], values)
+    except UserError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        raise refusal(path, f"{file} is not a complete safetensors file ({error}); download it again") from None
