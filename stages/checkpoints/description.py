@@ -238,7 +238,7 @@ NUMBERS = (
     "clip_qkv",
 )
 
-RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
+VALUE_RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
     (("hidden_act", "hidden_activation"), f"one of {', '.join(ACTIVATIONS)}", lambda value: value in ACTIVATIONS),
     (NUMBERS, "a positive number", _is_positive),
     (
@@ -256,7 +256,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
     (TOKENS, "a token's number", _is_token),
 )
 """(keys, expected value, check) of the optional values of config.json that affect the model's arithmetic, except sizes."""
-OPTIONAL = {key for keys, *_ in RULES for key in keys} | {
+OPTIONAL = {key for keys, *_ in VALUE_RULES for key in keys} | {
     *("rope_scaling", "rope_parameters", "num_key_value_heads", "head_dim"),
     *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "sliding_window_pattern"),
 }
@@ -264,7 +264,7 @@ OPTIONAL = {key for keys, *_ in RULES for key in keys} | {
 
 
 def _check_values(path: Path, config: dict[str, Any]) -> None:
-    for keys, needed, holds in RULES:
+    for keys, needed, holds in VALUE_RULES:
         for key in keys:
             if key in config and not holds(config[key]):
                 raise wrong(path, config, key, needed)

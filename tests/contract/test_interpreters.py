@@ -17,7 +17,7 @@ from helpers.policies.shipped import conf
 from helpers.refusals import refused
 
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.interpreter.process import Program, probe
+from stages.engines.interpreter.process import Program, inspect_interpreter
 from stages.engines.interpreter.requests import RequestEngine
 from stages.engines.sglang.backend import PROGRAM as SGLANG
 from stages.engines.trtllm.backend import PROGRAM as TRTLLM
@@ -136,8 +136,8 @@ def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bund
     built = library.release.replace(".", r"\.")
     with pytest.raises(MissingRequirement, match=rf"{library.program.library} {built}.* 99\.1\.0"):
         open_engine(bundle, newer)
-    assert f"{library.program.library} 99.1.0 was not read" in str(probe(library.program, newer).unread)
-    assert probe(library.program, make_interpreter(tmp_path / "same", release=library.release)).unread is None
+    assert f"{library.program.library} 99.1.0 was not read" in str(inspect_interpreter(library.program, newer).unread)
+    assert inspect_interpreter(library.program, make_interpreter(tmp_path / "same", release=library.release)).unread is None
 
 
 def test_a_missing_requirement_names_its_fix_in_one_line(library: Library, tmp_path: Path) -> None:
@@ -149,4 +149,4 @@ def test_a_missing_requirement_names_its_fix_in_one_line(library: Library, tmp_p
         (broken, f"backend.python={broken}: {name} cannot be used there (ImportError: {library.broken}"),
     ):
         with refused(MissingRequirement, said, *library.hints):
-            probe(library.program, python)
+            inspect_interpreter(library.program, python)

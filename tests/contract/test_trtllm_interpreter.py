@@ -18,7 +18,7 @@ from helpers.refusals import refused
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.interpreter.process import CHANNEL, Worker, probe
+from stages.engines.interpreter.process import CHANNEL, Worker, inspect_interpreter
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.backend import PROGRAM, refuse, refuse_fp8, refuse_unread, require_target
 from stages.engines.trtllm.config import TargetName, TrtllmConfig
@@ -37,7 +37,7 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
 
 def test_releases_that_a_target_does_not_support_are_refused_with_the_needed_release(tmp_path: Path) -> None:
     for release in ("1.2.0", "1.3.0rc20", "1.3.0rc21"):
-        here = probe(PROGRAM, make_interpreter(tmp_path / release, release=release))
+        here = inspect_interpreter(PROGRAM, make_interpreter(tmp_path / release, release=release))
         assert here.release == release
         assert [(device.name, device.compute_cap, device.driver) for device in here.devices] == [("Fake H0", "9.0", "580.95")]
         require_target("pytorch", here)
@@ -48,7 +48,7 @@ def test_releases_that_a_target_does_not_support_are_refused_with_the_needed_rel
         require_target("engine", here)
     python = make_interpreter(tmp_path / "old", release="1.1.0")
     with refused(MissingRequirement, f"backend.python={python}: has TensorRT-LLM 1.1.0, backend=trtllm needs 1.2 or later; "):
-        probe(PROGRAM, python)
+        inspect_interpreter(PROGRAM, python)
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
@@ -162,7 +162,7 @@ def test_quantized_weights_are_served_as_they_were_exported_or_refused_in_a_line
 
 
 def test_fp8_is_refused_on_gpus_that_do_not_compute_in_it(tmp_path: Path) -> None:
-    old, new = (probe(PROGRAM, make_interpreter(tmp_path / gpu, gpus=(gpu,))) for gpu in ("8.6", "8.9"))
+    old, new = (inspect_interpreter(PROGRAM, make_interpreter(tmp_path / gpu, gpus=(gpu,))) for gpu in ("8.6", "8.9"))
     refuse_fp8(SHIPPED["fp8"], "fp8", new, 1)
     refuse_fp8(SHIPPED["int8_tensor"], "none", old, 1)
     said = "kv=fp8: TensorRT-LLM has FP8 caches from SM 8.9 on, this is Fake H0, SM 8.6; choose kv=int8_tensor"

@@ -17,7 +17,7 @@ from helpers.engines.trtllm_exports import make_exports
 
 from stages.core.errors import UserError
 from stages.engines.interpreter import process
-from stages.engines.interpreter.process import CHANNEL, Worker, probe
+from stages.engines.interpreter.process import CHANNEL, Worker, inspect_interpreter
 from stages.engines.interpreter.protocol import Description
 from stages.engines.trtllm.backend import PROGRAM
 
@@ -44,7 +44,7 @@ def bundle(quantized: Path) -> Path:
 )
 def test_an_invalid_answer_is_reported_with_its_cause(tmp_path: Path, says: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as raised:
-        probe(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
+        inspect_interpreter(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
     assert "\n" not in str(raised.value)
     await_none_with(tmp_path / "bin")
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from stages.core.errors import UserError
 from stages.core.records import no_progress
-from stages.engines.interpreter.process import Interpreter, probe
+from stages.engines.interpreter.process import Interpreter, inspect_interpreter
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
@@ -215,7 +215,7 @@ def test_trtllm_build_keeps_every_setting_on_every_generation_of_gpus(engines: B
     expected = []
     for (weights, kv), bundle in engines.items():
         checkpoint = bundle / "checkpoint"
-        config = checkpoints.read_config(checkpoint)
+        config = checkpoints.read_trtllm_config(checkpoint)
         flags = settings.engine_settings(config_of("trtllm", None), config["quantization"])
         for sm in SMS:
             out = tmp_path / f"{weights}-{kv}-{sm[0]}{sm[1]}"
@@ -299,7 +299,7 @@ def test_forced_tokens_come_through_the_real_hook_with_the_rows_that_were_comput
 def test_an_argument_that_the_release_lacks_is_refused_in_a_line_with_release_and_field(
     wrong: dict[str, Any], field: str, served: Bundles, python: str
 ) -> None:
-    bundle, here = served["none", "fp8"], probe(PROGRAM, python)
+    bundle, here = served["none", "fp8"], inspect_interpreter(PROGRAM, python)
     with refused(UserError, f"backend.serving: TensorRT-LLM {here.release} refuses these LLM arguments: ", field):
         read_llm_args(here, bundle / "checkpoint", {**pinned_in(bundle), **wrong})
 
@@ -307,7 +307,7 @@ def test_an_argument_that_the_release_lacks_is_refused_in_a_line_with_release_an
 def test_an_unsupported_checkpoint_is_refused_in_a_line_with_release_and_field(
     exports: Bundles, python: str, tmp_path: Path
 ) -> None:
-    wrong, release = tmp_path / "exports", probe(PROGRAM, python).release
+    wrong, release = tmp_path / "exports", inspect_interpreter(PROGRAM, python).release
     shutil.copytree(exports["fp8", "fp8"], wrong)
     for file, change in (("unified_hf/hf_quant_config.json", "quantization"), ("tensorrt_llm/config.json", "architecture")):
         declared = json.loads((wrong / file).read_text(encoding="utf-8"))

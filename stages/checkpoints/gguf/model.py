@@ -27,7 +27,7 @@ SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
-READ = {
+READ_KEYS = {
     *SIZES,
     "attention.key_length",
     "attention.value_length",
@@ -107,7 +107,7 @@ def _refuse_unknown_metadata(header: Header, architecture: str) -> None:
     """Refuse metadata that affects the model's numbers and would be lost in the conversion."""
     for key, value in header.metadata.items():
         name = key.removeprefix(f"{architecture}.")
-        if name == key or name in READ or (architecture == "gemma3" and name in WINDOWED):
+        if name == key or name in READ_KEYS or (architecture == "gemma3" and name in WINDOWED):
             continue
         if name not in NEUTRAL or NEUTRAL[name] not in (None, value):
             raise header.error(f"{key}={value!r:.40} is not supported; use a model without it, or its Hugging Face checkpoint")

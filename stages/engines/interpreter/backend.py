@@ -15,7 +15,7 @@ from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
 from stages.engines.config import InterpreterConfig
 from stages.engines.interface import Engine
 from stages.engines.interpreter.bundle import ServedBundle
-from stages.engines.interpreter.process import Interpreter, Program, probe
+from stages.engines.interpreter.process import Interpreter, Program, inspect_interpreter
 from stages.policies.policy import KVPolicy
 
 C = TypeVar("C", bound=InterpreterConfig)
@@ -36,7 +36,7 @@ class InterpreterBackend(Backend[C], Generic[C]):
     @property
     def interpreter(self) -> Interpreter:
         """The interpreter of `backend.python`. Raises MissingRequirement if it or the library is missing."""
-        return probe(self.program, self.config.python)
+        return inspect_interpreter(self.program, self.config.python)
 
     @property
     def build_module(self) -> str:

@@ -43,7 +43,7 @@ def cannot_hold(policy: KVPolicy, backend: str, reason: str, choices: str) -> st
     )
 
 
-def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:
+def copy_linking_weights(names: Iterable[str], source: Path, out: Path) -> None:
     """Write the named files of a checkpoint to the new directory `out`. Weights are hard-linked if possible."""
     out.mkdir()
     names = list(names)

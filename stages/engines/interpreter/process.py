@@ -115,7 +115,7 @@ class Interpreter:
 
 
 @cache
-def probe(program: Program, python: str | None) -> Interpreter:
+def inspect_interpreter(program: Program, python: str | None) -> Interpreter:
     """Return the interpreter of `backend.python` with its description; cached for the life of this process.
 
     Raises MissingRequirement if the library is missing or its release is older than `program.oldest`.

@@ -28,7 +28,7 @@ from stages.engines.bundle import open_bundle
 from stages.engines.config import InterpreterConfig
 from stages.engines.interface import Continuation, Engine, Logits, check_tokens
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle
-from stages.engines.interpreter.process import A, Interpreter, Program, Worker, WorkerError, probe
+from stages.engines.interpreter.process import A, Interpreter, Program, Worker, WorkerError, inspect_interpreter
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
 from stages.policies.formats import Format
 from stages.policies.policy import Side, page_count
@@ -80,7 +80,7 @@ class RequestEngine(Engine):
     def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
         """Open a bundle; the worker starts with the first request."""
         self._described, policy, self._scales = open_bundle(bundle, self.record, config.name)
-        self._interpreter = probe(self.program, config.python)
+        self._interpreter = inspect_interpreter(self.program, config.python)
         self._check_machine(bundle)
         super().__init__(policy, self._described.shape, self._described.vocab_size)
         self.max_tokens, self.max_batch = self._described.max_tokens, self._described.max_batch

@@ -21,7 +21,7 @@ from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.table import CODES
 
-READ = "0.3.36"
+READ_RELEASE = "0.3.36"
 """The release of llama-cpp-python that the worker was checked against."""
 GGUF = "model.gguf"
 """Name of the model in a bundle."""
@@ -48,7 +48,7 @@ PROGRAM = Program(
     "llama-cpp-python",
     Path(worker.__file__).with_name("kvgate_llamacpp_worker.py"),
     "make llamacpp compiles it into .venv-llamacpp: backend.python=.venv-llamacpp/bin/python; or give the python of an "
-    f"environment with pip install llama-cpp-python=={READ}",
+    f"environment with pip install llama-cpp-python=={READ_RELEASE}",
     read=("0.3",),
     oldest=(0, 3),
     description=LlamaCppDescription,

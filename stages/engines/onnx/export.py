@@ -141,12 +141,12 @@ def _write_graph(out: Path) -> onnx.GraphProto:
     for tensor in model.graph.initializer:
         del tensor.metadata_props[:]
     del model.graph.metadata_props[:], model.metadata_props[:]
-    _divide(model.graph)
+    _restore_division(model.graph)
     onnx.save(model, graph)
     return model.graph
 
 
-def _divide(graph: onnx.GraphProto) -> None:
+def _restore_division(graph: onnx.GraphProto) -> None:
     """Replace x * Reciprocal(y) by x / y, in place, so that ONNX Runtime recognizes RMSNorm and runs it as one node."""
     reciprocals = {node.output[0]: node for node in graph.node if node.op_type == "Reciprocal"}
     for node in graph.node:

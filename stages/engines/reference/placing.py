@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stages.core.errors import MissingRequirement
 
-SHORT = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def place(model: Any, device: torch.device) -> Any:
@@ -36,15 +36,15 @@ def shorten(model: Any, device: torch.device) -> None:
     for parameter in model.parameters():
         parameter.data = _shortest(parameter.data.to(device))
     for module in model.modules():
-        stored = {name: weight for name, weight in module._parameters.items() if weight is not None and weight.dtype in SHORT}
+        stored = {name: weight for name, weight in module._parameters.items() if weight is not None and weight.dtype in HALVES}
         if stored:
             module.register_forward_pre_hook(_widen)
             module.register_forward_hook(partial(_restore, stored), always_call=True)
 
 
 def _shortest(x: Tensor) -> Tensor:
-    """Return float32 numbers in the first type of SHORT that represents every number exactly, else unchanged."""
-    return next((short for short in map(x.to, SHORT) if torch.equal(short.float(), x)), x)
+    """Return float32 numbers in the first type of HALVES that represents every number exactly, else unchanged."""
+    return next((short for short in map(x.to, HALVES) if torch.equal(short.float(), x)), x)
 
 
 def _widen(module: torch.nn.Module, _: Any) -> None:

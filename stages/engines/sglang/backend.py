@@ -8,22 +8,22 @@ from stages.checkpoints.exports import beyond_one_format, describe_format
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
 from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import CHECKPOINT, cannot_hold, copy_checkpoint, resolve
+from stages.engines.interpreter.bundle import CHECKPOINT, cannot_hold, copy_linking_weights, resolve
 from stages.engines.interpreter.process import Program
 from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
 from stages.policies.policy import KVPolicy
 
-READ = "0.5.23"
+READ_RELEASE = "0.5.23"
 """The release that the worker was checked against."""
 PROGRAM = Program(
     "sglang",
     "SGLang",
     Path(worker.__file__).with_name("kvgate_sglang_worker.py"),
-    f"on a machine with CUDA 13 and an NVIDIA GPU give the python of an environment with pip install sglang=={READ}, or "
-    f"python3 where kvgate runs in the container lmsysorg/sglang:v{READ}",
+    "on a machine with CUDA 13 and an NVIDIA GPU give the python of an environment with pip install "
+    f"sglang=={READ_RELEASE}, or python3 where kvgate runs in the container lmsysorg/sglang:v{READ_RELEASE}",
     {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "SGLANG_USE_MODELSCOPE": "0"},
-    read=(READ,),
+    read=(READ_RELEASE,),
 )
 COMMAND_FILE = "launch.txt"
 
@@ -63,7 +63,7 @@ class SglangBackend(InterpreterBackend[SglangConfig]):
 
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
         """Write the checkpoint and the command. All scales, if there are any, are 1.0."""
-        copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
+        copy_linking_weights((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
         arguments = server_args(self.config, cache_dtype(policy, self.config))
         resolve(self.interpreter, out / CHECKPOINT, "server_args", arguments)
         flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stages.engines.base import LOGIT_STEP
 from stages.engines.config import InterpreterConfig
-from stages.engines.interpreter.bundle import copy_checkpoint
+from stages.engines.interpreter.bundle import copy_linking_weights
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.interpreter.requests import RequestEngine
@@ -57,7 +57,7 @@ def write_faulted(checkpoint: Path, out: Path, factor: float) -> None:
 
     names = sorted(path.name for path in checkpoint.iterdir())
     loaded = {name: load_file(checkpoint / name) for name in names if name.endswith(".safetensors")}
-    copy_checkpoint([name for name in names if name not in loaded], checkpoint, out)
+    copy_linking_weights([name for name in names if name not in loaded], checkpoint, out)
     normed = any(name.endswith(KEY_NORM) for tensors in loaded.values() for name in tensors)
     for file, tensors in loaded.items():
         scaled = {n: t * factor if n.endswith(KEY_NORM if normed else KEY_PROJECTION) else t for n, t in tensors.items()}

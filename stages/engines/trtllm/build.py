@@ -11,7 +11,7 @@ from stages.checkpoints.exports import algorithm
 from stages.checkpoints.files import read_json
 from stages.checkpoints.rope import rope_at_top_level
 from stages.core.errors import UserError
-from stages.engines.interpreter.bundle import CHECKPOINT, copy_checkpoint
+from stages.engines.interpreter.bundle import CHECKPOINT, copy_linking_weights
 from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
 from stages.engines.interpreter.protocol import EmptyAnswer, Pinned
 from stages.engines.trtllm import checkpoint as checkpoints
@@ -52,7 +52,7 @@ def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Se
 
 def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interpreter: Interpreter) -> None:
     """Run trtllm-build on a checkpoint. Raises UserError with TensorRT-LLM's last line of output if the build fails."""
-    ranks = checkpoints.read_config(checkpoint)["mapping"]["tp_size"]
+    ranks = checkpoints.read_trtllm_config(checkpoint)["mapping"]["tp_size"]
     title = f"backend.python={interpreter.python}: TensorRT-LLM {interpreter.release}"
     with Worker(interpreter.program, interpreter.python, **settings.rank_environment(1)) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
@@ -69,11 +69,11 @@ def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: In
     """Build a TensorRT engine and return the fields of its bundle.json."""
     source = out / CHECKPOINT
     checkpoints.write_checkpoint(export, source, config.tensor_parallel_size)
-    checkpoint = checkpoints.read_config(source)
+    checkpoint = checkpoints.read_trtllm_config(source)
     flags = settings.engine_settings(config, checkpoint["quantization"])
     compile_engine(source, out / ENGINE, flags, interpreter)
     expected = settings.expected_config(flags, checkpoint, interpreter.release)
-    rewritten = settings.differences(expected, checkpoints.read_config(out / ENGINE))
+    rewritten = settings.differences(expected, checkpoints.read_trtllm_config(out / ENGINE))
     settings.refuse_rewrites(rewritten, config.allow_rewrites)
     return {
         "arguments": {**expected, **{f"build_config.{key}": value for key, value in flags.items()}},
@@ -124,7 +124,7 @@ def _copy_served(export: Path, plain: Path, out: Path) -> str | None:
     declared = export / MODELOPT_FILE
     weights: str | None = read_json(export, MODELOPT_FILE)["quantization"]["quant_algo"] if declared.is_file() else None
     source = export if weights else plain
-    copy_checkpoint(sorted(path.name for path in source.iterdir()), source, out)
+    copy_linking_weights(sorted(path.name for path in source.iterdir()), source, out)
     if source is plain:
         config = rope_at_top_level(read_json(plain, checkpoints.CONFIG_FILE))
         (out / checkpoints.CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

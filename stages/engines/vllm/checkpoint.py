@@ -16,7 +16,7 @@ from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX
 from stages.checkpoints.rope import rope_at_top_level
 from stages.checkpoints.weights import tensors_on_disk
-from stages.engines.interpreter.bundle import copy_checkpoint
+from stages.engines.interpreter.bundle import copy_linking_weights
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales
 
@@ -25,7 +25,7 @@ CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Keys of a quantization_config that describe the cache."""
 SCALES = "kv_scales.safetensors"
 NAME = "model.layers.{layer}.self_attn.{side}_scale"
-SIDES = {Side.KEY: "k", Side.VALUE: "v"}
+LETTERS = {Side.KEY: "k", Side.VALUE: "v"}
 
 
 def delivers_scales(policy: KVPolicy) -> bool:
@@ -36,7 +36,7 @@ def delivers_scales(policy: KVPolicy) -> bool:
 def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: KVScales) -> None:
     """Write a checkpoint with the weights of `info` and the cache's scales to the new directory `out`."""
     kept = [name for name in info.other_files if name not in (CONFIG, INDEX)]
-    copy_checkpoint((*info.weight_files, *kept), info.path, out)
+    copy_linking_weights((*info.weight_files, *kept), info.path, out)
     # vLLM may use a transformers release that ignores rope_parameters and would silently assume a base of 10,000.
     config: dict[str, Any] = rope_at_top_level(json.loads((info.path / CONFIG).read_text(encoding="utf-8")))
     own = {key: value for key, value in (read_config(info.path).get("quantization_config") or {}).items() if key not in CACHE}
@@ -72,7 +72,7 @@ def quantization_config(policy: KVPolicy) -> dict[str, Any]:
 def write_faulted(scales: KVScales, checkpoint: Path, out: Path, key_fault: float) -> None:
     """Write a copy of a checkpoint to the new directory `out` with key scales multiplied by `key_fault`."""
     names = sorted(path.name for path in checkpoint.iterdir() if path.name != SCALES)
-    copy_checkpoint(names, checkpoint, out)
+    copy_linking_weights(names, checkpoint, out)
     write_scales(out, scales, key_fault)
 
 
@@ -80,7 +80,7 @@ def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[st
     """Write the file of scales and return the names of its tensors."""
     tensors = {}
     for layer, sides in enumerate(scales.layers):
-        for side, letter in SIDES.items():
+        for side, letter in LETTERS.items():
             if side not in sides:
                 continue  # a skipped layer
             numbers = np.array(sides[side].scale, np.float32) * np.float32(key_fault if side is Side.KEY else 1.0)
@@ -102,7 +102,7 @@ def delivered(checkpoint: Path, layers: int) -> list[dict[Side, tuple[float, ...
     tensors = load_file(checkpoint / SCALES) if (checkpoint / SCALES).is_file() else {}
     found: list[dict[Side, tuple[float, ...]]] = [{} for _ in range(layers)]
     for layer, sides in enumerate(found):
-        for side, letter in SIDES.items():
+        for side, letter in LETTERS.items():
             name = NAME.format(layer=layer, side=letter)
             if name in tensors:
                 sides[side] = tuple(tensors[name].tolist())

@@ -18,7 +18,7 @@ import stages.engines.vllm
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
-from stages.engines.interpreter.process import Interpreter, probe
+from stages.engines.interpreter.process import Interpreter, inspect_interpreter
 from stages.engines.vllm.backend import (
     PROGRAM,
     VllmBackend,
@@ -46,7 +46,7 @@ def interpreter(**changes: Any) -> Interpreter:
 def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:
     old = interpreter(release="0.11.2").description.model_dump_json()
     with pytest.raises(MissingRequirement, match=r"has vLLM 0\.11\.2, backend=vllm needs 0\.26 or later; make vllm"):
-        probe(PROGRAM, make_interpreter(tmp_path / "bin", says=f'{{"ok": {old}}}'))
+        inspect_interpreter(PROGRAM, make_interpreter(tmp_path / "bin", says=f'{{"ok": {old}}}'))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def _corrupt_keys(worker: Any, factor: float) -> None:
     for layer in _layers(worker):
         scaled = layer.kv_cache_dtype.startswith(SCALED) and not layer.kv_cache_dtype.endswith(UNSCALED)
         write = layer.impl.do_kv_cache_update
-        layer.impl.do_kv_cache_update = _scaled(write, factor) if scaled else _louder(write, factor)
+        layer.impl.do_kv_cache_update = _scaled_reading(write, factor) if scaled else _scaled_write(write, factor)
 
 
 def _stored(worker: Any, blocks: list[int], length: int) -> Any:
@@ -140,7 +140,7 @@ def _numbers(layer: Any, side: str) -> list[float]:
     return [float(x) for x in scale.flatten().tolist()]
 
 
-def _scaled(write: Any, factor: float) -> Any:
+def _scaled_reading(write: Any, factor: float) -> Any:
     def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
         # Change the tensor in place: it is a parameter of the layer in some releases and a buffer in others.
         exact, number = layer._k_scale.detach().clone(), layer._k_scale_float
@@ -155,7 +155,7 @@ def _scaled(write: Any, factor: float) -> Any:
     return update
 
 
-def _louder(write: Any, factor: float) -> Any:
+def _scaled_write(write: Any, factor: float) -> Any:
     def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
         return write(layer, key * factor, value, kv_cache, slot_mapping)
 
