@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,13 +80,13 @@ def bundle(library: Library, python: str, tiny_checkpoint: Path, tmp_path_factor
 
 
 @pytest.fixture(scope="module")
-def engine(bundle: Path, python: str) -> Iterator[RequestEngine]:
+def engine(bundle: Path, python: str) -> Iterator[RequestEngine[Any, Any]]:
     opened = open_engine(bundle, python)
     yield opened
     opened.close()
 
 
-def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine) -> None:
+def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine[Any, Any]) -> None:
     rows = engine.forced(TOKENS, FIRST)
     assert rows.shape == (len(TOKENS) - FIRST, VOCABULARY)
     assert np.isfinite(rows).all(), "written before they were forced"
@@ -103,7 +104,7 @@ def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine) ->
     assert engine.forced([*TOKENS, *said], len(TOKENS)).argmax(1).tolist()[:-1] == said[1:], "unchanged by the forcing"
 
 
-def test_the_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestEngine) -> None:
+def test_the_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestEngine[Any, Any]) -> None:
     before = engine.forced(TOKENS, FIRST)
     engine.corrupt_key_scale(0.1)
     assert np.abs(engine.forced(TOKENS, FIRST) - before).max() > 0.01
@@ -111,7 +112,7 @@ def test_the_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: Requ
     np.testing.assert_allclose(engine.forced(TOKENS, FIRST), before, atol=1e-2)
 
 
-def test_times_are_the_librarys_own(engine: RequestEngine) -> None:
+def test_times_are_the_librarys_own(engine: RequestEngine[Any, Any]) -> None:
     load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
     system = measure_system(engine, load)
     assert system.time_to_first_token_ms > 0

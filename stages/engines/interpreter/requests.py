@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ from stages.policies.formats import Format
 from stages.policies.policy import Side, page_count
 
 Bytes = npt.NDArray[np.uint8]
+B = TypeVar("B", bound=ServedBundle)
+C = TypeVar("C", bound=InterpreterConfig)
 LOOKAHEAD = 32
 """Tokens that are decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
 
@@ -63,7 +65,7 @@ class _Sequence:
         return len(self.rows) > 1 and self.ahead[0] == token
 
 
-class RequestEngine(Engine):
+class RequestEngine(Engine, Generic[B, C]):
     """An engine over one worker. A subclass opens the library with its own arguments.
 
     The library takes most of the memory for its cache, so only one engine of a process runs at a time: a request to another
@@ -71,13 +73,13 @@ class RequestEngine(Engine):
     """
 
     program: ClassVar[Program]
-    record: ClassVar[type[ServedBundle]] = ServedBundle
+    record: type[B]
     """Record type of `bundle.json`."""
     max_tokens: int
     max_batch: int
-    _running: ClassVar["weakref.ref[RequestEngine] | None"] = None
+    _running: ClassVar["weakref.ref[RequestEngine[Any, Any]] | None"] = None
 
-    def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
+    def __init__(self, bundle: Path, config: C) -> None:
         """Open a bundle; the worker starts with the first request."""
         self._described, policy, self._scales = open_bundle(bundle, self.record, config.name)
         self._interpreter = inspect_interpreter(self.program, config.python)
@@ -259,10 +261,10 @@ class RequestEngine(Engine):
         return worker
 
 
-class ShowingEngine(RequestEngine):
+class ShowingEngine(RequestEngine[B, C]):
     """A request engine whose library also returns the cached bytes of a request."""
 
-    def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
+    def __init__(self, bundle: Path, config: C) -> None:
         super().__init__(bundle, config)
         self._shown: list[list[dict[Side, StoredCopy]]] = []
         """Per request of the last `forced_together`, the cached copies by layer and side."""

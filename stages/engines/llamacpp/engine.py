@@ -18,13 +18,11 @@ from stages.policies.formats import Format
 from stages.policies.policy import PAGE_TOKENS, Side
 
 
-class LlamaCppEngine(ShowingEngine):
+class LlamaCppEngine(ShowingEngine[LlamaCppBundle, LlamaCppConfig]):
     """An engine that sends requests to llama.cpp and reads the cache from its saved state."""
 
     program = PROGRAM
     record = LlamaCppBundle
-    _described: LlamaCppBundle
-    _config: LlamaCppConfig
     reads_itself = True
     """llama.cpp stores keys and values before attention, which reads only the cache, even for prompts."""
     logit_step = LOGIT_STEP["float16"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stages.engines.base import LOGIT_STEP
 from stages.engines.config import InterpreterConfig
-from stages.engines.interpreter.bundle import copy_linking_weights
+from stages.engines.interpreter.bundle import ServedBundle, copy_linking_weights
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.interpreter.requests import RequestEngine
@@ -24,13 +24,14 @@ EVALUATION = {
 processor would see each token one step late."""
 
 
-class SglangEngine(RequestEngine):
+class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
     """An engine that sends requests to SGLang.
 
     Its cache has no scales, so the must-fail control loads a checkpoint that computes wrong keys.
     """
 
     program = PROGRAM
+    record = ServedBundle
 
     def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
         super().__init__(bundle, config)

@@ -16,13 +16,11 @@ from stages.policies.delivery import LayerDelivery
 from stages.policies.policy import Side
 
 
-class TrtllmEngine(RequestEngine):
+class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
     """An engine that sends requests to TensorRT-LLM."""
 
     program = PROGRAM
     record = TrtllmBundle
-    _described: TrtllmBundle
-    _config: TrtllmConfig
 
     def _check_machine(self, bundle: Path) -> None:
         ranks, built_for = self._described.tensor_parallel_size, self._described.built_for

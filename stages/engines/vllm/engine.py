@@ -42,13 +42,11 @@ LEAST_CACHE = 2 << 30
 of the reference engine."""
 
 
-class VllmEngine(ShowingEngine):
+class VllmEngine(ShowingEngine[VllmBundle, VllmConfig]):
     """An engine that sends requests to vLLM and reads scales and codes from its cache."""
 
     program = PROGRAM
     record = VllmBundle
-    _described: VllmBundle
-    _config: VllmConfig
     reads_itself = True
     """vLLM stores each token's key and value before attention, which reads only the cache, even for prompts."""
 

@@ -4,6 +4,7 @@ Logits are compared with the reference engine's and between batched, stepwise an
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
 
 
 def assert_reads_what_it_stored(
-    engine: ShowingEngine, checkpoint: Path, text: list[int], number: int, rows: np.ndarray, *, first: int = FIRST,
+    engine: ShowingEngine[Any, Any], checkpoint: Path, text: list[int], number: int, rows: np.ndarray, *, first: int = FIRST,
     rounding: float = BFLOAT16, floor: float = 1e-6,
 ) -> Replay:  # fmt: skip
     """Assert that the reference engine, reading the engine's stored cache, gives the engine's `rows` up to rounding.
@@ -57,7 +58,9 @@ def assert_reads_what_it_stored(
     return replay
 
 
-def assert_batches_steps_and_answers_agree(engine: RequestEngine, texts: list[list[int]], most: float) -> list[np.ndarray]:
+def assert_batches_steps_and_answers_agree(
+    engine: RequestEngine[Any, Any], texts: list[list[int]], most: float
+) -> list[np.ndarray]:
     """Assert that batches, decode steps and free answers agree to a mean KL of `most`; return the logits of the batch."""
     together = engine.forced_together([(text, FIRST) for text in texts])
     for rows, text in zip(together, texts, strict=True):
