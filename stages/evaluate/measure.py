@@ -43,6 +43,13 @@ class ScoredSample:
     def name(self) -> str:
         return self.encoded.sample.id
 
+    def read_answer(self, tokenizer: BundleTokenizer, greedy: Greedy) -> None:
+        """Decode and judge the generated answer, if the sample has one."""
+        tokens = self.result.answer
+        if tokens is not None:
+            text = tokenizer.text(greedy.without_stop(tokens))
+            self.answer = Answer(text, judge(self.encoded.sample, text), tokens)
+
 
 def measure(
     engine: Engine,
@@ -77,12 +84,7 @@ def measure(
     items = encoded if known is None else known.scored(encoded)
     label = labelled(progress, "baseline: ") if baseline is None else progress
     heads = None if baseline is None else stored_heads(baseline / LOGPROBS)
-    comparison = None
-    if reference is not None:  # the baseline determines the allowed distance of a candidate from its reference engine
-        comparer = Comparer(engine, reference.allowing(None if known is None else known.conformance))
-        chosen = spread(items, config.conformance_samples)
-        comparison = Comparison(comparer, items, chosen, config.batch_size, label)
-
+    comparison = None if reference is None else _comparison(engine, reference, known, items, config, label)
     with unfinished(out, workloads_digest(items)) as folder:
         repeated = {item.sample.id for item in repeated_samples(items, config)}
         run = partial(run_samples, engine, batch_size=config.batch_size, heads=heads)
@@ -90,9 +92,7 @@ def measure(
         results = run(items, progress=label, greedy=greedy, folder=folder, repeated=repeated, observe=observe)
         samples = [ScoredSample(item, result, folder) for item, result in zip(items, results, strict=True)]
         for sample in samples:
-            if sample.result.answer is not None:
-                text = tokenizer.text(greedy.without_stop(sample.result.answer))
-                sample.answer = Answer(text, judge(sample.encoded.sample, text), sample.result.answer)
+            sample.read_answer(tokenizer, greedy)
         if baseline is None:
             score_own_answers(samples, greedy, partial(run, progress=labelled(label, "own answers: ")))
         recorded = (sample for sample in samples if heads is None or sample.name in repeated)
@@ -100,24 +100,41 @@ def measure(
         answers, scored = [sample.answer for sample in samples], [sample.encoded for sample in samples]
         others = () if known is None else [known.answers.get(sample.name) for sample in samples]
         answers = speculated(answers, scored, config.speculation, greedy, label, others)
-        conformance = None
-        if comparison is not None:
-            comparison.decode_missing()  # requests that had finished before an interruption
-            label("conformance", 0, 1)
-            conformance = comparison.result()
-        elif config.is_first_look:
-            conformance = EngineConformance(policy=engine.policy.name, requests=[])  # no gate passes an empty list
         Round(
             policy=engine.policy.name,
             takes_effect=engine.policy.takes_effect,
             coverage=Exercised.merged([sample.result.trace for sample in samples]),
-            conformance=conformance,
+            conformance=_conformance(engine, comparison, config, label),
             rounding=None if reference is None else reference.assumed,
             scale_changes=changes,
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
             answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
             statistics={sample.name: sample.result.statistics for sample in samples},
         ).write(out)
+
+
+def _comparison(
+    engine: Engine,
+    reference: ReferenceEngine,
+    known: Round | None,
+    items: Sequence[EncodedSample],
+    config: WorkloadsConfig,
+    progress: Progress,
+) -> Comparison:
+    """Start the comparison. `known`: the baseline's round, which determines a candidate's allowed distance."""
+    comparer = Comparer(engine, reference.allowing(None if known is None else known.conformance))
+    return Comparison(comparer, items, spread(items, config.conformance_samples), config.batch_size, progress)
+
+
+def _conformance(
+    engine: Engine, comparison: Comparison | None, config: WorkloadsConfig, progress: Progress
+) -> EngineConformance | None:
+    """Return the result of the comparison. Without one, the first look has an empty list, which no gate passes."""
+    if comparison is None:
+        return EngineConformance(policy=engine.policy.name, requests=[]) if config.is_first_look else None
+    comparison.decode_missing()  # requests that had finished before an interruption
+    progress("conformance", 0, 1)
+    return comparison.result()
 
 
 UNLIKELY = 0.1

@@ -18,8 +18,8 @@ from stages.checkpoints.quantized import SERVED
 from stages.core.errors import MissingRequirement
 from stages.core.records import Progress
 from stages.policies.formats import WeightsFormat
-from stages.policies.policy import POLICY_FILE, KVPolicy
-from stages.policies.scales import SCALES_FILE, KVScales
+from stages.policies.policy import KVPolicy
+from stages.policies.scales import KVScales, write_policy
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize import validate
 from stages.quantize.calibration import tokenize
@@ -53,9 +53,9 @@ def export(
     - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: the quantized checkpoint (as links), the policy and its scales.
     """
     info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
+    static = KVScales.model_validate_json(scales.read_bytes())
     copy_checkpoint(judged, out / "checkpoint")
-    (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    shutil.copyfile(scales, out / SCALES_FILE)
+    write_policy(out, policy, static)
     if info.quantized is not None:
         _write_reasons(out, as_given(quantized / SERVED, out / "unified_hf", policy))
         return
@@ -67,7 +67,6 @@ def export(
     if all(reasons.values()):
         return
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
-    static = KVScales.model_validate_json(scales.read_bytes())
     made = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
     if made["device"] != "cpu" and calibration_device().type == "cpu":
         raise MissingRequirement("the weights were quantized on a GPU, and torch finds none here; export them where one is")

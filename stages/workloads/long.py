@@ -7,7 +7,9 @@ small models can answer. Only the probability of the values counts (`Sample.resu
 """
 
 import json
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from stages.core.records import Sample
@@ -29,12 +31,19 @@ def document_of(length: int, number: int, seed: int, split: Split = "evaluation"
     return Slot(split, f"{LONG}{length}", seed, number)
 
 
-def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = None) -> list[Sample]:
-    """Return the questions about a document of `document_of` with this number of words of prose, in addition to its records.
+@dataclass(frozen=True)
+class _Records:
+    """The records of a document, and a code that only a later message tells."""
 
-    `texts`: words to quote, each followed by its white space, from a random word on. None quotes Python's documentation.
-    """
-    rng = document.rng()
+    codes: list[Fact]
+    told: Fact
+    homes: list[Fact]
+    wares: list[str]
+    thirds: list[list[str]]
+    """The lines of codes, homes and wares in each third of the document."""
+
+
+def _records(rng: random.Random) -> _Records:
     keys = rng.sample(KEYS, CODES + 1)
     numbers = rng.sample(range(1000, 10_000), CODES + 1)
     *codes, told = (Fact("code", key, (str(number),)) for key, number in zip(keys, numbers, strict=True))
@@ -47,15 +56,31 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
     thirds = [[*(fact.sentence for fact in (*codes[i::3], *homes[i::3])), *wares[i::3]] for i in range(3)]
     for third in thirds:
         rng.shuffle(third)
-    lines = list(chain(*thirds))
+    return _Records(codes, told, homes, wares, thirds)
+
+
+def _prose(rng: random.Random, split: Split, count: int, texts: Sequence[str] | None) -> list[str]:
+    """Return `count` words, each followed by its white space."""
     if texts is None:
-        pages = [" ".join(page) for page in documentation.pages(document.split)]
+        pages = [" ".join(page) for page in documentation.pages(split)]
         rng.shuffle(pages)
         texts, first = [f"{word} " for word in " ".join(pages).split()], 0
     else:
         first = rng.randrange(len(texts))
-    prose = [texts[(first + number) % len(texts)] for number in range(prose_words)]
-    text = _between(["\n".join(third) for third in thirds], prose)
+    return [texts[(first + number) % len(texts)] for number in range(count)]
+
+
+def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = None) -> list[Sample]:
+    """Return the questions about a document of `document_of` with this number of words of prose, in addition to its records.
+
+    `texts`: words to quote, each followed by its white space, from a random word on. None quotes Python's documentation.
+    """
+    rng = document.rng()
+    records = _records(rng)
+    codes, told, homes, wares = records.codes, records.told, records.homes, records.wares
+    prose = _prose(rng, document.split, prose_words, texts)
+    text = _between(["\n".join(third) for third in records.thirds], prose)
+    lines = list(chain(*records.thirds))
 
     early, middle, late = (codes[i::3] for i in range(3))
     shared = [*early[0].turns, *homes[1].turns, ("user", _ware_question(wares[1])), ("assistant", wares[1])]
