@@ -101,7 +101,7 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def check_file(path: Path, name: str) -> None:
     """Refuse all but a file, or a link to one of the same directory or model: opening a pipe would block."""
     if not (path / name).is_file():
-        raise refusal(path, f"{name} is no file, or a link to none; put the file there")
+        raise refusal(path, f"{name} is not a file, or is a link without a target; put the file there")
     root, target = path.resolve(), (path / name).resolve()
     repository = cached_repository(root)
     blobs = root if repository is None else repository / "blobs"

@@ -30,7 +30,7 @@ def json_digest(value: object) -> str:
 def file_digest(path: Path) -> str:
     """Return the sha256 of a file. Raises OSError for special files: reading a pipe would block."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -125,7 +125,7 @@ def reachable_modules(entry: str) -> dict[str, Path]:
 def code_digest(entry: str) -> str:
     """Return the digest of the code of `entry` and of every module that it can import, without comments and docstrings."""
     modules = reachable_modules(entry)
-    assert modules, f"{entry} is no module of kvgate"
+    assert modules, f"{entry} is not a module of kvgate"
     return json_digest({name: compiled_digest(path) for name, path in modules.items()})
 
 

@@ -33,7 +33,7 @@ _SECRET_NAME = re.compile(
     r"passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token", re.IGNORECASE
 )
 _REFERENCES = ("_env", "_file", "_path")
-"""Endings of names that are no secrets: `api_key_env` names a variable, `password_file` a file."""
+"""Endings of names that are not secrets: `api_key_env` names a variable, `password_file` a file."""
 _OF_A_PATH = re.compile(r"[/\\=][\w.~+%@-]*$")
 """End of a text before a name that is part of a path or a value, for example `/etc/` before `passwd: is a file`."""
 LONGEST = 4096

@@ -85,7 +85,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
             if stat.S_ISDIR(about.st_mode):
                 raise Unreadable("is a directory; give a file")
             if not stat.S_ISREG(about.st_mode):
-                raise Unreadable("is no regular file but a pipe, a socket or a device; give a file")
+                raise Unreadable("is a pipe, a socket or a device; give a file")
             if about.st_size > most_bytes:
                 raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {most_bytes:,} at most")
             content = stream.read(most_bytes + 1)
@@ -128,7 +128,7 @@ def parse_json(content: bytes) -> Any:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # raises for half of a surrogate pair
     except UnicodeEncodeError:
-        raise Unreadable("holds half of a surrogate pair, which is no text; correct it") from None
+        raise Unreadable("holds half of a surrogate pair, which is not text; correct it") from None
     except UnicodeDecodeError:
         raise Unreadable("is not UTF-8; save it as UTF-8") from None
     except RecursionError:

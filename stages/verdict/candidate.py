@@ -119,7 +119,7 @@ class Candidate(StrictModel):
 
 
 def is_blind(checks: Sequence[Check]) -> bool:
-    """Return whether the must-fail control was not noticed. Such a verdict is no evidence about the policy."""
+    """Return whether the must-fail control was not noticed. Such a verdict says nothing about the policy."""
     return any(check.gate == Gate.MUST_FAIL_CONTROL and check.status == "FAIL" for check in checks)
 
 

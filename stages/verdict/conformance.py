@@ -173,7 +173,7 @@ class Conformance(Record):
 def allowed(baseline: Sequence[ComparedRequest]) -> float:
     """Return the maximum distance of a candidate in roundings.
 
-    It grows with the distance of the FP16 baseline, since an error that the baseline shares is no fault of the policy. A
+    It grows with the distance of the FP16 baseline, since an error that the baseline shares is not a fault of the policy. A
     baseline that is off by more than ALLOWED fails itself.
     """
     worst = max((request.roundings for request in baseline), default=1.0)

@@ -49,7 +49,7 @@ class Exercised:
 
 
 class Limits(Record):
-    """Limits that a verdict covers, or that a bundle imposes on its engine; null is no limit."""
+    """Limits that a verdict covers, or that a bundle imposes on its engine; null means no limit."""
 
     tokens: int | None = None
     room: int | None = None

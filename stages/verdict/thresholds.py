@@ -25,8 +25,8 @@ RESERVED = 0.1
 """Share of ALPHA that is reserved for evaluations after an INCONCLUSIVE."""
 
 MARGIN = 0.05
-"""Maximum fraction of greedy answers that a candidate may lose. It is no key: greedy answers flip by chance, and recovery has
-limits of its own."""
+"""Maximum fraction of greedy answers that a candidate may lose. It is not a key: greedy answers flip by chance, and recovery
+has limits of its own."""
 
 MIN_TOP10_OVERLAP = 0.8
 """Minimum mean share of the ten most likely tokens that both engines agree on. SmolLM2 has 0.95 at FP8; the must-fail control

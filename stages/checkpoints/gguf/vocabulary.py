@@ -144,7 +144,7 @@ def _byte_level(header: Header, tokens: tuple[str, ...]) -> tuple[Splitter, tupl
         left, _, right = merge.partition(" ")
         if not {left, right, left + right} <= known:
             raise header.error(
-                f"tokenizer.ggml.merges: {merge!r} is no merge of two tokens to a token; convert the model again"
+                f"tokenizer.ggml.merges: {merge!r} is not a merge of two tokens to a token; convert the model again"
             )
         merges.append((left, right))
     return SPLITTERS[pre], tuple(merges)

@@ -84,7 +84,7 @@ def _refusal(spec: AttentionSpec) -> str | None:
             return f"{spec.policy.format_key(side, spec.layer)}.dtype={form.dtype} is not read by the kernel"
         step = LANES * form.code.packed
         if codec.head_dim % step:
-            return f"head_dim {codec.head_dim} is no multiple of {step}, which the kernel takes for {form.dtype}"
+            return f"head_dim {codec.head_dim} is not a multiple of {step}, which the kernel needs for {form.dtype}"
     return None
 
 

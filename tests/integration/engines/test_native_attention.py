@@ -136,7 +136,7 @@ def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
     assert engine.attention == "native in 1 of 2 layers"
     described, _, _ = open_onnx_bundle(tmp_path / "bundle")
     assert refusals(described.model, policy) == {1: "kv.overrides.0.key.dtype=int2 is not read by the kernel"}
-    for dim, name, reason in ((24, "fp16", "head_dim 24 is no multiple of 16, which"), (16, "int4", "no multiple of 32")):
+    for dim, name, reason in ((24, "fp16", "head_dim 24 is not a multiple of 16"), (16, "int4", "not a multiple of 32")):
         assert reason in refusals(described.model.model_copy(update={"head_dim": dim}), BY_NAME[name])[0]
 
 

@@ -86,7 +86,7 @@ GEMMA3 = {"gemma3__attention__causal": True}
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model=bert is not supported"),
         ({"tokenizer__ggml__pre": "jais"}, "tokenizer.ggml.pre=jais: how its tokenizer cuts text is not known here"),
         ({"tokenizer__ggml__pre": None}, "tokenizer.ggml.pre=None"),
-        ({"tokenizer__ggml__merges": ["h q"]}, "'h q' is no merge of two tokens to a token"),
+        ({"tokenizer__ggml__merges": ["h q"]}, "'h q' is not a merge of two tokens to a token"),
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "tokenizer.ggml.tokens must be different texts"),
         ({"tokenizer__ggml__token_type": [1]}, "tokenizer.ggml.token_type must be"),
         ({"tokenizer__ggml__eos_token_id": 99_999}, "tokenizer.ggml.eos_token_id=99999 is outside its"),
