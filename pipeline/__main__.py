@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline import __version__
 from pipeline.cli import console
 from stages.core.errors import INTERRUPTED, UserError, exit_code
-from stages.core.redaction import open_closed, redact_output, reserve_stdout
+from stages.core.streams import open_closed, redact_output, reserve_stdout
 
 if TYPE_CHECKING:
     from pipeline.config.compose import Plan

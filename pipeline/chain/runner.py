@@ -43,7 +43,8 @@ from stages.core.errors import (
     exit_code,
 )
 from stages.core.files import store_of
-from stages.core.redaction import redact_output, redact_text, reserve_stdout
+from stages.core.redaction import redact_text
+from stages.core.streams import redact_output, reserve_stdout
 from stages.engines.bundle import BUNDLE_FILE
 from stages.verdict.candidate import Cited
 from stages.verdict.gates import decide

@@ -31,10 +31,11 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.registry import pages
 from pipeline.registry.reaching import check_reachable, named, reached
+from pipeline.registry.texts import clip, copy_redacted, flat_params, table_text
 from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
-from stages.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
+from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.registry.signing import SIGNATURE_FILE
-from stages.core.redaction import copy_redacted, redact
+from pipeline.registry.texts import copy_redacted
+from stages.core.redaction import redact
 from stages.engines.bundle import BUNDLE_FILE
 from stages.policies.policy import POLICY_FILE
 from stages.policies.scales import SCALES_FILE

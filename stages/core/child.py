@@ -15,7 +15,7 @@ from typing import Any
 
 from stages.core.errors import MissingRequirement, Refusal
 from stages.core.records import Progress
-from stages.core.redaction import redact_output
+from stages.core.streams import redact_output
 
 PR_SET_PDEATHSIG = 1
 """Option of `prctl` from <sys/prctl.h>: Linux sends the child a signal if its parent dies in any way."""

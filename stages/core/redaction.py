@@ -1,23 +1,16 @@
-"""Redaction of secrets on the terminal, in the tracking store and in the environment of child processes.
+"""Redaction of secrets in texts, in JSON-like values and in the environment of child processes.
 
 A secret is recognized by its position (userinfo of a URI, an assigned password), by its shape, or because an environment
-variable with a name like PASSWORD holds it. Texts for the tracking store are also clipped.
+variable with a name like PASSWORD holds it.
 """
 
-import hashlib
-import json
 import os
 import re
-import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, TextIO, cast
 from urllib.parse import quote, unquote
 
 MASK = "***"
-PARAM_CHARS = 6000
 
 _SECRET_WORDS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials"}
 _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "image", "per"}
@@ -114,76 +107,6 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     }
 
 
-def nobody_reads(descriptor: int) -> None:
-    """Discard everything that is written to a file descriptor from now on."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere != descriptor:
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-
-
-def open_closed() -> None:
-    """Open the standard streams that the parent process had closed, so that later files do not get their descriptors."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            nobody_reads(descriptor)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-def reserve_stdout() -> None:
-    """Keep stdout for results. Native code of libraries prints on descriptor 1, which becomes a copy of stderr."""
-    results = sys.__stdout__
-    if results is not None and sys.stdout is results:
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding=results.encoding, errors=results.errors)
-        os.dup2(2, 1)
-
-
-class RedactedStream:
-    """A text stream that masks secrets.
-
-    If the stream fails (its reader, such as `head`, has exited, or the disk is full), later output is discarded, because the
-    command's result decides its exit code, not its output. A full disk is reported on stderr.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            self._stream.write(redact_text(text))
-        except OSError as error:
-            self._lost(error)
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._lost(error)
-
-    def _lost(self, error: OSError) -> None:
-        nobody_reads(self._stream.fileno())
-        if self is sys.stdout and not isinstance(error, BrokenPipeError):
-            print(f"pipeline: warning: stdout: {error.strerror}; what is written there is lost", file=sys.stderr)
-
-    def writelines(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def redact_output() -> None:
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if not isinstance(stream, RedactedStream):
-            setattr(sys, name, cast(TextIO, RedactedStream(stream)))
-
-
 def _words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
 
@@ -218,34 +141,3 @@ def redact(value: object, path: str = "") -> object:
     if isinstance(value, str):
         return MASK if value and path and secret_name(path) else redact_text(value)
     return value
-
-
-def clip(text: str, limit: int = PARAM_CHARS) -> str:
-    """Return `text` cut to `limit` characters. The cut text ends with a digest, so that two long values still differ."""
-    if len(text) <= limit:
-        return text
-    note = f" ... [{len(text)} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}]"
-    return text[: limit - len(note)] + note
-
-
-def flat_params(config: Mapping[str, object]) -> dict[str, str]:
-    """Return `config` as MLflow parameters: dotted names and text values, redacted and clipped."""
-    params: dict[str, str] = {}
-    for path, leaf in leaves(redact(config)):
-        text = leaf if isinstance(leaf, str) else json.dumps(leaf, ensure_ascii=False, default=str)
-        params[path] = clip(text)
-    return params
-
-
-def copy_redacted(source: Path, target: Path) -> None:
-    """Copy a text file without its secrets. HTML pages were written without secrets and are copied unchanged."""
-    if source.suffix == ".html":
-        shutil.copyfile(source, target)
-    else:
-        target.write_text(redact_text(source.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows with identical keys as the JSON that MLflow shows as a table."""
-    data = [[redact(value) for value in row.values()] for row in rows]
-    return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False, allow_nan=False)

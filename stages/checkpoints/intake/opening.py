@@ -11,7 +11,7 @@ from typing import Any
 from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.files import refusal
 from stages.core.errors import OF_THE_MACHINE, UserError, short
-from stages.core.redaction import nobody_reads
+from stages.core.streams import nobody_reads
 
 TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
 MOST_ADDED = 1024

@@ -10,7 +10,7 @@ import pytest
 from bad_input.case import Case, Outcome
 from bad_input.forks import Commands
 
-from stages.core.redaction import RedactedStream
+from stages.core.streams import RedactedStream
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -18,7 +18,7 @@ NOISE = """
 import logging, os, sys, warnings
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid
-from stages.core.redaction import redact_output
+from stages.core.streams import redact_output
 redact_output()
 console.configure("json")
 console.begin(console.RunningJob("evaluate", "fp8", 2, 5), "tiny")

@@ -11,8 +11,10 @@ import pytest
 
 from pipeline import __main__ as command
 from pipeline.cli import console
+from pipeline.registry.texts import PARAM_CHARS, clip
 from stages.core import hardware
-from stages.core.redaction import MASK, PARAM_CHARS, RedactedStream, clip, holds_secret, redact, redact_text, secret_name
+from stages.core.redaction import MASK, holds_secret, redact, redact_text, secret_name
+from stages.core.streams import RedactedStream
 from stages.engines.interpreter.process import Program, Worker
 from stages.engines.onnx.native import compiler
 
@@ -147,7 +149,7 @@ def test_no_other_program_gets_a_secret_or_a_cloud_variable(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("planted")
 def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
-    redacting = "from stages.core.redaction import redact_output; redact_output(); redact_output()"
+    redacting = "from stages.core.streams import redact_output; redact_output(); redact_output()"
     program = f"import os; {redacting}; raise SystemExit(str(os.environ))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert MASK in result.stderr
