@@ -19,7 +19,7 @@ from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinis
 from stages.evaluate.decoding.rows import Answer, labelled, probability, run_samples
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
-from stages.evaluate.distances.distance import stored_heads, write_heads
+from stages.evaluate.distances.distance import stored_logprobs, write_logprobs
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, repeated_samples, workloads_digest
 from stages.policies.delivery import ScaleChange, ScaleChangeKind, describe_changes, scale_changes
@@ -35,7 +35,7 @@ class ScoredSample:
     encoded: EncodedSample
     result: SampleResult
     folder: ResultFolder
-    """Holds the distributions (heads) of the result."""
+    """Holds the log-probabilities of the result."""
     answer: Answer | None = None
     """The engine's answer; None if the sample is not judged."""
 
@@ -65,13 +65,13 @@ def measure(
 ) -> None:
     """Run the samples of a round on an engine; compare a candidate with the baseline.
 
-    The function stores the baseline's heads for all samples, and the candidate's heads for samples that it repeats later
+    The function stores the baseline's log-probabilities for all samples, and the candidate's for samples that it repeats later
     (`tokens.repeated_samples`). If the baseline's own answer is right and likelier than the reference, this answer is scored
     instead of the reference, on both engines.
 
     Args:
         out: Output directory. It must be empty, or left by an interrupted call with the same arguments. It receives the files
-            that `stored.read_round` and `distance.stored_heads` read.
+            that `stored.read_round` and `distance.stored_logprobs` read.
         baseline: Directory that this function wrote for the baseline in the same round; None for the baseline itself.
 
     Raises:
@@ -83,11 +83,11 @@ def measure(
     known = None if baseline is None else read_round(baseline)
     items = encoded if known is None else known.scored(encoded)
     label = labelled(progress, "baseline: ") if baseline is None else progress
-    heads = None if baseline is None else stored_heads(baseline / LOGPROBS)
+    logprobs = None if baseline is None else stored_logprobs(baseline / LOGPROBS)
     comparison = None if reference is None else _comparison(engine, reference, known, items, config, label)
     with unfinished(out, workloads_digest(items)) as folder:
         repeated = {item.sample.id for item in repeated_samples(items, config)}
-        run = partial(run_samples, engine, batch_size=config.batch_size, heads=heads)
+        run = partial(run_samples, engine, batch_size=config.batch_size, logprobs=logprobs)
         observe = None if comparison is None else comparison.take
         results = run(items, progress=label, greedy=greedy, folder=folder, repeated=repeated, observe=observe)
         samples = [ScoredSample(item, result, folder) for item, result in zip(items, results, strict=True)]
@@ -95,8 +95,8 @@ def measure(
             sample.read_answer(tokenizer, greedy)
         if baseline is None:
             score_own_answers(samples, greedy, partial(run, progress=labelled(label, "own answers: ")))
-        recorded = (sample for sample in samples if heads is None or sample.name in repeated)
-        write_heads(out / LOGPROBS, ((sample.name, sample.folder.heads(sample.result.sample)) for sample in recorded))
+        recorded = (sample for sample in samples if logprobs is None or sample.name in repeated)
+        write_logprobs(out / LOGPROBS, ((sample.name, sample.folder.logprobs(sample.result.sample)) for sample in recorded))
         answers, scored = [sample.answer for sample in samples], [sample.encoded for sample in samples]
         others = () if known is None else [known.answers.get(sample.name) for sample in samples]
         answers = speculated(answers, scored, config.speculation, greedy, label, others)
@@ -107,7 +107,7 @@ def measure(
             conformance=_conformance(engine, comparison, config, label),
             rounding=None if reference is None else reference.assumed,
             scale_changes=changes,
-            right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
+            right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and logprobs is None},
             answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
             statistics={sample.name: sample.result.statistics for sample in samples},
         ).write(out)

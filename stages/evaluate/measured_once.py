@@ -15,7 +15,7 @@ from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.rows import labelled, make_row, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
-from stages.evaluate.distances.distance import Heads, StepStatistics, stored_heads
+from stages.evaluate.distances.distance import LogProbsOf, StepStatistics, stored_logprobs
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, repeated_samples
 from stages.evaluate.joining import fidelity
 from stages.policies.policy import PAGE_TOKENS
@@ -57,7 +57,7 @@ def measure_once(
     batch = config.batch_size
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor = labelled(named, "noise floor: ")
-    own = stored_heads(measured / LOGPROBS)
+    own = stored_logprobs(measured / LOGPROBS)
     # An engine that serves whole requests keeps serving whole requests, because it would make every single step a request.
     in_requests = isinstance(engine, SupportsRequests)
     # If the first run computed samples in one pass, they are decoded token by token in full batches.
@@ -82,7 +82,7 @@ def measure_once(
         noise=noise,
         system=system,
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
-        control=must_fail_control(engine, encoded, stored_heads(baseline / LOGPROBS), named),
+        control=must_fail_control(engine, encoded, stored_logprobs(baseline / LOGPROBS), named),
     )
 
 
@@ -94,11 +94,13 @@ def other_batch_size(batch: int, samples: int) -> int:
     return max(1, min(2, together - 1), together // 4)
 
 
-def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: Heads, progress: Progress) -> MustFailControl:
+def must_fail_control(
+    engine: Engine, encoded: Sequence[EncodedSample], logprobs: LogProbsOf, progress: Progress
+) -> MustFailControl:
     """Run forced decode with wrong keys: prefill some samples together, corrupt the key scale once, then decode.
 
     The gates must detect the fault. It comes between prefill and decode, so that it affects only the reads of the decode path.
-    The engine keeps it, and must not be used afterwards. `heads` are the baseline's.
+    The engine keeps it, and must not be used afterwards. `logprobs` are the baseline's.
     """
     policy = engine.policy
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
@@ -106,6 +108,6 @@ def must_fail_control(engine: Engine, encoded: Sequence[EncodedSample], heads: H
     label = labelled(progress, "must-fail control: ")
     corrupt = partial(engine.corrupt_key_scale, CONTROL_FACTOR)
     # All samples are in one batch, so that there is one prefill.
-    results = run_samples(engine, subset, len(subset), heads, progress=label, after_prefill=corrupt)
+    results = run_samples(engine, subset, len(subset), logprobs, progress=label, after_prefill=corrupt)
     rows = [make_row(item, result.statistics, None, None) for item, result in zip(subset, results, strict=True)]
     return MustFailControl(factor=CONTROL_FACTOR, rows=rows)

@@ -18,7 +18,7 @@ from stages.core.errors import UserError
 from stages.engines.interface import Logits
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import LayerInput
-from stages.evaluate.distances.distance import Array, Distributions, Head, head_kl, head_of
+from stages.evaluate.distances.distance import Array, Distributions, LogProbs, kl_from_logprobs, logprobs_of
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.planning.tuning import MAX_LENGTH, TuneConfig
 from stages.policies.policy import FP16_POLICY, KVPolicy
@@ -106,7 +106,7 @@ class Bench:
         for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else ():
             with suppress(ValueError):  # an interrupted run may have left half a line
                 self._known |= json.loads(line)
-        self._heads = dict[str, list[list[Head]]]()
+        self._logprobs = dict[str, list[list[LogProbs]]]()
         self._inputs: tuple[tuple[str, int], list[LayerInput | None]] | None = None
         self.sound = TorchEngine.from_model(model, FP16_POLICY)
 
@@ -121,10 +121,14 @@ class Bench:
             inputs = self._layer_inputs(name, above) if above else [None] * len(texts)
             engine = TorchEngine.from_model(self.model, policy, self._scales(policy))
             self._known[key] = []
-            for text, heads, known in zip(texts, self._baseline(name), inputs, strict=True):
-                remaining = iter(heads)
+            for text, logprobs, known in zip(texts, self._baseline(name), inputs, strict=True):
+                remaining = iter(logprobs)
                 logits = engine.forced(text.tokens, text.first, known)
-                kl = [head_kl(next(remaining), rows, i) for rows in _distributions(logits) for i in range(len(rows.finite))]
+                kl = [
+                    kl_from_logprobs(next(remaining), rows, i)
+                    for rows in _distributions(logits)
+                    for i in range(len(rows.finite))
+                ]
                 self._known[key].append(float(np.mean(kl)))
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps({key: self._known[key]}))
@@ -142,14 +146,14 @@ class Bench:
         """Remove the saved measurements: the finished artifact contains the report instead."""
         self._path.unlink(missing_ok=True)
 
-    def _baseline(self, name: str) -> list[list[Head]]:
-        if name not in self._heads:
+    def _baseline(self, name: str) -> list[list[LogProbs]]:
+        if name not in self._logprobs:
             logits = (self.sound.forced(text.tokens, text.first) for text in self._texts[name])
             # Only distances are used here, so the reference token is arbitrary.
-            self._heads[name] = [
-                [head_of(rows, row, 0) for rows in _distributions(one) for row in range(len(rows.finite))] for one in logits
+            self._logprobs[name] = [
+                [logprobs_of(rows, row, 0) for rows in _distributions(one) for row in range(len(rows.finite))] for one in logits
             ]
-        return self._heads[name]
+        return self._logprobs[name]
 
 
 def _distributions(logits: Logits) -> Iterator[Distributions]:

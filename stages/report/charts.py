@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from stages.report.exhibit import BASELINE, Exhibit
-from stages.report.text import shown
+from stages.report.exhibit import BASELINE, Exhibit, shown
 from stages.verdict.report import EvaluationReport
 from stages.verdict.thresholds import Gate
 

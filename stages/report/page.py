@@ -16,8 +16,7 @@ from markupsafe import Markup
 from stages.core.files import write_whole
 from stages.core.records import Sample
 from stages.report.charts import draw_charts
-from stages.report.exhibit import BASELINE, Exhibit, Occasion
-from stages.report.text import quantity, shown
+from stages.report.exhibit import BASELINE, Exhibit, Occasion, quantity, shown
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from stages.evaluate.distances.distance import HEAD_ARRAYS, SampleHeads, StepStatistics
+from stages.evaluate.distances.distance import LOGPROB_ARRAYS, SampleLogProbs, StepStatistics
 from stages.verdict.coverage import Exercised
 
 UNFINISHED = "unfinished"
@@ -49,16 +49,16 @@ class ResultFolder:
         """Return the sibling folder for samples that are scored again; it is deleted together with this folder."""
         return ResultFolder(self.directory.with_name(f"{self.directory.name}-{digest}"))
 
-    def save(self, result: SampleResult, heads: SampleHeads | None) -> None:
-        """Save the result of a sample, and the engine's own distributions (heads) if they are recorded."""
+    def save(self, result: SampleResult, logprobs: SampleLogProbs | None) -> None:
+        """Save the result of a sample, and the engine's own log-probabilities if they are recorded."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
             "statistics": np.stack(list(vars(result.statistics).values())),
             "trace": np.array(list(vars(result.trace).values()), np.int64),
         }
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
-        if heads is not None:
-            arrays |= vars(heads)
+        if logprobs is not None:
+            arrays |= vars(logprobs)
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
         (self.directory / f"{result.sample}-{hashlib.sha256(content).hexdigest()}.safetensors").write_bytes(content)
 
@@ -77,11 +77,11 @@ class ResultFolder:
             results[sample] = SampleResult(sample, answer, trace, StepStatistics(*arrays["statistics"]))
         return results
 
-    def heads(self, sample: int) -> SampleHeads:
-        """Return the saved distributions (heads) of a sample."""
+    def logprobs(self, sample: int) -> SampleLogProbs:
+        """Return the saved log-probabilities of a sample."""
         (path,) = self.directory.glob(f"{sample}-*.safetensors")
         arrays = load(path.read_bytes())
-        return SampleHeads(*(arrays[name] for name in HEAD_ARRAYS))
+        return SampleLogProbs(*(arrays[name] for name in LOGPROB_ARRAYS))
 
 
 @contextmanager

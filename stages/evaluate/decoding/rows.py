@@ -14,12 +14,12 @@ from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import (
     Array,
     Distributions,
-    Head,
-    Heads,
-    SampleHeads,
+    LogProbs,
+    LogProbsOf,
+    SampleLogProbs,
     StepStatistics,
-    compare_head,
-    head_of,
+    compare_logprobs,
+    logprobs_of,
 )
 from stages.evaluate.inputs.checks import well_formed
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -50,28 +50,28 @@ def labelled(progress: Progress, prefix: str) -> Progress:
 class _Scores:
     """The scores of a sample in flight."""
 
-    baseline: SampleHeads | None
-    """The baseline's heads; a baseline is compared with its own heads."""
-    own: list[Head] | None
-    """The engine's own heads, if they are recorded."""
+    baseline: SampleLogProbs | None
+    """The baseline's log-probabilities; a baseline is compared with its own."""
+    own: list[LogProbs] | None
+    """The engine's own log-probabilities, if they are recorded."""
     tokens: list[tuple[float, ...]] = field(default_factory=list)
     """Statistics by token of the reference."""
 
     def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
-        """Compare the row of the next reference token with the baseline's head."""
-        own = None if self.own is None else head_of(distributions, row, token)
+        """Compare the row of the next reference token with the baseline's."""
+        own = None if self.own is None else logprobs_of(distributions, row, token)
         if self.own is not None and own is not None:
             self.own.append(own)
-        head = own if self.baseline is None else self.baseline.head(len(self.tokens))
-        assert head is not None, "a baseline records its heads"
-        self.tokens.append(compare_head(head, distributions, row, token, greedy))
+        stored = own if self.baseline is None else self.baseline.at(len(self.tokens))
+        assert stored is not None, "a baseline records its log-probabilities"
+        self.tokens.append(compare_logprobs(stored, distributions, row, token, greedy))
 
 
 def run_samples(
     engine: Engine,
     encoded: Sequence[EncodedSample],
     batch_size: int,
-    heads: Heads | None,
+    logprobs: LogProbsOf | None,
     *,
     progress: Progress = no_progress,
     greedy: Greedy | None = None,
@@ -86,9 +86,9 @@ def run_samples(
     See `decode` for `greedy`, `after_prefill` and `one_pass`. Raises UserError if a logit of the baseline is not finite.
 
     Args:
-        heads: The baseline's heads; None if the engine is the baseline, whose heads are recorded.
+        logprobs: The baseline's log-probabilities; None if the engine is the baseline, whose own are recorded.
         folder: Receives each result as the sample finishes. Samples whose results it holds already are not run.
-        repeated: Ids of samples for which a candidate's own heads are recorded too.
+        repeated: Ids of samples for which a candidate's own log-probabilities are recorded too.
         observe: Called with every step, while its sequences are live.
     """
     results = {} if folder is None else folder.load()
@@ -104,7 +104,7 @@ def run_samples(
             for row, (i, position) in enumerate(zip(event.samples, event.positions, strict=True)):
                 if i not in scores:
                     name = encoded[i].sample.id
-                    scores[i] = _Scores(heads and heads(name), [] if heads is None or name in repeated else None)
+                    scores[i] = _Scores(logprobs and logprobs(name), [] if logprobs is None or name in repeated else None)
                 scores[i].add(encoded[i].reference[position], distributions, row, event.greedy[row])
             if observe is not None:
                 observe(event)
@@ -112,11 +112,11 @@ def run_samples(
         else:
             scored = scores.pop(event.sample)
             statistics = StepStatistics(*np.array(scored.tokens).T)
-            if heads is None and not np.isfinite(statistics.baseline_nll).all():
+            if logprobs is None and not np.isfinite(statistics.baseline_nll).all():
                 raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
             results[event.sample] = replace(event, statistics=statistics)
             if folder is not None:
-                folder.save(results[event.sample], None if scored.own is None else SampleHeads.of(scored.own))
+                folder.save(results[event.sample], None if scored.own is None else SampleLogProbs.of(scored.own))
         if decoded < total:
             progress("forced decode [tokens]", decoded, total)
         else:

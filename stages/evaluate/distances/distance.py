@@ -1,14 +1,14 @@
 """Distances between the baseline's and the candidate's next-token distributions, per decode step.
 
-An evaluation compares heads. A head has the baseline's most likely tokens as separate outcomes, and combines all other tokens
-in one outcome, the rest. By the data processing inequality, the KL over a head never exceeds the KL over the vocabulary. The
-difference is the mass of the rest times the KL within the rest. `kl_of_logits` computes the KL over the vocabulary, against
-which heads are checked.
+An evaluation compares truncated distributions (`LogProbs`). The baseline's most likely tokens are separate outcomes, and all
+other tokens are one outcome, the rest. By the data processing inequality, their KL never exceeds the KL over the vocabulary.
+The difference is the mass of the rest times the KL within the rest. `kl_of_logits` computes the KL over the vocabulary, against
+which the truncated KL is checked.
 
-A file of heads holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`. The length of a head depends on its
-distribution: tens of tokens if the model is certain, thousands if it is uncertain.
+A file of log-probabilities holds the arrays of `SampleLogProbs` for each sample, named `<id>/<array>`. The number of tokens
+depends on the distribution: tens if the model is certain, thousands if it is uncertain.
 
-Legend: B = rows, V = vocab_size, K = tokens of a head. Sums are in float64, because a KL of 1e-7 is a difference of terms
+Legend: B = rows, V = vocab_size, K = kept tokens. Sums are in float64, because a KL of 1e-7 is a difference of terms
 near 1. Exponentials over the vocabulary are in float32, because they affect only the mass of the rest.
 """
 
@@ -28,10 +28,10 @@ Tokens = npt.NDArray[np.unsignedinteger]
 TOP_K = 10
 
 REST_MASS = 1e-4
-"""Maximum probability mass of the rest. Heads reach the cap (`longest_head`) first if the distribution is too flat."""
+"""Maximum probability mass of the rest. A very flat distribution reaches the cap (`most_tokens`) first."""
 
 LEAST_CAP = 1024
-"""Minimum of the cap on a head's tokens, so that heads may hold a small vocabulary completely."""
+"""Minimum of the cap on kept tokens, so that a small vocabulary may be kept completely."""
 
 ROWS_AT_ONCE = 16
 """Rows per block of `kl_of_logits`, which limits its memory: it computes in float64."""
@@ -95,11 +95,11 @@ class Distributions:
         log_total = float(np.log(total))
         return logits - log_total, rest / total, self._peaks[row] + log_total
 
-    def head(self, row: int) -> npt.NDArray[np.integer]:
-        """Return the tokens of a row's head, most likely first: the fewest tokens that leave REST_MASS, but at most the cap."""
+    def top_tokens(self, row: int) -> npt.NDArray[np.integer]:
+        """Return the tokens to keep, most likely first: the fewest tokens that leave REST_MASS, but at most the cap."""
         logits = self.logits_BV[row]
         vocab = len(logits)
-        least, cap = min(TOP_K, vocab), longest_head(vocab)
+        least, cap = min(TOP_K, vocab), most_tokens(vocab)
         # All tokens below this logit together have less than REST_MASS.
         lowest = self._peaks[row] + np.log(self._totals[row] * REST_MASS / vocab)
         tokens = np.flatnonzero(logits >= lowest)
@@ -113,7 +113,7 @@ class Distributions:
 
 
 @dataclass(frozen=True)
-class Head:
+class LogProbs:
     """Stored form of one distribution of the baseline."""
 
     tokens: Tokens
@@ -126,17 +126,17 @@ class Head:
     """Log-probability of the reference token, which may be in the rest."""
 
 
-def longest_head(vocab_size: int) -> int:
-    """Return the maximum number of tokens in a head."""
+def most_tokens(vocab_size: int) -> int:
+    """Return the maximum number of kept tokens."""
     return min(vocab_size, max(vocab_size // 8, LEAST_CAP))
 
 
 @dataclass(frozen=True)
-class SampleHeads:
-    """The concatenated heads of a sample's N scored tokens."""
+class SampleLogProbs:
+    """The concatenated log-probabilities of a sample's N scored tokens."""
 
     offsets: npt.NDArray[np.int64]
-    """Boundaries (N + 1): head n is tokens[offsets[n] : offsets[n + 1]]."""
+    """Boundaries (N + 1): scored token n has tokens[offsets[n] : offsets[n + 1]]."""
     tokens: Tokens
     logp: npt.NDArray[np.float32]
     rest: npt.NDArray[np.float64]
@@ -145,87 +145,87 @@ class SampleHeads:
     """Log-probabilities of the reference tokens (N)."""
 
     @classmethod
-    def of(cls, heads: Sequence[Head]) -> "SampleHeads":
-        """Join the heads of a sample's scored tokens."""
+    def of(cls, logprobs: Sequence[LogProbs]) -> "SampleLogProbs":
+        """Join the log-probabilities of a sample's scored tokens."""
         return cls(
-            offsets=np.cumsum([0, *(len(head.tokens) for head in heads)], dtype=np.int64),
-            tokens=np.concatenate([head.tokens for head in heads]),
-            logp=np.concatenate([head.logp for head in heads]),
-            rest=np.array([head.rest for head in heads]),
-            reference=np.array([head.reference for head in heads]),
+            offsets=np.cumsum([0, *(len(known.tokens) for known in logprobs)], dtype=np.int64),
+            tokens=np.concatenate([known.tokens for known in logprobs]),
+            logp=np.concatenate([known.logp for known in logprobs]),
+            rest=np.array([known.rest for known in logprobs]),
+            reference=np.array([known.reference for known in logprobs]),
         )
 
-    def head(self, position: int) -> Head:
-        """Return the head of a scored token."""
+    def at(self, position: int) -> LogProbs:
+        """Return the log-probabilities of a scored token."""
         part = slice(self.offsets[position], self.offsets[position + 1])
-        return Head(self.tokens[part], self.logp[part], float(self.rest[position]), float(self.reference[position]))
+        return LogProbs(self.tokens[part], self.logp[part], float(self.rest[position]), float(self.reference[position]))
 
 
-HEAD_ARRAYS = tuple(item.name for item in fields(SampleHeads))
+LOGPROB_ARRAYS = tuple(item.name for item in fields(SampleLogProbs))
 
-Heads = Callable[[str], SampleHeads]
-"""Returns the baseline's heads of a sample, given the sample's id."""
+LogProbsOf = Callable[[str], SampleLogProbs]
+"""Returns the baseline's log-probabilities of a sample, given the sample's id."""
 
 
-def head_of(distributions: Distributions, row: int, token: int) -> Head:
-    """Return the head of a row. `token`: the reference token. All values are NaN if a logit is not finite."""
+def logprobs_of(distributions: Distributions, row: int, token: int) -> LogProbs:
+    """Return the log-probabilities of a row. `token`: the reference token. All values are NaN if a logit is not finite."""
     logits = distributions.logits_BV[row]
     ids = np.uint16 if len(logits) <= 1 << 16 else np.uint32
     if not distributions.finite[row]:
-        return Head(np.zeros(1, ids), np.full(1, np.nan, np.float32), np.nan, np.nan)
-    tokens = distributions.head(row)
+        return LogProbs(np.zeros(1, ids), np.full(1, np.nan, np.float32), np.nan, np.nan)
+    tokens = distributions.top_tokens(row)
     logp, rest, log_sum = distributions.split(row, tokens)
-    return Head(tokens.astype(ids), logp.astype(np.float32), rest, float(logits[token]) - log_sum)
+    return LogProbs(tokens.astype(ids), logp.astype(np.float32), rest, float(logits[token]) - log_sum)
 
 
-def write_heads(path: Path, samples: Iterable[tuple[str, SampleHeads]]) -> None:
-    """Write pairs of a sample's id and its heads."""
-    save_file({f"{name}/{array}": getattr(heads, array) for name, heads in samples for array in HEAD_ARRAYS}, str(path))
+def write_logprobs(path: Path, samples: Iterable[tuple[str, SampleLogProbs]]) -> None:
+    """Write pairs of a sample's id and its log-probabilities."""
+    save_file({f"{name}/{array}": getattr(sample, array) for name, sample in samples for array in LOGPROB_ARRAYS}, str(path))
 
 
-def stored_heads(path: Path) -> Heads:
-    """Return a function that reads the heads of a sample from a file of `write_heads`."""
+def stored_logprobs(path: Path) -> LogProbsOf:
+    """Return a function that reads a sample's log-probabilities from a file of `write_logprobs`."""
     file: Any = safe_open(str(path), framework="numpy")
-    return lambda name: SampleHeads(*(file.get_tensor(f"{name}/{array}") for array in HEAD_ARRAYS))
+    return lambda name: SampleLogProbs(*(file.get_tensor(f"{name}/{array}") for array in LOGPROB_ARRAYS))
 
 
-def head_kl(head: Head, candidate: Distributions, row: int) -> float:
-    """Return the KL of the candidate's row from the baseline's head in nats; NaN if a logit is not finite."""
+def kl_from_logprobs(known: LogProbs, candidate: Distributions, row: int) -> float:
+    """Return the KL of the candidate's row from the baseline's log-probabilities in nats; NaN if a logit is not finite."""
     if not candidate.finite[row]:
         return float("nan")
-    logq, rest_q, _ = candidate.split(row, head.tokens)
-    return _kl(head, logq, rest_q)
+    logq, rest_q, _ = candidate.split(row, known.tokens)
+    return _kl(known, logq, rest_q)
 
 
-def _kl(head: Head, logq: Array, rest_q: float) -> float:
-    """Return the KL from a head. `logq` (K): log-probabilities of its tokens; `rest_q`: mass of all other tokens."""
-    logp = head.logp.astype(np.float64)
+def _kl(known: LogProbs, logq: Array, rest_q: float) -> float:
+    """Return the KL from stored log-probabilities. `logq` (K): of the same tokens; `rest_q`: mass of all other tokens."""
+    logp = known.logp.astype(np.float64)
     # Stored probabilities sum to 1 only within a few 1e-8. This error alone could make a KL negative.
-    total = float(np.exp(logp).sum()) + head.rest
-    logp, rest_p = logp - np.log(total), head.rest / total
+    total = float(np.exp(logp).sum()) + known.rest
+    logp, rest_p = logp - np.log(total), known.rest / total
     kl = float((np.exp(logp) * (logp - logq)).sum())
     if rest_p > 0:
         kl += rest_p * float(np.log(rest_p / rest_q))
     return max(kl, 0.0) if np.isfinite(kl) else float("nan")
 
 
-def compare_head(head: Head, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
-    """Compare a row of the candidate with the baseline's head. Return the fields of StepStatistics in their order."""
+def compare_logprobs(known: LogProbs, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
+    """Compare a row of the candidate with the baseline's; return the fields of StepStatistics in their order."""
     if not candidate.finite[row]:
-        return (np.nan, -head.reference, np.nan, np.nan, np.nan, np.nan)
-    logq, rest_q, log_sum = candidate.split(row, head.tokens)
+        return (np.nan, -known.reference, np.nan, np.nan, np.nan, np.nan)
+    logq, rest_q, log_sum = candidate.split(row, known.tokens)
     logits = candidate.logits_BV[row]
     k = min(TOP_K, len(logits))
     # A token is among the k most likely tokens if fewer than k tokens are more likely.
-    likelier = (logits[None, :] > logits[head.tokens[:k], None]).sum(axis=1)
+    likelier = (logits[None, :] > logits[known.tokens[:k], None]).sum(axis=1)
     candidate_token = float(logits[token]) - log_sum
     return (
-        _kl(head, logq, rest_q),
-        -head.reference,
+        _kl(known, logq, rest_q),
+        -known.reference,
         -candidate_token,
-        float(int(head.tokens[0]) == greedy),
+        float(int(known.tokens[0]) == greedy),
         float((likelier < k).sum()) / k,
-        float(np.exp(candidate_token) - np.exp(head.reference)),
+        float(np.exp(candidate_token) - np.exp(known.reference)),
     )
 
 

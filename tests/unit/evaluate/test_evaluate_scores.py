@@ -1,4 +1,4 @@
-"""Heads of distributions: their lengths, and that the KL over heads is a lower bound of the KL over the vocabulary."""
+"""Truncated distributions: their lengths, and that their KL is a lower bound of the KL over the vocabulary."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from stages.evaluate.distances.distance import (
     REST_MASS,
     TOP_K,
     Distributions,
-    Head,
-    SampleHeads,
-    compare_head,
-    head_of,
+    LogProbs,
+    SampleLogProbs,
+    compare_logprobs,
     kl_of_logits,
     log_softmax,
-    stored_heads,
-    write_heads,
+    logprobs_of,
+    stored_logprobs,
+    write_logprobs,
 )
 
 Logits = np.ndarray
@@ -29,18 +29,18 @@ def random_logits(rows: int, vocab: int, spread: float, seed: int) -> Logits:
     return (np.random.default_rng(seed).normal(size=(rows, vocab)) * spread).astype(np.float32)
 
 
-def heads_of(logits: Logits, token: int = 0) -> list[Head]:
+def all_logprobs(logits: Logits, token: int = 0) -> list[LogProbs]:
     distributions = Distributions(logits)
-    return [head_of(distributions, row, token) for row in range(len(logits))]
+    return [logprobs_of(distributions, row, token) for row in range(len(logits))]
 
 
 def both(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the statistics over the vocabulary and over heads, (rows, statistics)."""
-    heads, distributions = heads_of(baseline, token), Distributions(candidate)
+    """Return the statistics over the vocabulary and truncated, (rows, statistics)."""
+    logprobs, distributions = all_logprobs(baseline, token), Distributions(candidate)
     rows = np.array([
-        compare_head(head, distributions, row, token, int(candidate[row].argmax())) for row, head in enumerate(heads)
+        compare_logprobs(stored, distributions, row, token, int(candidate[row].argmax())) for row, stored in enumerate(logprobs)
     ])  # fmt: skip
-    full = log_softmax(baseline).astype(np.float32)  # as precise as a head
+    full = log_softmax(baseline).astype(np.float32)  # as precise as stored log-probabilities
     p, q = log_softmax(full), log_softmax(candidate)
     # The order is that of the logits: rounded log-probabilities may be equal where logits differ.
     tens = [[set(np.argsort(-row, kind="stable")[:TOP_K].tolist()) for row in logits] for logits in (baseline, candidate)]
@@ -59,31 +59,31 @@ def both(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.ndarra
 def test_the_kl_over_heads_is_never_above_that_over_the_vocabulary(vocab: int, spread: float, change: float, seed: int) -> None:
     baseline = random_logits(4, vocab, spread, seed)
     candidate = baseline + random_logits(4, vocab, change, seed + 1)
-    whole, heads = both(baseline, candidate, token=seed % vocab)
-    assert (heads[:, 0] <= whole[:, 0] + 1e-9).all()
-    assert (heads[:, 0] >= 0).all()
+    whole, logprobs = both(baseline, candidate, token=seed % vocab)
+    assert (logprobs[:, 0] <= whole[:, 0] + 1e-9).all()
+    assert (logprobs[:, 0] >= 0).all()
     # All other statistics are equal up to the float32 rounding of stored values.
-    np.testing.assert_allclose(heads[:, 1:], whole[:, 1:], rtol=1e-6, atol=1e-6)
-    if vocab <= LEAST_CAP and all(head.rest == 0 for head in heads_of(baseline)):
-        np.testing.assert_allclose(heads[:, 0], whole[:, 0], atol=1e-9)
+    np.testing.assert_allclose(logprobs[:, 1:], whole[:, 1:], rtol=1e-6, atol=1e-6)
+    if vocab <= LEAST_CAP and all(stored.rest == 0 for stored in all_logprobs(baseline)):
+        np.testing.assert_allclose(logprobs[:, 0], whole[:, 0], atol=1e-9)
 
 
 def test_a_head_is_as_long_as_its_distribution_is_wide() -> None:
     vocab = 49_152
-    flat, peaked = heads_of(np.stack([random_logits(1, vocab, 1.0, 3)[0], random_logits(1, vocab, 12.0, 4)[0]]))
+    flat, peaked = all_logprobs(np.stack([random_logits(1, vocab, 1.0, 3)[0], random_logits(1, vocab, 12.0, 4)[0]]))
     assert len(flat.tokens) == vocab // 8
     assert TOP_K <= len(peaked.tokens) < 2000
     assert peaked.rest <= REST_MASS
     one = np.zeros((1, vocab), np.float32)
     one[0, 7] = 100
-    (sure,) = heads_of(one)
+    (sure,) = all_logprobs(one)
     assert len(sure.tokens) == TOP_K
     assert sure.tokens[0] == 7
-    whole, heads = both(random_logits(1, 5000, 0.1, 6), 4 * one[:, :5000] - 200, token=7)
-    assert 50 < heads[0, 0] < whole[0, 0] < 1000, "a candidate that is surer than the baseline has a finite distance"
-    (equal,) = heads_of(np.zeros((1, vocab), np.float32))
+    whole, logprobs = both(random_logits(1, 5000, 0.1, 6), 4 * one[:, :5000] - 200, token=7)
+    assert 50 < logprobs[0, 0] < whole[0, 0] < 1000, "a candidate that is surer than the baseline has a finite distance"
+    (equal,) = all_logprobs(np.zeros((1, vocab), np.float32))
     assert equal.tokens.tolist() == list(range(vocab // 8))
-    # the head ends with the first token that brings the rest below the bound
+    # the kept tokens end with the first token that brings the rest below the bound
     left = 1 - np.exp(peaked.logp.astype(np.float64)).cumsum()
     assert (left[:-1] > REST_MASS * 0.999).all()
 
@@ -95,13 +95,13 @@ def test_a_row_that_is_not_finite_is_nan_and_affects_no_other_row(value: float) 
     broken[1, 1500] = value
     distributions = Distributions(broken)
     greedy = [-1 if row == 1 else int(broken[row].argmax()) for row in range(3)]
-    heads = heads_of(baseline)
-    rows = np.array([compare_head(head, distributions, row, 0, greedy[row]) for row, head in enumerate(heads)])
+    logprobs = all_logprobs(baseline)
+    rows = np.array([compare_logprobs(stored, distributions, row, 0, greedy[row]) for row, stored in enumerate(logprobs)])
     assert np.isnan(rows[1, [0, 2, 3, 4, 5]]).all()
     assert (rows[[0, 2], 0] < 1e-11).all()
-    head = heads_of(broken)[1]
-    assert np.isnan([head.reference, head.rest, float(head.logp[0])]).all()
-    recompared = compare_head(head, Distributions(baseline), 1, 0, 0)
+    stored = all_logprobs(broken)[1]
+    assert np.isnan([stored.reference, stored.rest, float(stored.logp[0])]).all()
+    recompared = compare_logprobs(stored, Distributions(baseline), 1, 0, 0)
     assert np.isnan([recompared[0], recompared[1]]).all()
 
 
@@ -109,17 +109,17 @@ def test_a_row_that_is_not_finite_is_nan_and_affects_no_other_row(value: float) 
 def test_heads_are_stored_and_read_back_by_sample(vocab: int, dtype: type, tmp_path: Path) -> None:
     logits = np.concatenate([random_logits(3, vocab, 9.0, 8), random_logits(2, vocab, 1.0, 9)])
     distributions = Distributions(logits)
-    recorded = [head_of(distributions, row, 4) for row in range(5)]
+    recorded = [logprobs_of(distributions, row, 4) for row in range(5)]
     path = tmp_path / "logprobs.safetensors"
-    write_heads(path, [("a/b", SampleHeads.of(recorded)), ("c", SampleHeads.of(recorded[:1]))])
-    stored = stored_heads(path)("a/b")
+    write_logprobs(path, [("a/b", SampleLogProbs.of(recorded)), ("c", SampleLogProbs.of(recorded[:1]))])
+    stored = stored_logprobs(path)("a/b")
     assert stored.tokens.dtype == dtype
-    for position, head in enumerate(recorded):
-        read = stored.head(position)
-        np.testing.assert_array_equal(read.tokens, head.tokens)
-        np.testing.assert_array_equal(read.logp, head.logp)
-        assert (read.rest, read.reference) == (head.rest, head.reference)
-    assert stored_heads(path)("c").head(0).rest == recorded[0].rest
+    for position, written in enumerate(recorded):
+        read = stored.at(position)
+        np.testing.assert_array_equal(read.tokens, written.tokens)
+        np.testing.assert_array_equal(read.logp, written.logp)
+        assert (read.rest, read.reference) == (written.rest, written.reference)
+    assert stored_logprobs(path)("c").at(0).rest == recorded[0].rest
 
 
 def test_statistics_by_hand() -> None:

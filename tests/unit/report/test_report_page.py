@@ -21,9 +21,8 @@ from pipeline.chain import showing
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
 from stages.report.charts import Spec, context_numbers, draw_charts, draw_svg, quality_numbers, recovery_numbers
-from stages.report.exhibit import Exhibit
+from stages.report.exhibit import Exhibit, shown
 from stages.report.page import MOST_POLICIES, changed_answers, differences, make_page, render, write_page
-from stages.report.text import shown
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
 
