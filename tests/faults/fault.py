@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from faults.hooks import Plant
 from faults.models import mistral
-from stages.engines.paged.waiting import PrefixCache
+from stages.engines.paged.prefixes import PrefixCache
 
 EngineName = Literal["native", "graph", "torch"]
 """The ONNX engine with compiled attention, the ONNX engine with the graph's own attention, and the reference backend."""

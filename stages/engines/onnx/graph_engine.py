@@ -13,8 +13,9 @@ from stages.engines.base import ChunkedEngine, Mode, not_finite
 from stages.engines.interface import Continuation, ForcedRequest, Logits, check_tokens
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import PagedPool
+from stages.engines.paged.preemption import advance, pool_of, serve_together
+from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PoolFull
-from stages.engines.paged.waiting import PrefixCache, advance, pool_of, serve
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.scales import KVScales
 
@@ -72,7 +73,7 @@ class PagedEngine(ChunkedEngine):
         for tokens, first in chain.from_iterable(rounds):
             self._check_forced(tokens, first)
         with pool_of(self, pages):
-            return [serve(self, requests, rows) for requests in rounds]
+            return [serve_together(self, requests, rows) for requests in rounds]
 
     def fork(self, sequence: int) -> int:
         return self.pool.fork(sequence)

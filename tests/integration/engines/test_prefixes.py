@@ -9,7 +9,7 @@ from helpers.engines.random_llama import BY_NAME, make_bundle
 
 from stages.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine, load_engine
-from stages.engines.paged.waiting import PrefixCache
+from stages.engines.paged.prefixes import PrefixCache
 from stages.policies.policy import KVPolicy
 
 CHUNK = 64

@@ -14,10 +14,10 @@ from helpers.verdicts.reports import full_pool_line
 from stages.core.errors import UserError
 from stages.core.records import Sample, no_progress
 from stages.engines.onnx.engine import OnnxEngine
-from stages.engines.paged import waiting
+from stages.engines.paged import preemption
 from stages.engines.paged.pool import PagedPool
+from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PageAllocator
-from stages.engines.paged.waiting import PrefixCache
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
@@ -84,7 +84,7 @@ def found_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume a preempted request one token too late."""
-    sound = waiting._join
+    sound = preemption._join
 
     def join(engine: Any, joining: Any) -> Any:
         logits = sound(engine, joining)
@@ -92,7 +92,7 @@ def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
             one.stored += one.preempted > 0
         return logits
 
-    monkeypatch.setattr(waiting, "_join", join)
+    monkeypatch.setattr(preemption, "_join", join)
 
 
 @pytest.mark.parametrize(
