@@ -55,7 +55,8 @@ class Thresholds(StrictModel):
     min_samples: Annotated[int, Field(ge=1)] = 15
     """Minimum documents for a PASS, per workload; for a report without answers, over all workloads."""
     min_recovery: Margin = 0.95
-    """Minimum share of the probability of right answers that is kept, over all questions: llm-compressor's rule."""
+    """Minimum share of the probability of right answers that is kept, over all questions. The limit is that of llm-compressor's
+    lm-eval tests, whose recovery is a ratio of benchmark scores."""
     min_workload_recovery: Margin = 0.8
     """Minimum share per workload. 15 questions can show this share without passing broken caches."""
     min_baseline_probability: Share = 0.02

@@ -24,4 +24,4 @@ class OnnxRuntimeConfig(GraphConfig, InProcessConfig):
     name: Literal["onnxruntime"]
     attention: CpuAttention
     """Implementation of attention over the cache: `native` is a kernel compiled on this machine, `graph` the graph's operators.
-    `auto` means native if there is a C compiler."""
+    `auto` means native on Linux with a C compiler and AVX2."""
