@@ -9,8 +9,8 @@ small models can answer. Only the probability of the values counts (`Sample.resu
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from stages.core.records import Sample
 from stages.workloads import documentation
@@ -31,8 +31,7 @@ def document_of(length: int, number: int, seed: int, split: Split = "evaluation"
     return Slot(split, f"{LONG}{length}", seed, number)
 
 
-@dataclass(frozen=True)
-class _Records:
+class _Records(NamedTuple):
     """The records of a document, and a code that only a later message tells."""
 
     codes: list[Fact]
@@ -76,11 +75,10 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
     `texts`: words to quote, each followed by its white space, from a random word on. None quotes Python's documentation.
     """
     rng = document.rng()
-    records = _records(rng)
-    codes, told, homes, wares = records.codes, records.told, records.homes, records.wares
+    codes, told, homes, wares, thirds = _records(rng)
     prose = _prose(rng, document.split, prose_words, texts)
-    text = _between(["\n".join(third) for third in records.thirds], prose)
-    lines = list(chain(*records.thirds))
+    text = _between(["\n".join(third) for third in thirds], prose)
+    lines = list(chain(*thirds))
 
     early, middle, late = (codes[i::3] for i in range(3))
     shared = [*early[0].turns, *homes[1].turns, ("user", _ware_question(wares[1])), ("assistant", wares[1])]

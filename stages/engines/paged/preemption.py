@@ -9,31 +9,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from stages.core.records import ServedRequest
 from stages.engines.interface import Continuation, Logits
-from stages.engines.paged.pool import PagedPool
-from stages.engines.paged.prefixes import PrefixCache, PrefixEngine
+from stages.engines.paged.prefixes import PooledEngine, PrefixCache
 from stages.engines.paged.sequences import PoolFull
 from stages.policies.policy import PAGE_TOKENS
-
-
-class PooledEngine(PrefixEngine, Protocol):
-    """The part of a PagedEngine that schedules requests. PagedEngine imports this module."""
-
-    pool: PagedPool
-    prefixes: PrefixCache | None
-    prefill_chunk: int
-    max_batch: int | None
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]: ...
-
-    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits: ...
-
-    def forget_prefixes(self) -> None: ...
 
 
 def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:

@@ -14,25 +14,31 @@ import numpy as np
 
 from stages.core.errors import UserError
 from stages.engines.interface import Logits
+from stages.engines.paged.pool import PagedPool
 from stages.policies.policy import PAGE_TOKENS
 
 
-class PrefixEngine(Protocol):
-    """The methods of a PagedEngine that prefix caching calls."""
+class PooledEngine(Protocol):
+    """The part of a PagedEngine that keeps prefixes and schedules requests over the pool."""
 
+    pool: PagedPool
+    prefixes: "PrefixCache | None"
+    prefill_chunk: int
+    max_batch: int | None
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]: ...
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits: ...
     def fork(self, sequence: int) -> int: ...
-
     def release(self, sequences: Sequence[int]) -> None: ...
-
+    def forget_prefixes(self) -> None: ...
     def _start(self) -> int: ...
-
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits: ...
 
 
 class PrefixCache:
     """The prefixes that one engine keeps. The least recently used prefix is evicted first."""
 
-    def __init__(self, engine: PrefixEngine, *, chunk: int, most_tokens: int) -> None:
+    def __init__(self, engine: PooledEngine, *, chunk: int, most_tokens: int) -> None:
         """Create an empty cache.
 
         Raises:
