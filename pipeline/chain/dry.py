@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from pipeline.chain.actions import CHECKS_AHEAD
 from pipeline.chain.inputs import checks
 from pipeline.chain.run import Run
-from pipeline.chain.serving import promotable
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import verdict_lines
@@ -159,10 +159,8 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     """Yield checks of later requirements: a missing GPU, or a tracking store that does not open."""
     if config.facts.judges:
         yield open_backend(config.backend).check_runs
-    if config.stage == "promote":
-        yield partial(promotable, config)
-    if config.stage == "audit":
-        yield lambda: open_backend(config.backend).audit(locate_checkpoint(config.model.path))
+    if config.stage in CHECKS_AHEAD:
+        yield partial(CHECKS_AHEAD[config.stage], config)
     if config.tracking.enabled and config.facts.tracked:
         yield partial(_check_tracking, config)
 

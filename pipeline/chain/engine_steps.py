@@ -14,7 +14,7 @@ from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.loading import open_backend
 from pipeline.store.store import Store
-from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Entry, Recipe
@@ -36,6 +36,12 @@ MODELOPT = (*TORCH, "nvidia-modelopt")
 def _state(path: Path) -> tuple[int, ...]:
     about = path.stat()
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def weight_bytes(checkpoint: CheckpointInfo) -> int:
+    """Return the bytes of a checkpoint's weight files, or of a GGUF file."""
+    sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
+    return sum(sizes) or checkpoint.path.stat().st_size
 
 
 @dataclass

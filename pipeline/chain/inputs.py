@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from pipeline.chain.actions import CHECKS
+from pipeline.chain.engine_steps import weight_bytes
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
-from pipeline.evidence.reading import bundle_directory
 from pipeline.loading import open_backend, required_libraries
 from pipeline.registry import summary
-from pipeline.registry.monitors import read_snapshot
 from pipeline.registry.tracking import locate
 from pipeline.store.store import check_store
 from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir
@@ -46,19 +46,17 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
     `opened` holds the checkpoints that this command already found sound; the checks extend it.
     """
     yield config.signing.check
-    if config.stage not in ("verify", "audit"):
+    if config.facts.uses_work:
         yield partial(_check_work, config)
     if config.tracking.enabled and config.facts.tracked:
         yield partial(locate, config.tracking, config.work, config.model.label)
-    if config.stage == "verify":
-        yield partial(bundle_directory, str(config.bundle))
-    if config.stage == "monitor":
-        yield partial(read_snapshot, config.monitor)
+    if config.stage in CHECKS:
+        yield partial(CHECKS[config.stage], config)
     if config.facts.plans:
         yield lambda: memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
     if config.facts.makes:
         yield partial(_check_model, config, opened)
-    if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
+    if config.tracking.enabled and config.facts.needs_registered:
         yield partial(_check_registered, config)
 
 
@@ -81,13 +79,13 @@ def _check_model(config: Config, opened: set[Path]) -> None:
     if facts.builds:
         _refuse_longer(config.backend, checkpoint)
     refuse_weights(checkpoint, config.weights.format)
-    if config.stage == "tune":
+    if facts.makes == "tuned":
         tuned_policies(config, checkpoint.shape)
     if facts.judges:
         _check_lengths(config, checkpoint)
     if checkpoint.path.is_dir():
         tensors_on_disk(checkpoint)
-    if config.stage != "tune":
+    if facts.makes != "tuned":
         check_room(config.work, config.workdir, weight_bytes(checkpoint))
     with required_libraries():
         samples = _check_questions(config, checkpoint)
@@ -184,12 +182,6 @@ def _check_shortest(config: Config, checkpoint: CheckpointInfo) -> None:
 
     shortest = config.workloads.model_copy(update={"lengths": [min(config.workloads.lengths)]})
     fit_lengths(long_samples(shortest), BundleTokenizer(checkpoint.path), shortest)
-
-
-def weight_bytes(checkpoint: CheckpointInfo) -> int:
-    """Return the bytes of a checkpoint's weight files, or of a GGUF file."""
-    sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
-    return sum(sizes) or checkpoint.path.stat().st_size
 
 
 def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:

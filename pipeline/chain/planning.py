@@ -63,7 +63,6 @@ def show_capacity(run: Run) -> None:
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
     _require_room(capacity)
-    next_steps.show(next_steps.after_making("capacity", run.arguments))
 
 
 def recommend_policy(run: Run) -> None:
@@ -92,7 +91,7 @@ def recommend_policy(run: Run) -> None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
     name, candidates = recommendation.chosen.name, summary.load(config.work).candidates
     if any(candidate.name == name and candidate.version for candidate in candidates):
-        command = next_steps.standing(config, "promote", f"promote.name={written(name)}")
+        command = next_steps.promotion_command(config, f"promote.name={written(name)}")
         next_steps.show(next_steps.NextStep(why=f"make {name} the champion", command=command))
 
 
@@ -230,7 +229,7 @@ def _other_use(config: Config, files: dict[str, str], identity: Identity) -> str
 
 def tune(run: Run) -> None:
     """Search for policies, store the tuned ones for later commands, and print a table of all measured policies."""
-    artifact, shape = run.make(), run.engine_steps.shape
+    artifact, shape = run.engine_steps.tuned(), run.engine_steps.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = run.config.work / TUNED
     _keep_tuned(report, artifact.path, folder)

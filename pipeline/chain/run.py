@@ -1,6 +1,6 @@
 """One job of a command: its configuration, the steps whose artifacts it makes, and the registered engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -56,8 +56,17 @@ class Run:
         return VerdictSteps(self.engine_steps)
 
     def make(self) -> Artifact:
-        """Take the steps of a stage that makes artifacts; return the last artifact."""
-        return LAST_STEPS[self.config.stage](self)
+        """Take the steps of a stage that makes artifacts; return the last artifact. Raises ValueError for other stages."""
+        match self.config.facts.makes:
+            case "exports":
+                return self.engine_steps.exports(self.config.kv)
+            case "bundle":
+                return self.engine_steps.bundle(self.config.kv)
+            case "tuned":
+                return self.engine_steps.tuned()
+            case "report":
+                return self.verdict_steps.report()
+        raise ValueError(f"stage={self.config.stage} makes no artifacts")
 
     def engines(self) -> Engines:
         """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off."""
@@ -65,16 +74,5 @@ class Run:
             store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
-        # A rollback needs none of the original command's keys.
-        gates = None if self.config.stage == "rollback" else self.config.gates
+        gates = self.config.gates if self.config.facts.applies_gates else None
         return Engines(store, partial(registered_engine, identities(self.config.artifacts), self.config.signing, gates))
-
-
-LAST_STEPS: dict[str, Callable[[Run], Artifact]] = {
-    "quantize": lambda run: run.engine_steps.exports(run.config.kv),
-    "build": lambda run: run.engine_steps.bundle(run.config.kv),
-    "tune": lambda run: run.engine_steps.tuned(),
-    "evaluate": lambda run: run.verdict_steps.report(),
-    "all": lambda run: run.verdict_steps.report(),
-}
-"""Stage that makes artifacts -> its last step, which takes all earlier steps. Commands, sweeps and dry runs share them."""

@@ -1,13 +1,12 @@
 """Runs a command: its jobs, then the promotion or the next step that their verdicts call for. Start reading here.
 
-STAGES maps a stage to its function. The stages up to evaluate make the artifacts that they need, or reuse artifacts in the
-store. Promote, rollback and verify use the results of earlier commands.
+`pipeline.chain.actions` has the functions of the stages. The stages up to evaluate make the artifacts that they need, or reuse
+artifacts in the store. Promote, rollback and verify use the results of earlier commands.
 
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """
 
 import signal
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -15,20 +14,17 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pipeline.chain import serving
+from pipeline.chain.actions import ACTIONS
 from pipeline.chain.launching import LauncherRefusal, launch, start
-from pipeline.chain.planning import recommend_policy, show_capacity, tune
-from pipeline.chain.run import Run, open_store
+from pipeline.chain.run import Run
 from pipeline.chain.showing import compare_in_mlflow, remove_page, show_page, warned
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
-from pipeline.cli.prune import prune
-from pipeline.cli.status import show_status
 from pipeline.config.compose import Plan, to_config
 from pipeline.config.config import Config
 from pipeline.config.launchers import BASIC, LOGS
-from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.evidence.reading import bundle_directory, judged_candidate
+from pipeline.evidence.reading import bundle_directory
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.store.store import used
@@ -46,70 +42,19 @@ from stages.core.files import store_of
 from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout
 from stages.engines.bundle import BUNDLE_FILE
-from stages.verdict.candidate import Cited
-from stages.verdict.gates import decide
-from stages.verdict.report import load_report, load_rows
-
-
-def quantize(run: Run) -> None:
-    exports = run.make()
-    checkpoint = exports.path / "checkpoint"
-    lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
-    console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
-
-
-def build(run: Run) -> None:
-    bundle = run.make()
-    lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
-    console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
-
-
-def evaluate(run: Run) -> None:
-    """Judge the engine against the FP16-KV engine, and register it."""
-    config, steps = run.config, run.verdict_steps
-    with console.progress("opening MLflow"):
-        store = open_store(config.tracking, config.work, config.model.label)
-    whole = config.model_dump(mode="json", exclude={"log", "dry"})
-    recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
-    with recorded as run_id:
-        evaluation = run.make()
-        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        with console.progress("deciding"):
-            verdict = decide(report, rows, config.gates)
-        sealed = steps.identity(evaluation, verdict)
-        cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
-        candidate = judged_candidate(read_identity(cited.path), cited, report, run.engine_steps.store.root)
-        candidate = candidate.model_copy(update={"name": run.label})
-        if store is not None:
-            with console.progress("registering the engine"):
-                candidate = store.register(run_id, candidate, rows)
-    summary.record(config.work, run.sweep, candidate)
-    tables.print_verdict(candidate, first_look=config.workloads.is_first_look)
-
-
-STAGES: dict[str, Callable[[Run], None]] = {
-    "quantize": quantize,
-    "build": build,
-    "evaluate": evaluate,
-    "all": evaluate,
-    "tune": tune,
-    **serving.STAGES,
-    "capacity": show_capacity,
-    "recommend": recommend_policy,
-    "status": lambda run: show_status(run.config),
-    "prune": lambda run: prune(run.config),
-}
 
 
 def holding(config: Config) -> AbstractContextManager[None]:
     """Prevent stage=prune from removing artifacts that a command uses while the block runs."""
-    if config.stage in ("status", "prune", "audit"):  # status and audit only read; prune takes its own lock
-        return nullcontext()
-    root = config.artifacts
-    if config.stage == "verify":  # the bundle may be outside of any work directory
-        store = store_of(bundle_directory(str(config.bundle)).resolve() / BUNDLE_FILE)
-        return used(store, make=False) if store is not None else nullcontext()
-    return used(root, make=config.facts.makes or root.is_dir())
+    match config.facts.holds:
+        case "nothing":
+            return nullcontext()
+        case "bundle":  # which may be outside of any work directory
+            store = store_of(bundle_directory(str(config.bundle)).resolve() / BUNDLE_FILE)
+            return used(store, make=False) if store is not None else nullcontext()
+        case "store":
+            root = config.artifacts
+            return used(root, make=config.facts.makes is not None or root.is_dir())
 
 
 def run(planned: Plan, sweep: str) -> int:
@@ -217,8 +162,8 @@ class Task:
         try:
             with holding(config), required_libraries():
                 job = Run(config, self.sweep, label, self.arguments)
-                STAGES[config.stage](job)
-                if config.stage == "all" and config.tracking.enabled and not self.sweeping:
+                ACTIONS[config.stage](job)
+                if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(job)
         except BaseException as error:
             code = exit_code(error)
@@ -267,8 +212,8 @@ def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None
     config = planned.jobs[0]
     if config.facts.judges:
         return _conclude_verdicts(planned, summary.load(config.work, sweep), code, step)
-    if config.stage in ("quantize", "build") and code == 0:
-        step = next_steps.after_making(config.stage, planned.arguments or (), sweep=planned.sweeping)
+    if code == 0:
+        step = next_steps.after_stage(config.facts, planned.arguments or (), sweep=planned.sweeping)
     next_steps.show(step)
     if config.facts.recorded:
         summary.finish(config.work, None, code)

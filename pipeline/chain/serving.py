@@ -158,6 +158,3 @@ def audit(run: Run) -> None:
         )
     used = [scale for layer in audited.layers for scales in layer.used.values() for scale in scales]
     _say([f"{audited.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}"])
-
-
-STAGES = {"promote": promote, "rollback": rollback, "verify": verify, "audit": audit, "route": route, "monitor": monitor}

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipeline.chain.engine_steps import EngineSteps
-from pipeline.chain.inputs import weight_bytes
+from pipeline.chain.engine_steps import EngineSteps, weight_bytes
 from pipeline.cli import console
 from pipeline.config.config import Config
 from pipeline.evidence.identity import Link, answers_input, make_identity, round_input, write_identity

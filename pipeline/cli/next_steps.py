@@ -23,6 +23,7 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, key_of, written
 from pipeline.config.policies import load_policies
+from pipeline.config.stages import StageFacts
 from stages.core.errors import CannotBeJudged
 from stages.core.strict import StrictModel
 from stages.engines.config import BackendConfig, InterpreterConfig
@@ -55,12 +56,15 @@ def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str
 
 
 def standing(config: Config, stage: str, *changes: str) -> str:
-    """Return the command of a stage that works on earlier results.
+    """Return the command of a stage that works on earlier results."""
+    return command_line(carried(config), f"stage={stage}", *changes)
 
-    A promotion decides by the same gates. The Python of a backend is not in the evidence, and serving the engine needs it.
+
+def promotion_command(config: Config, *changes: str) -> str:
+    """Return the command of a promotion, which decides by the same gates.
+
+    The Python of a backend is not in the evidence, and serving the engine needs it.
     """
-    if stage != "promote":
-        return command_line(carried(config), f"stage={stage}", *changes)
     python = config.backend.python if isinstance(config.backend, InterpreterConfig) else None
     python_keys = [] if python is None else [f"backend={config.backend.name}", f"backend.python={written(python)}"]
     return command_line(carried(config, "gates"), "stage=promote", *python_keys, *changes)
@@ -103,14 +107,12 @@ def show(step: NextStep | None) -> None:
     console.result("next", *lines, paste=True, **step.model_dump())
 
 
-def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> NextStep:
-    """Return the next step after stage=quantize, build or capacity."""
-    following, why = {
-        "quantize": ("build", "build the engine"),
-        "build": ("evaluate", "judge it against the FP16-KV engine"),
-        "capacity": ("recommend", "ask which policy has evidence for this use"),
-    }[stage]
-    return NextStep(why=why, command=command_line(base, f"stage={following}", sweep=sweep))
+def after_stage(facts: StageFacts, base: Sequence[str], *, sweep: bool = False) -> NextStep | None:
+    """Return the next step after a stage that ended well; None if no stage follows."""
+    if facts.following is None:
+        return None
+    stage, why = facts.following
+    return NextStep(why=why, command=command_line(base, f"stage={stage}", sweep=sweep))
 
 
 def after_judging(
@@ -138,7 +140,7 @@ def after_judging(
         asked = [] if len(kept) < len(base) else ["workloads.conformance_samples=2"]
         return NextStep(why="judge it in full", command=command_line(kept, *asked, sweep=sweep))
     if "PASS" in verdicts and config.tracking.enabled:
-        return NextStep(why="make the best that passed the champion", command=standing(config, "promote"))
+        return NextStep(why="make the best that passed the champion", command=promotion_command(config))
     if "PASS" in verdicts:
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (finished work is reused)"

@@ -27,7 +27,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config import CONF
-from pipeline.config.config import STAGES, Config, StageFacts
+from pipeline.config.config import Config
 from pipeline.config.explain import explain_hydra, explain_validation
 from pipeline.config.launchers import BASIC, check_installed, refuse_code
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
@@ -42,6 +42,7 @@ from pipeline.config.overrides import (
     searching,
 )
 from pipeline.config.policies import check_name
+from pipeline.config.stages import STAGES, StageFacts
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, printable, redact_text

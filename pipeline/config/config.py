@@ -1,6 +1,5 @@
 """The typed configuration. It strictly validates the composition of conf/ before any heavy import."""
 
-from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, or_
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.config.override_syntax import written
+from pipeline.config.stages import STAGES, Stage, StageFacts
 from pipeline.registry.monitors import MonitorConfig, RoutingConfig
 from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Tracking
@@ -23,61 +23,10 @@ from stages.policies.policy import KVPolicy
 from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import Workload, WorkloadsConfig
 
-
-@dataclass(frozen=True)
-class StageFacts:
-    """Properties of a stage. `pipeline.chain.runner` has its function."""
-
-    makes: bool = False
-    """Whether it makes artifacts of a checkpoint."""
-    builds: bool = False
-    """Whether it builds an engine."""
-    judges: bool = False
-    """Whether it ends in a verdict."""
-    plans: bool = False
-    """Whether it plans memory for every policy at once."""
-    tracked: bool = False
-    """Whether it uses the tracking store."""
-    recorded: bool = True
-    """Whether summary.json records its exit code."""
-    reads: tuple[str, ...] = ()
-    """Keys that other stages refuse."""
-    needs: tuple[str, str] | None = None
-    """A key that must have a value, and the description of this value."""
-
-    @property
-    def sweepable(self) -> bool:
-        """Whether the stage can be a job of a sweep."""
-        return self.judges or not (self.tracked or self.plans)
-
-
-JUDGING = StageFacts(makes=True, builds=True, judges=True, tracked=True, reads=("signing.key",))
-
-
-STAGES = {
-    "quantize": StageFacts(makes=True),
-    "build": StageFacts(makes=True, builds=True),
-    "evaluate": JUDGING,
-    "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
-    "rollback": StageFacts(tracked=True),
-    "verify": StageFacts(recorded=False, reads=("bundle",), needs=("bundle", "the directory of an engine, or of its evidence")),
-    "audit": StageFacts(recorded=False),
-    "capacity": StageFacts(plans=True),
-    "recommend": StageFacts(plans=True),
-    "all": JUDGING,
-    "tune": StageFacts(makes=True),
-    "route": StageFacts(tracked=True, reads=("routing.routes", "routing.rollback")),
-    "monitor": StageFacts(tracked=True, reads=("monitor.snapshot",), needs=("monitor.snapshot", "the JSON file of a snapshot")),
-    "status": StageFacts(tracked=True, recorded=False),
-    "prune": StageFacts(tracked=True, recorded=False, reads=("prune.apply",)),
-}
-
 if TYPE_CHECKING:
     AnyBackend = BackendConfig
-    Stage = str
 else:
     AnyBackend = Annotated[reduce(or_, backend_configs().values()), Field(discriminator="name")]
-    Stage = Literal[tuple(STAGES)]
 
 
 class ModelConfig(StrictModel):
@@ -190,12 +139,9 @@ class Config(StrictModel):
             if value not in (None, False):
                 only = " and ".join(f"stage={name}" for name, stage in STAGES.items() if key in stage.reads)
                 raise ValueError(f"{key}={written(value)}: only {only} read{'' if ' and ' in only else 's'} it; leave it out")
-        if self.facts.needs is not None:
-            key, description = self.facts.needs
-            if attrgetter(key)(self) is None:
-                raise ValueError(f"{key}: missing; stage={self.stage} needs {description}")
-        if self.stage == "route" and (self.routing.routes is None) == (self.routing.rollback is None):
-            raise ValueError("routing: stage=route needs one of routing.routes={CLASS: ENGINE} and routing.rollback=CLASS")
+        given = [key for key in self.facts.reads if attrgetter(key)(self) is not None]
+        if self.facts.needs is not None and len(given) != 1:
+            raise ValueError(self.facts.needs)
         return self
 
     @property

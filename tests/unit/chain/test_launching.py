@@ -13,7 +13,7 @@ from helpers.refusals import refused
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 from submitit.core.utils import FailedJobError
 
-from pipeline.chain import launching, runner
+from pipeline.chain import actions, launching, runner
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.registry import summary
@@ -28,7 +28,7 @@ def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
     def evaluate(*_: object) -> None:
         raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"], ["copy-1: asked ..."])
 
-    monkeypatch.setitem(runner.STAGES, "all", evaluate)
+    monkeypatch.setitem(actions.ACTIONS, "all", evaluate)
     planned = plan([f"workdir={tmp_path}", *JOBLIB], multirun=True)
     ended = launching.launch(planned, runner.Task("20260101", planned.names, ("kv=fp8,int8", "model.path=/model")))
     assert [(end.code, end.message) for end in ended] == [(3, "FP16 itself answers none")] * 2

@@ -7,13 +7,20 @@ from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 from helpers.commands.jobs import run_job
 from helpers.registry.candidates import judged_candidate
 
-from pipeline.chain import runner, serving
+from pipeline.chain import actions, runner, serving
 from pipeline.chain.run import Run
 from pipeline.cli import console
 from pipeline.config.compose import plan
+from pipeline.config.stages import STAGES
 from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, UserError
 from stages.verdict.thresholds import Status
+
+
+def test_every_declared_stage_has_a_function() -> None:
+    assert actions.ACTIONS.keys() == STAGES.keys()
+    assert (actions.CHECKS | actions.CHECKS_AHEAD).keys() < STAGES.keys()
+    assert {facts.following[0] for facts in STAGES.values() if facts.following is not None} < STAGES.keys()
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -44,7 +51,7 @@ def test_a_summary_that_cannot_be_written_does_not_replace_the_error_of_the_job(
     def full(*_: object, **__: object) -> None:
         raise UserError("summary.json cannot be written")
 
-    monkeypatch.setitem(runner.STAGES, "evaluate", refuse)
+    monkeypatch.setitem(actions.ACTIONS, "evaluate", refuse)
     (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs
     monkeypatch.setattr(summary, "finish", full)
     with pytest.raises(MissingRequirement, match="no GPU"):
@@ -62,7 +69,7 @@ def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
         summary.record(run.config.work, run.sweep, candidate)
 
     for stage in ("evaluate", "all"):
-        monkeypatch.setitem(runner.STAGES, stage, judge)
+        monkeypatch.setitem(actions.ACTIONS, stage, judge)
 
 
 def test_a_promotion_in_the_same_command_is_unfinished_until_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +107,7 @@ def test_advice_after_a_weak_baseline_ends_the_output_of_a_sweep_without_candida
     judged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judging(monkeypatch, "FAIL")
-    judge = runner.STAGES["evaluate"]
+    judge = actions.ACTIONS["evaluate"]
 
     def evaluate(run: Run) -> None:
         console.say(f"job {run.label}")
@@ -110,7 +117,7 @@ def test_advice_after_a_weak_baseline_ends_the_output_of_a_sweep_without_candida
             raise MissingRequirement("no GPU")
         judge(run)
 
-    monkeypatch.setitem(runner.STAGES, "evaluate", evaluate)
+    monkeypatch.setitem(actions.ACTIONS, "evaluate", evaluate)
     page = tmp_path / "report.html"
     page.write_text("yesterday's")
     given = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]

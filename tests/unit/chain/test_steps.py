@@ -12,7 +12,7 @@ from helpers.commands.fake_stages import use_fake_stages
 from helpers.commands.jobs import configured
 from helpers.registry.stores import make_artifact
 
-from pipeline.chain import runner
+from pipeline.chain import actions, runner
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.run import Run
@@ -119,7 +119,7 @@ def test_a_sweep_of_a_stage_that_judges_nothing_keeps_the_last_candidates(
     def build(_: Run) -> None:
         raise MissingRequirement("no compiler")
 
-    monkeypatch.setitem(runner.STAGES, "build", build)
+    monkeypatch.setitem(actions.ACTIONS, "build", build)
     summary.begin(tmp_path, "judged", ["fp8"])
     planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
     assert runner.run(planned, "built") == 4

@@ -14,7 +14,7 @@ from pipeline.chain.dry import foretell
 from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
-from pipeline.config.config import STAGES
+from pipeline.config.stages import STAGES
 from pipeline.config.suiting import has_chat_template
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.summary import new_sweep

@@ -20,6 +20,7 @@ from pipeline.cli import next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.config.stages import STAGES
 from stages.core.errors import CannotBeJudged
 from stages.verdict.candidate import Candidate
 from stages.verdict.thresholds import Check, Gate, Status
@@ -33,6 +34,12 @@ TYPED = [
     "backend.threads=1",
 ]
 """Overrides as the shell passes them."""
+
+
+def after(stage: str, base: list[str], *, sweep: bool = False) -> NextStep:
+    step = next_steps.after_stage(STAGES[stage], base, sweep=sweep)
+    assert step is not None
+    return step
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +217,7 @@ def test_a_command_begins_with_the_python_that_has_kvgate(
     monkeypatch.setattr(sys, "executable", str(own / "python"))
     monkeypatch.setenv("PATH", str({"same": own, "other": tmp_path / "other", "none": tmp_path / "nowhere"}[on_path]))
     begins = "python" if plain else shlex.quote(str(own / "python"))
-    assert next_steps.after_making("quantize", ["kv=fp8"]).command == f"{begins} -m pipeline kv=fp8 stage=build"
+    assert after("quantize", ["kv=fp8"]).command == f"{begins} -m pipeline kv=fp8 stage=build"
 
 
 @pytest.mark.parametrize(
@@ -251,12 +258,12 @@ BASE = [*TYPED, "kv=fp8"]
 @pytest.mark.parametrize(
     ("stage", "command"),
     [
-        ("build", lambda _: next_steps.after_making("quantize", ["kv=fp8,int8"], sweep=True).command),
-        ("evaluate", lambda _: next_steps.after_making("build", BASE).command),
-        ("recommend", lambda _: next_steps.after_making("capacity", BASE).command),
+        ("build", lambda _: after("quantize", ["kv=fp8,int8"], sweep=True).command),
+        ("evaluate", lambda _: after("build", BASE).command),
+        ("recommend", lambda _: after("capacity", BASE).command),
         ("verify", lambda config: next_steps.after_promotion(config, Path("an engine")).command),
         ("prune", lambda config: next_steps.standing(config, "prune", "prune.apply=true")),
-        ("promote", lambda config: next_steps.standing(config, "promote", "promote.name='fp8 kv.sink_tokens=4'")),
+        ("promote", lambda config: next_steps.promotion_command(config, "promote.name='fp8 kv.sink_tokens=4'")),
     ],
 )
 def test_every_other_ending_names_a_command_that_composes(stage: str, command: Callable[[Config], str]) -> None:

@@ -20,7 +20,7 @@ from helpers.stride import STRIDE
 
 from pipeline.chain.dry import foretell
 from pipeline.config.compose import Plan, plan
-from pipeline.config.config import STAGES
+from pipeline.config.stages import STAGES
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import whole_pages

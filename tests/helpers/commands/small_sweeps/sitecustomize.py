@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Literal
 
-INPUTS, RUNNER = "pipeline.chain.inputs", "pipeline.chain.runner"
+INPUTS, ACTIONS = "pipeline.chain.inputs", "pipeline.chain.actions"
 
 PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, UNDECIDED, KILLED, WAITS = 0, 1, 2, 3, 4, 6, 9, 15
 """Seeds. From DEFECT to MISSING, the seed equals the exit code of a command that runs only this job."""
@@ -59,15 +59,15 @@ class _Patching(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        if module.__name__ == RUNNER:
-            vars(module)["STAGES"]["evaluate"] = evaluate
+        if module.__name__ == ACTIONS:
+            vars(module)["ACTIONS"]["evaluate"] = evaluate
         else:  # checking the inputs imports torch and transformers, which takes most of a small sweep's time
             vars(module)["check_inputs"] = lambda *_: None
 
 
 class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname in (INPUTS, RUNNER) else None
+        spec = PathFinder.find_spec(fullname, path) if fullname in (INPUTS, ACTIONS) else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Patching(spec.loader)
         return spec

@@ -1,0 +1,90 @@
+"""The stages: what each one makes, reads and needs. `pipeline.chain.actions` has their functions."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """Properties of a stage."""
+
+    makes: Literal["exports", "bundle", "tuned", "report"] | None = None
+    """Last artifact that it makes of a checkpoint."""
+    plans: bool = False
+    """Whether it plans memory for every policy at once."""
+    tracked: bool = False
+    """Whether it uses the tracking store."""
+    needs_registered: bool = False
+    """Whether it works on registered engines only, so that an engine must have been registered."""
+    applies_gates: bool = True
+    """Whether the configured gates decide again on registered engines."""
+    promotes: bool = False
+    """Whether a single job promotes its candidate if it passed."""
+    uses_work: bool = True
+    """Whether it uses the work directory."""
+    recorded: bool = True
+    """Whether summary.json records its exit code."""
+    holds: Literal["store", "bundle", "nothing"] = "store"
+    """Artifacts that stage=prune must not remove meanwhile: of the work directory, or of the store that has the bundle."""
+    reads: tuple[str, ...] = ()
+    """Keys that other stages refuse."""
+    needs: str | None = None
+    """Message if not exactly one of the keys in `reads` has a value; None if it needs none."""
+    following: tuple[str, str] | None = None
+    """The stage to suggest after it, and the reason."""
+
+    @property
+    def builds(self) -> bool:
+        """Whether it builds an engine."""
+        return self.makes in ("bundle", "report")
+
+    @property
+    def judges(self) -> bool:
+        """Whether it ends in a verdict."""
+        return self.makes == "report"
+
+    @property
+    def sweepable(self) -> bool:
+        """Whether the stage can be a job of a sweep."""
+        return self.judges or not (self.tracked or self.plans)
+
+
+STAGES = {
+    "quantize": StageFacts(makes="exports", following=("build", "build the engine")),
+    "build": StageFacts(makes="bundle", following=("evaluate", "judge it against the FP16-KV engine")),
+    "evaluate": StageFacts(makes="report", tracked=True, reads=("signing.key",)),
+    "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
+    # A rollback needs none of the original command's keys.
+    "rollback": StageFacts(tracked=True, needs_registered=True, applies_gates=False),
+    "verify": StageFacts(
+        uses_work=False,
+        recorded=False,
+        holds="bundle",
+        reads=("bundle",),
+        needs="bundle: missing; stage=verify needs the directory of an engine, or of its evidence",
+    ),
+    "audit": StageFacts(uses_work=False, recorded=False, holds="nothing"),
+    "capacity": StageFacts(plans=True, following=("recommend", "ask which policy has evidence for this use")),
+    "recommend": StageFacts(plans=True),
+    "all": StageFacts(makes="report", tracked=True, promotes=True, reads=("signing.key",)),
+    "tune": StageFacts(makes="tuned"),
+    "route": StageFacts(
+        tracked=True,
+        needs_registered=True,
+        reads=("routing.routes", "routing.rollback"),
+        needs="routing: stage=route needs one of routing.routes={CLASS: ENGINE} and routing.rollback=CLASS",
+    ),
+    "monitor": StageFacts(
+        tracked=True,
+        needs_registered=True,
+        reads=("monitor.snapshot",),
+        needs="monitor.snapshot: missing; stage=monitor needs the JSON file of a snapshot",
+    ),
+    "status": StageFacts(tracked=True, recorded=False, holds="nothing"),  # it only reads
+    "prune": StageFacts(tracked=True, recorded=False, holds="nothing", reads=("prune.apply",)),  # it takes its own lock
+}
+
+if TYPE_CHECKING:
+    Stage = str
+else:
+    Stage = Literal[tuple(STAGES)]
