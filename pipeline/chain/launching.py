@@ -71,10 +71,10 @@ def start(planned: Plan) -> None:
         raise
 
 
-def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
-    """Run the jobs of a sweep with its launcher and return the results of `task`, in the order of the command line.
+def launch(planned: Plan, run_job: Callable[[DictConfig], T]) -> list[T]:
+    """Run the jobs of a sweep with its launcher and return the results of `run_job`, in the order of the command line.
 
-    Hydra sends `task` to the job's machine and composes the configuration there again, because some defaults depend on the
+    Hydra sends `run_job` to the job's machine and composes the configuration there again, because some defaults depend on the
     machine.
     """
     others = psutil.Process().children(recursive=True)
@@ -89,7 +89,7 @@ def launch(planned: Plan, task: Callable[[DictConfig], T]) -> list[T]:
             context = HydraContext(state.config_loader(), Callbacks())
             jobs = [[override for override in job if not is_hydras(override.lstrip("+~"))] for job in planned.job_overrides]
             with launcher_errors(planned.launcher):
-                returned = Plugins.instance().instantiate_launcher(context, task, composed).launch(jobs, initial_job_idx=0)
+                returned = Plugins.instance().instantiate_launcher(context, run_job, composed).launch(jobs, initial_job_idx=0)
         return [job.return_value for job in returned]  # raises the job's exception
     except BaseException:
         end_workers(others)

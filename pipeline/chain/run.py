@@ -1,4 +1,4 @@
-"""One job of a command: its configuration, the steps whose artifacts it makes, and the registered engines."""
+"""The run of one job: its configuration, the steps whose artifacts it makes, and the registered engines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | 
 
 @dataclass
 class Run:
-    """One job: its configuration, its steps, and the sweep that it belongs to. A dry run has a store that makes nothing."""
+    """The run of one job: its configuration, its steps and its sweep. A dry run has a store that makes nothing."""
 
     config: Config
     sweep: str = ""

@@ -67,7 +67,7 @@ def run(planned: Plan, sweep: str) -> int:
         Exception: A defect.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
-    task = Task(sweep, planned.names, planned.arguments or (), sweeping)
+    jobs = JobRunner(sweep, planned.names, planned.arguments or (), sweeping)
     with holding(config):  # held between the jobs of a sweep too
         start(planned)
         before = None
@@ -77,9 +77,9 @@ def run(planned: Plan, sweep: str) -> int:
         code, step = 0, None
         try:
             if sweeping:
-                code, step = _sweep(planned, task)
+                code, step = _sweep(planned, jobs)
             else:
-                task.run(0, config)
+                jobs.run(0, config)
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
             with warned("the interruption is not recorded"):
                 _conclude(planned, sweep, INTERRUPTED)
@@ -94,7 +94,7 @@ def run(planned: Plan, sweep: str) -> int:
                 console.ended_by(error)
                 return _conclude(planned, sweep, exit_code(error))
             with warned("the end of the command is not recorded"):
-                _conclude(planned, sweep, exit_code(error), task.advice(config, error))
+                _conclude(planned, sweep, exit_code(error), jobs.advice(config, error))
             raise
         return _conclude(planned, sweep, code, step)
 
@@ -110,28 +110,28 @@ class Ended:
     """Next step after the error."""
 
 
-def _sweep(planned: Plan, task: "Task") -> tuple[int, NextStep | None]:
+def _sweep(planned: Plan, jobs: "JobRunner") -> tuple[int, NextStep | None]:
     """Run the jobs of a sweep, in this process or with a launcher.
 
     Return the worst exit code, and the next step after the first error that calls for one.
     """
     if planned.launcher == BASIC:
-        ended = [task.attempt(number, config) for number, config in enumerate(planned.jobs)]
+        ended = [jobs.attempt(number, config) for number, config in enumerate(planned.jobs)]
     else:
         has_logs = planned.launcher.startswith("submitit")  # their jobs write into files
         if has_logs:
             console.LOGGER.info("jobs write their output below %s", planned.jobs[0].work / LOGS)
-        ended = launch(planned, task)
+        ended = launch(planned, jobs)
         for number, end in enumerate(ended) if has_logs else ():
             for line in end.message.splitlines():  # refusals, which the jobs wrote to their log files
-                console.error(f"{task.place(number, planned.jobs[number]).name}{line}", exit_code=end.code)
+                console.error(f"{jobs.place(number, planned.jobs[number]).name}{line}", exit_code=end.code)
     step = next((end.step for end in ended if end.step is not None), None)
     return max((end.code for end in ended), key=SEVERITY.index), step
 
 
 @dataclass(frozen=True)
-class Task:
-    """Jobs of a command. A launcher calls it for a job, perhaps on another machine, where the configuration is composed."""
+class JobRunner:
+    """Runs the jobs of a command. A launcher calls it for a job, perhaps on a machine of its own."""
 
     sweep: str
     names: tuple[str, ...]
@@ -150,9 +150,9 @@ class Task:
         console.configure(config.log)
         return self.attempt(HydraConfig.get().job.num, config, beside_others=True)
 
-    def place(self, number: int, config: Config, *, beside_others: bool = False) -> console.RunningJob:
-        """Return the description of a job, by its number from 0."""
-        return console.RunningJob(config.stage, self.names[number], number + 1, len(self.names), beside_others=beside_others)
+    def place(self, number: int, config: Config, *, beside_others: bool = False) -> console.JobPlace:
+        """Return the place of a job, by its number from 0."""
+        return console.JobPlace(config.stage, self.names[number], number + 1, len(self.names), beside_others=beside_others)
 
     def run(self, number: int, config: Config, *, beside_others: bool = False) -> None:
         """Announce and run a job, and record its exit code if it judges. A killed promotion is an unfinished job."""
@@ -161,10 +161,10 @@ class Task:
         console.begin(place, config.model.path if config.facts.makes or config.facts.plans else None)
         try:
             with holding(config), required_libraries():
-                job = Run(config, self.sweep, label, self.arguments)
-                ACTIONS[config.stage](job)
+                run = Run(config, self.sweep, label, self.arguments)
+                ACTIONS[config.stage](run)
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
-                    _promote_passing(job)
+                    _promote_passing(run)
         except BaseException as error:
             code = exit_code(error)
             raise
@@ -191,13 +191,13 @@ class Task:
         return next_steps.after_weak(config, error, self.arguments, sweep=self.sweeping)
 
 
-def _promote_passing(job: Run) -> None:
+def _promote_passing(run: Run) -> None:
     """Promote the only candidate of a command if it passed."""
-    last = summary.load(job.config.work, job.sweep)
+    last = summary.load(run.config.work, run.sweep)
     if last.candidates[0].verdict == "PASS":
         with console.silent():  # a killed promotion leaves the page of its candidate
-            show_page(job.config, last.candidates, sweep=job.sweep, command=last.command)
-        serving.promote_from(job, last)
+            show_page(run.config, last.candidates, sweep=run.sweep, command=last.command)
+        serving.promote_from(run, last)
 
 
 def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None) -> int:

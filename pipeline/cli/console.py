@@ -60,8 +60,8 @@ def relative(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class RunningJob:
-    """The job of this process."""
+class JobPlace:
+    """The job of this process, and its place among the jobs of the command."""
 
     stage: str
     policy: str
@@ -104,7 +104,7 @@ class _Handler(logging.Handler):
 
     mode = "human"
     """Value of `log=`."""
-    job: RunningJob | None = None
+    job: JobPlace | None = None
     """The job of this process."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -161,7 +161,7 @@ def close() -> None:
     LOGGER.setLevel(logging.INFO)
 
 
-def begin(job: RunningJob, model: str | None = None) -> None:
+def begin(job: JobPlace, model: str | None = None) -> None:
     """Start a job, and announce it if it works on a model."""
     end()
     if model is not None:

@@ -30,7 +30,7 @@ def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
 
     monkeypatch.setitem(actions.ACTIONS, "all", evaluate)
     planned = plan([f"workdir={tmp_path}", *JOBLIB], multirun=True)
-    ended = launching.launch(planned, runner.Task("20260101", planned.names, ("kv=fp8,int8", "model.path=/model")))
+    ended = launching.launch(planned, runner.JobRunner("20260101", planned.names, ("kv=fp8,int8", "model.path=/model")))
     assert [(end.code, end.message) for end in ended] == [(3, "FP16 itself answers none")] * 2
     assert summary.load(tmp_path, "20260101").exit_codes == {1: 3, 2: 3}
     for end in ended:

@@ -83,7 +83,7 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
     monkeypatch.setattr(console, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal)
-    console.begin(console.RunningJob("evaluate", "fp8", 2, 5, beside_others=terminal))
+    console.begin(console.JobPlace("evaluate", "fp8", 2, 5, beside_others=terminal))
     with console.progress("round fp8 1/5") as update:
         wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: 0 s so far\n")
         update(TOKENS, 8, 9)
@@ -112,7 +112,7 @@ def test_a_message_is_shown_at_once_and_of_an_inner_block_alone(terminal: bool, 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_terminal_gets_a_bar_with_every_number_whole(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     written = stderr(monkeypatch, terminal=True, width=width)
-    console.begin(console.RunningJob("evaluate", "fp8", 12, 24))
+    console.begin(console.JobPlace("evaluate", "fp8", 12, 24))
     with console.progress("round int4_streaming 1/5") as update:
         update(TOKENS, 0, 123_456)
         update(TOKENS, 12_345, 123_456)

@@ -21,7 +21,7 @@ from pipeline.cli.grids import Column, Grid
 from stages.core.streams import redact_output
 redact_output()
 console.configure("json")
-console.begin(console.RunningJob("evaluate", "fp8", 2, 5), "tiny")
+console.begin(console.JobPlace("evaluate", "fp8", 2, 5), "tiny")
 warnings.warn("deprecated")
 logging.getLogger("other").warning("logged by a library with hf_abcdefghijklmnopqrstuvwxyz")
 logging.getLogger("kvgate.waits").warning("waiting for a lock")

@@ -68,7 +68,7 @@ def test_the_reference_page_is_current_and_has_words_for_every_key() -> None:
 
 
 def test_tracing_a_command_takes_few_files_that_exist() -> None:
-    way, _, _ = TEXT["docs/architecture.md"].partition("## One command: kvgate kv=int8")[2].partition("\n\nA forced decode ")
+    way, _, _ = TEXT["docs/architecture.md"].partition("## One command: kvgate kv=int8")[2].partition("\n\nA decode step ")
     names = set(re.findall(r"`([\w/]+\.py)`", way))
     sources = [path.as_posix() for package in ("pipeline", "stages") for path in (ROOT / package).rglob("*.py")]
     assert [name for name in names if not any(source.endswith(f"/{name}") for source in sources)] == []
