@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pipeline.chain import serving
+from pipeline.chain import advice, serving
 from pipeline.chain.actions import ACTIONS
 from pipeline.chain.launching import LauncherRefusal, launch, start
 from pipeline.chain.run import Run
@@ -188,7 +188,7 @@ class JobRunner:
         """Return the next step after the error of a job; None if the error calls for no command."""
         if not isinstance(error, CannotBeJudged):
             return None
-        return next_steps.after_weak(config, error, self.arguments, sweep=self.sweeping)
+        return advice.after_weak(config, error, self.arguments, sweep=self.sweeping)
 
 
 def _promote_passing(run: Run) -> None:
@@ -237,7 +237,7 @@ def _conclude_verdicts(planned: Plan, last: summary.Summary, code: int, step: Ne
         compare_in_mlflow(config, candidates, last.sweep)
     if judged:
         base, open_jobs = planned.arguments or (), sweeping and unfinished is not None
-        step = next_steps.after_judging(config, judged, base, swept=planned.swept_keys, unfinished=open_jobs)
+        step = advice.after_judging(config, judged, base, swept=planned.swept_keys, unfinished=open_jobs)
     if last.champion is None:
         next_steps.show(step)
     refusal: Refusal | None = None

@@ -1,9 +1,10 @@
 """Configuration of an evaluation's samples, their batches, and the fixed load for timing."""
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -128,6 +129,14 @@ def more_documents(needed: Mapping[str, int]) -> list[str]:
     return [f"workloads.length_documents={-(-max(counts) // LONG_QUESTIONS)}"] if counts else []
 
 
+class MoreQuestions(NamedTuple):
+    """Overrides for more generated questions, whether the user's own are too few, and the largest number of a workload."""
+
+    overrides: list[str]
+    own_too_few: bool
+    largest: int
+
+
 def long_cost(length: int) -> str:
     """Return a clause with the cost of asking a length."""
     return f"{LONG_DOCUMENTS} documents, {LONG_DOCUMENTS * length:,} tokens to prefill on each engine"
@@ -187,6 +196,21 @@ class WorkloadsConfig(StrictModel):
     def is_first_look(self) -> bool:
         """Whether no request is compared with the reference engine: such an evaluation is fast, and never passes."""
         return self.conformance_samples == 0
+
+    def asking_more(self, needed: Mapping[str, int], factor: float) -> MoreQuestions:
+        """Return the overrides that ask `factor` times the questions of each workload, and at least `needed`."""
+        counts = {
+            name: max(math.ceil(factor * count), needed.get(name, needed.get("all", 0)))
+            for name, count in self.samples.items()
+            if count
+        }
+        changes = [f"workloads.samples.{name}={count}" for name, count in counts.items()]
+        changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
+        if self.lengths:
+            now = math.ceil(factor * self.length_documents) * LONG_QUESTIONS
+            changes += more_documents({**needed, LONG: now})
+        own_too_few = any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
+        return MoreQuestions(changes, own_too_few, max((*counts.values(), *needed.values()), default=0))
 
     @property
     def own_key(self) -> Literal["jsonl", "documents"]:

@@ -15,6 +15,7 @@ from helpers.registry.candidates import judged_candidate
 from helpers.registry.judged_engine import config_of
 
 from pipeline.__main__ import _planned
+from pipeline.chain import advice
 from pipeline.chain.inputs import check_inputs
 from pipeline.cli import next_steps
 from pipeline.cli.next_steps import NextStep
@@ -102,7 +103,7 @@ def test_after_judging_the_next_command_repeats_the_users_arguments(
     sweeping = "," in base[0]
     judged = [candidate(tmp_path, name, verdict, {"copy": 700}) for name, verdict in verdicts.items()]
     config = plan([*TYPED, *base], multirun=sweeping).jobs[0]
-    step = next_steps.after_judging(config, judged, [*TYPED, *base], swept=["kv"] if sweeping else [], unfinished=unfinished)
+    step = advice.after_judging(config, judged, [*TYPED, *base], swept=["kv"] if sweeping else [], unfinished=unfinished)
     after = composed(step)
     assert (after.stage, after.model.path, after.workdir) == (stage, TINY, "a dir/it's")
     assert kv is None or (after.kv.name, after.kv.sink_tokens) == (kv, 0)
@@ -128,7 +129,7 @@ def test_after_a_first_look_comes_a_whole_verdict_or_a_first_look_at_a_finer_pol
     look: list[str], verdict: Status, kv: str, quick: bool, tmp_path: Path
 ) -> None:
     base = [*TYPED, *look, "kv=fp8"]
-    after = composed(next_steps.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base))
+    after = composed(advice.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base))
     assert (after.kv.name, after.workloads.is_first_look) == (kv, quick)
     assert look != QUICK or after.tracking.enabled != quick
 
@@ -136,14 +137,14 @@ def test_after_a_first_look_comes_a_whole_verdict_or_a_first_look_at_a_finer_pol
 def test_the_promotion_after_an_experiment_finds_the_experiments_engines(tmp_path: Path) -> None:
     config = plan(["experiment=smollm2"], multirun=True).jobs[0]
     judged = [candidate(tmp_path, "fp8", "PASS")]
-    after = composed(next_steps.after_judging(config, judged, ["experiment=smollm2"], swept=["kv"]))
+    after = composed(advice.after_judging(config, judged, ["experiment=smollm2"], swept=["kv"]))
     assert (after.stage, after.work, after.model) == ("promote", config.work, config.model)
 
 
 def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) -> None:
     base = [*TYPED, "kv=fp8", "backend=vllm", "backend.python=/opt/vllm/bin/python"]
     config = config_of(*[one for one in base if not one.startswith("backend.threads")])
-    step = next_steps.after_judging(config, [candidate(tmp_path, "fp8", "PASS")], base)
+    step = advice.after_judging(config, [candidate(tmp_path, "fp8", "PASS")], base)
     assert "stage=promote backend=vllm backend.python=/opt/vllm/bin/python" in str(step.command)
 
 
@@ -170,7 +171,7 @@ def test_the_suggested_change_depends_on_the_undecided_gates(
     tmp_path: Path, base: list[str], needed: dict[str, int], gate: Gate, says: str
 ) -> None:
     judged = candidate(tmp_path, "fp8", "INCONCLUSIVE", needed, gate)
-    step = next_steps.after_judging(config_of(*base), [judged], base)
+    step = advice.after_judging(config_of(*base), [judged], base)
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
         composed(step)
@@ -188,7 +189,7 @@ def test_the_suggested_change_depends_on_the_undecided_gates(
 def test_workloads_that_the_baseline_cannot_answer_are_left_out_or_replaced(
     base: list[str], weak: list[str], able: list[str], says: str
 ) -> None:
-    step = next_steps.after_weak(config_of(*base), CannotBeJudged("", weak, able), base)
+    step = advice.after_weak(config_of(*base), CannotBeJudged("", weak, able), base)
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
         after = composed(step).workloads
@@ -202,7 +203,7 @@ def test_no_other_policy_is_advised_if_the_must_fail_control_passed(tmp_path: Pa
     unseen = Check(
         gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"
     )
-    step = next_steps.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
+    step = advice.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
     assert step.command is None
     assert "a corrupted cache gave the same results" in step.why
 
@@ -287,7 +288,7 @@ def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_s
     judged = [
         candidate(tmp_path, f"{kv} weights={weights}", "FAIL") for kv in ("int8_tensor", "int4") for weights in ("none", "fp8")
     ]
-    step = next_steps.after_judging(plan(base, multirun=True).jobs[0], judged, base, swept=["kv", "weights"])
+    step = advice.after_judging(plan(base, multirun=True).jobs[0], judged, base, swept=["kv", "weights"])
     assert composed(step).kv.name == "int8"
 
 

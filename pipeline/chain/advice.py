@@ -1,0 +1,144 @@
+"""Which step a verdict calls for. `pipeline.cli.next_steps` writes the commands."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeline.cli.next_steps import NextStep, command_line, promotion_command, standing
+from pipeline.config import CONF
+from pipeline.config.config import Config
+from pipeline.config.policies import load_policies
+from stages.core.errors import CannotBeJudged
+from stages.policies.policy import KVShape
+from stages.verdict.candidate import Candidate, is_blind
+from stages.workloads.config import LONG
+
+MOST_QUESTIONS = 100_000
+"""Maximum samples of a workload (`workloads.samples`)."""
+FIRST_LOOK = ("experiment=quick", "workloads.conformance_samples=0")
+"""Arguments that make an evaluation a first look."""
+SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
+"""Model shape for comparing the bytes of policies."""
+
+BLIND = (
+    "ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and this "
+    "evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"
+)
+"""Advice if the must-fail control passed."""
+
+State = Literal["unfinished", "blind", "first_look", "passed", "unregistered", "undecided", "failed"]
+"""State of judged candidates; `unregistered` passed without a tracking store."""
+
+
+def state_of(config: Config, candidates: Sequence[Candidate], *, unfinished: bool = False) -> State:
+    """Return the state of an evaluation or a sweep with these verdicts. `unfinished`: some jobs did not end."""
+    verdicts = {candidate.verdict for candidate in candidates}
+    if unfinished:
+        return "unfinished"
+    if all(is_blind(candidate.checks) for candidate in candidates):
+        return "blind"
+    if "PASS" in verdicts:
+        return "passed" if config.tracking.enabled else "unregistered"
+    if "INCONCLUSIVE" not in verdicts:
+        return "failed"
+    return "first_look" if config.workloads.is_first_look else "undecided"
+
+
+def after_judging(
+    config: Config,
+    candidates: Sequence[Candidate],
+    base: Sequence[str],
+    *,
+    swept: Sequence[str] = (),
+    unfinished: bool = False,
+) -> NextStep:
+    """Return the next step after the verdicts of an evaluation or a sweep, whose jobs differ in the keys `swept`.
+
+    `base` are the user's arguments.
+    """
+    sweep, command = bool(swept), command_line(base, sweep=bool(swept))
+    match state_of(config, candidates, unfinished=unfinished):
+        case "unfinished":
+            why = "finish the sweep; finished work is reused"
+        case "blind":
+            return NextStep(why=BLIND)
+        case "first_look":
+            kept = [part for part in base if part.lstrip("+").replace("'", "") not in FIRST_LOOK]
+            asked = [] if len(kept) < len(base) else ["workloads.conformance_samples=2"]
+            why, command = "judge it in full", command_line(kept, *asked, sweep=sweep)
+        case "passed":
+            why, command = "make the best that passed the champion", promotion_command(config)
+        case "unregistered":
+            without = [part for part in base if not part.lstrip("+").startswith("tracking")]
+            why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
+            command = command_line(without, "stage=evaluate", sweep=sweep)
+        case "undecided":
+            undecided = [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]
+            return _ask_more(config, undecided, base, swept)
+        case "failed":
+            return _finer(config, candidates, base, swept)
+    return NextStep(why=why, command=command)
+
+
+def after_weak(config: Config, error: CannotBeJudged, base: Sequence[str], *, sweep: bool = False) -> NextStep:
+    """Return the next step if the baseline fails some workloads."""
+    weak, able = error.weak, error.able
+    lengths = [name.removeprefix(LONG) for name in able if name.startswith(LONG)]
+    changes: list[str] = []
+    if lengths and all(name.startswith(LONG) for name in weak):
+        why = f"judge it at the lengths where the model itself answers ({', '.join(lengths)} tokens)"
+        changes = [f"workloads.lengths=[{','.join(lengths)}]"]
+    elif able and all(config.workloads.samples.get(name) for name in weak):  # type: ignore[call-overload]
+        why, changes = f"judge it on what it can do ({', '.join(able)})", [f"workloads.samples.{name}=0" for name in weak]
+    else:
+        why = (
+            "ask questions that this model answers: workloads=chat calibration=chat, or your own, one JSON object a line, as "
+            "workloads=jsonl workloads.jsonl=FILE. If its answers are right in other words, word the references as the model "
+            "does, or use check mention (docs/start.md#my-questions)"
+        )
+    return NextStep(wrong=list(error.wrong), why=why, command=command_line(base, *changes, sweep=sweep) if changes else None)
+
+
+def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
+    """Return a step with enough questions to decide these candidates, or with the reason why no number would decide."""
+    # Sorted: the largest number of a workload is its last.
+    needed = dict(sorted(item for candidate in undecided for item in candidate.samples_needed.items()))
+    still_open = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
+    titles = dict.fromkeys(check.gate.heading for check in still_open)
+    names, gates = (candidate.name for candidate in undecided), (title[0].lower() + title[1:] for title in titles)
+    state = f"{', '.join(names)}: open is {', '.join(gates)}"
+    stuck = [check.reason for check in still_open if not needed and check.bound is None]  # such as the engine's own noise
+    following = config.gates.next_attempt
+    # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
+    alpha = config.gates.pass_alpha if following is None else following.pass_alpha
+    factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
+    questions = config.workloads.asking_more(needed, factor)
+    changes = questions.overrides
+    if following is not None and not (changes or questions.own_too_few):
+        stuck += [*(check.reason for check in still_open), "no check was recorded"]
+    if stuck:
+        return NextStep(why=f"{state}; more questions would not decide: {stuck[0]}; see docs/verdict.md#inconclusive-what-now")
+    if following is None or questions.largest > MOST_QUESTIONS:
+        step = _finer(config, undecided, base, swept)
+        return step.model_copy(update={"why": f"{state}, and another attempt would not decide it: {step.why}"})
+    only_policies = all(key == "kv" for key in swept)
+    if swept and only_policies:
+        changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
+    add = f"; add questions to {config.workloads.jsonl}" if questions.own_too_few else ""
+    command = command_line(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
+    return NextStep(why=f"{state}{add}; ask enough questions to decide it", command=command)
+
+
+def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
+    """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
+    shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
+    least = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
+    ladder = load_policies("kv", config.backend.finer)
+    finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > least and policy.name not in names), None)
+    if finer is not None:
+        still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
+        first = ["gates.attempt=1"] if config.gates.attempt > 1 else []  # of another candidate
+        command = command_line(base, f"kv={finer.name}", *first, sweep=still)
+        return NextStep(why=f"judge {finer.name}, which keeps more", command=command)
+    why = "no finer uniform policy is left: search formats by layer and side"
+    return NextStep(why=why, command=standing(config, "tune"))
