@@ -1,14 +1,16 @@
-"""Fast fake stages under the real chain: recipes, store and rounds are the real ones.
+"""Fast fake stages under the real chain: recipes, store and rounds are the real ones, and so are the signatures.
 
 Bytes depend on the same inputs as in the real stages: scales of calibrated formats on the texts, weights only on the
 checkpoint, measurements on the time of the run.
 """
 
+import ast
 import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 from helpers.verdicts.engine_records import conformance, engine_conformance
 from helpers.verdicts.reports import answered, every_class, report
 from pipeline.chain import dry, engine_steps, inputs, verdict_steps
+from stages.core import errors
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest
 from stages.core.files import link_or_copy
@@ -28,28 +31,29 @@ from stages.policies.scales import SCALES_FILE
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CODE = "stages.core.errors"
+STAGES = Path(errors.__file__).parents[1]
 QUESTIONS = [Sample(id=str(number), workload="copy", prompt="a", reference="b") for number in range(60)]
 LOST = {"int4_tensor": 128}
 """Policy -> number of answers that the policy loses."""
 
 
-def calibrate(checkpoint: Path, out: Path, *, samples: int, seed: int, **_: object) -> None:  # noqa: ARG001
+def calibration_texts(out: Path, samples: int, seed: int) -> None:
     (out / "texts.json").write_text(json.dumps([f"text {seed} {number}" for number in range(samples)]))
 
 
-def quantize_weights(checkpoint: Path, out: Path, **_: object) -> None:
+def quantize_weights(checkpoint: Path, out: Path) -> None:
     (out / "checkpoint").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(checkpoint / name, out / "checkpoint" / name)
     link_or_copy(checkpoint / "model.safetensors", out / "checkpoint" / "model.safetensors")
 
 
-def measure_cache(_: Path, __: Path, out: Path, *, calibration_texts: list[str], **___: object) -> None:
+def measure_cache(out: Path, calibration_texts: list[str]) -> None:
     # Only the longest text decides, so different texts may give the same scales.
     (out / "extremes.json").write_text(json.dumps(max(map(len, calibration_texts))))
 
 
-def scale_cache(_: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[str, Path]) -> None:
+def scale_cache(out: Path, policy: KVPolicy, extremes: Mapping[str, Path]) -> None:
     (out / SCALES_FILE).write_text(json.dumps([(path / "extremes.json").read_text() for path in extremes.values()]))
     (out / POLICY_FILE).write_text(policy.model_dump_json())
 
@@ -99,18 +103,16 @@ UNDECIDED = ("int8",)
 """Policies that need a second round. Policies in LOST fail; all others pass after one round."""
 
 
-def _measure(engine: Any, encoded: Sequence[Sample], _: object, out: Path, **__: object) -> None:
+def measure(engine: Any, encoded: Sequence[Sample], out: Path) -> None:
     (out / "questions.json").write_text(str(len(encoded)))
     (out / "round.json").write_text(json.dumps({"policy": engine.policy, "ended": time.time_ns()}))
 
 
-def _once(*_: object, **__: object) -> Any:
+def measure_once() -> Any:
     return SimpleNamespace(write=lambda out: (out / "once.json").write_text(str(time.time_ns())))
 
 
-def _join(
-    _: object, rounds: Sequence[tuple[object, str]], __: object, config: Any, *, engine: str, baseline: str, **___: object
-) -> Any:
+def join(rounds: Sequence[tuple[object, str]], config: Any, engine: str, baseline: str) -> Any:
     name = rounds[0][1]
     uncompared = conformance(engine_conformance(), engine_conformance()) if config.is_first_look else None
     first_of_two = name in UNDECIDED and len(rounds) == 1
@@ -125,15 +127,49 @@ def _join(
     return SimpleNamespace(report=joined, rows=rows, write=write)
 
 
-def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the real stages by the fakes."""
+def real_signature(module: str, name: str) -> Signature:
+    """Return the parameters of a function or class of `stages`, without importing its module, which may load torch."""
+    tree = ast.parse((STAGES / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
+    if isinstance(found, ast.ClassDef):
+        made = next((node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+        if made is None:  # a dataclass
+            fields = [node for node in found.body if isinstance(node, ast.AnnAssign)]
+            return Signature([_parameter(ast.unparse(field.target), field.value is None) for field in fields])
+        del made.args.args[0]
+        found = made
+    given = found.args
+    required = len(given.args) - len(given.defaults)
+    plain = [_parameter(argument.arg, number < required) for number, argument in enumerate(given.args)]
+    named = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    return Signature(plain + [_parameter(argument.arg, value is None, Parameter.KEYWORD_ONLY) for argument, value in named])
 
-    def fake(module: str, **functions: Any) -> None:
+
+def _parameter(name: str, required: bool, kind: Any = Parameter.POSITIONAL_OR_KEYWORD) -> Parameter:
+    return Parameter(name, kind, default=Parameter.empty if required else None)
+
+
+def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a fake that takes the arguments of the real function. The fake gets those that its own parameters name."""
+    real, wanted = real_signature(module, name), signature(fake).parameters
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        given = real.bind(*arguments, **options).arguments
+        return fake(**{parameter: given[parameter] for parameter in wanted})
+
+    return call
+
+
+def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the real stages by the fakes. A call that the real function would not take fails."""
+
+    def fake(module: str, **fakes: Any) -> None:
+        functions = {name: checked(module, name, made) if callable(made) else made for name, made in fakes.items()}
         monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**functions))
 
-    fake("quantize.calibration", calibration_texts=calibrate)
+    fake("quantize.calibration", calibration_texts=calibration_texts)
     fake("quantize.run", quantize_weights=quantize_weights, measure_cache=measure_cache, scale_cache=scale_cache)
-    fake("quantize.export", export=lambda *given, **_: (given[-1] / "export.json").write_text("{}"))
+    fake("quantize.export", export=lambda out: (out / "export.json").write_text("{}"))
     monkeypatch.setattr(engine_steps, "in_child", lambda function, *paths, **options: function(*paths, **options))
     # The fakes leave no models to collect, and each collection scans every imported module.
     monkeypatch.setattr(engine_steps, "collect_memory", lambda: None)
@@ -142,29 +178,29 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     def encoded(rounds: int) -> list[Any]:
         return [SimpleNamespace(prompt="a", reference="b", round=1 + n % rounds) for n in range(4 * rounds)]
 
-    fake("evaluate.inputs.samples", load_samples=lambda _: QUESTIONS)
+    fake("evaluate.inputs.samples", load_samples=lambda: QUESTIONS)
     fake(
         "evaluate.inputs.rounds",
         assign_rounds=lambda samples, shares: [list(samples[n :: len(shares)]) for n in range(len(shares))],
     )
     fake(
         "evaluate.inputs.tokens",
-        encode_rounds=lambda _, __, config: encoded(len(config.rounds)),
+        encode_rounds=lambda config: encoded(len(config.rounds)),
         write_encoded=lambda items, out: (out / "encoded.json").write_text(str(items[-1].round)),
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
-        BundleTokenizer=lambda _: None,
-        workloads_digest=lambda _: "w",
+        BundleTokenizer=lambda: None,
+        workloads_digest=lambda: "w",
     )
-    fake("evaluate.measure", measure=_measure)
-    fake("evaluate.measured_once", measure_once=_once)
-    fake("evaluate.conformance.engine", ReferenceEngine=lambda *_: None)
+    fake("evaluate.measure", measure=measure)
+    fake("evaluate.measured_once", measure_once=measure_once)
+    fake("evaluate.conformance.engine", ReferenceEngine=lambda: None)
     fake(
         "evaluate.decoding.stored",
         MeasuredOnce=SimpleNamespace(read=lambda _: None),
-        require_able=lambda *_: None,
-        read_round=lambda path: json.loads((path / "round.json").read_text())["policy"],
+        require_able=lambda: None,
+        read_round=lambda directory: json.loads((directory / "round.json").read_text())["policy"],
     )
-    fake("evaluate.joining", join=_join)
+    fake("evaluate.joining", join=join)
     monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})  # a process that imports Vega
     for module in (dry, engine_steps, inputs):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
