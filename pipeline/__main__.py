@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipeline import __version__
 from pipeline.cli import console
+from pipeline.cli.progress import show_progress
 from stages.core.errors import INTERRUPTED, UserError, exit_code
 from stages.core.streams import open_closed, redact_output, reserve_stdout
 
@@ -73,12 +74,12 @@ def _planned(argv: Sequence[str]) -> "Plan | int":
         return 0
     console.configure(planned.jobs[0].log)
     if any(job.dry for job in planned.jobs):
-        from pipeline.chain.dry import foretell
+        from pipeline.chain.dry import preview
 
-        return foretell(planned)
+        return preview(planned)
     from pipeline.chain.inputs import check_inputs
 
-    with console.progress("checking the inputs"):
+    with show_progress("checking the inputs"):
         check_inputs(*planned.jobs)
     return planned
 

@@ -7,6 +7,7 @@ from pipeline.chain import serving
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.run import Run, open_store
 from pipeline.cli import console, tables
+from pipeline.cli.progress import show_progress
 from pipeline.cli.prune import prune
 from pipeline.cli.status import show_status
 from pipeline.config.config import Config
@@ -38,21 +39,21 @@ def build(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Judge the engine against the FP16-KV engine, and register it."""
     config, steps = run.config, run.verdict_steps
-    with console.progress("opening MLflow"):
+    with show_progress("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
         evaluation = steps.report()
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        with console.progress("deciding"):
+        with show_progress("deciding"):
             verdict = decide(report, rows, config.gates)
         sealed = steps.identity(evaluation, verdict)
         cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
         candidate = judged_candidate(read_identity(cited.path), cited, report, run.engine_steps.store.root)
         candidate = candidate.model_copy(update={"name": run.label})
         if store is not None:
-            with console.progress("registering the engine"):
+            with show_progress("registering the engine"):
                 candidate = store.register(run_id, candidate, rows)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, first_look=config.workloads.is_first_look)

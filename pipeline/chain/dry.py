@@ -65,7 +65,7 @@ class DryStore(Store):
 
 
 @dataclass
-class Forecast:
+class Preview:
     """The artifacts, verdicts and failures that a dry run foresees. Jobs are numbered from 1."""
 
     artifacts: list[tuple[int, str, Artifact]] = field(default_factory=list)
@@ -119,38 +119,38 @@ class Forecast:
             self.problems[EXIT_CODES[GateRefusal], refusal] = jobs
 
 
-def foretell(planned: Plan) -> int:
+def preview(planned: Plan) -> int:
     """Print the artifacts that the jobs would make or reuse, and their failures.
 
     Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
     """
-    forecast, store = Forecast(), DryStore(planned.jobs[0].artifacts)
+    foreseen, store = Preview(), DryStore(planned.jobs[0].artifacts)
     opened = set[Path]()  # a sweep has one work directory
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
-        codes = {forecast.check(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
+        codes = {foreseen.check(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if not config.facts.makes:
             console.say(f"stage={config.stage} makes no artifacts: only its inputs were checked")
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
-            forecast.add(job, Run(config, label=label, store=store))
-    forecast.add_refusal(planned)
-    _print(forecast, sweeping=planned.sweeping)
-    return max((code for code, _ in forecast.problems), key=SEVERITY.index, default=0)
+            foreseen.add(job, Run(config, label=label, store=store))
+    foreseen.add_refusal(planned)
+    _print(foreseen, sweeping=planned.sweeping)
+    return max((code for code, _ in foreseen.problems), key=SEVERITY.index, default=0)
 
 
-def _print(forecast: Forecast, *, sweeping: bool) -> None:
+def _print(preview: Preview, *, sweeping: bool) -> None:
     rows, made = list[list[Value]](), set[str]()
-    for job, title, artifact in forecast.artifacts:
+    for job, title, artifact in preview.artifacts:
         rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in made else "made"])
         made.add(artifact.key)
     if rows:
         console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
         counts = Counter(word for *_, word in rows)
         console.say(f"{counts['reused']} reused, {counts['made']} made, later rounds run only if the gates are undecided")
-    for label, verdict in forecast.verdicts.items():
+    for label, verdict in preview.verdicts.items():
         console.say(f"{escape(label)} is judged already: {verdict.status}")
-    for (_, line), jobs in forecast.problems.items():
+    for (_, line), jobs in preview.problems.items():
         console.error(f"job {', '.join(map(str, jobs))}: {line}" if sweeping else line)
     console.say("dry=true: nothing was written")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli import console
+from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.loading import open_backend
@@ -91,7 +92,7 @@ class EngineSteps(Artifacts):
     def checkpoint_digest(self) -> str:
         if self._converted is not None:
             return self._converted.digest
-        with console.progress("reading the model's files"):
+        with show_progress("reading the model's files"):
             return self.digest_of_model(self.given)
 
     @cached_property
@@ -263,7 +264,7 @@ class EngineSteps(Artifacts):
             yield Entry(finished, finished.path)
             return
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
-        with console.progress(title) as progress, self.store.making(recipe, resumable=resumable) as entry:
+        with show_progress(title) as progress, self.store.making(recipe, resumable=resumable) as entry:
             entry.progress = progress
             yield entry
             if entry.artifact is None:

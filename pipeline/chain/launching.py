@@ -23,7 +23,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from pipeline.cli import console
+from pipeline.cli.progress import show_progress
 from pipeline.config.compose import Plan, initialized
 from pipeline.config.launchers import install
 from pipeline.config.override_syntax import is_hydras
@@ -64,7 +64,7 @@ def start(planned: Plan) -> None:
         return
     others = psutil.Process().children(recursive=True)
     try:
-        with console.progress("starting ray"):
+        with show_progress("starting ray"):
             start_ray(planned.launcher_config)
     except BaseException:
         end_workers(others)

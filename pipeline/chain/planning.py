@@ -16,6 +16,7 @@ from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.run import Run
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.grids import Column, Grid
+from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import written
 from pipeline.config.policies import labelled, policy_yaml
@@ -68,13 +69,13 @@ def show_capacity(run: Run) -> None:
 def recommend_policy(run: Run) -> None:
     """Print and write the recommendation: the policy with the most live tokens whose evidence covers the use."""
     config = run.config
-    with console.progress("reading the evidence"):
+    with show_progress("reading the evidence"):
         files, notes = _checkpoint_digests(config)
         model = read_model(locate_checkpoint(config.model.path)).kv
         evaluations = [_judged(config, model, files, directory) for directory in identities(config.artifacts).values()]
         judged = [evaluation for evaluation in evaluations if evaluation is not None]
     capacity = _capacity(config, [evaluation.policy for evaluation in judged])
-    with console.progress("asking the backend which policies it serves"):
+    with show_progress("asking the backend which policies it serves"):
         unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments

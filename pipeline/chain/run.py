@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
-from pipeline.cli import console
+from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.evidence.reading import identities
 from pipeline.evidence.verify import registered_engine
@@ -70,7 +70,7 @@ class Run:
 
     def engines(self) -> Engines:
         """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off."""
-        with console.progress("opening MLflow"):
+        with show_progress("opening MLflow"):
             store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")

@@ -196,7 +196,7 @@ def _promote_passing(run: Run) -> None:
     last = summary.load(run.config.work, run.sweep)
     if last.candidates[0].verdict == "PASS":
         with console.silent():  # a killed promotion leaves the page of its candidate
-            show_page(run.config, last.candidates, sweep=run.sweep, command=last.command)
+            show_page(run.config, last.candidates, last)
         serving.promote_from(run, last)
 
 
@@ -230,7 +230,7 @@ def _conclude_verdicts(planned: Plan, last: summary.Summary, code: int, step: Ne
     if candidates and sweeping:
         tables.print_comparison(candidates)
     if last.champion is None and candidates:  # else the promotion has shown the candidate
-        show_page(config, candidates, sweep=last.sweep, unfinished=unfinished, command=last.command)
+        show_page(config, candidates, last, unfinished=unfinished)
     elif last.champion is None:
         remove_page(config.work)
     if candidates and sweeping:

@@ -7,6 +7,7 @@ from rich.markup import escape
 from pipeline.chain.run import Run
 from pipeline.chain.showing import compare_in_mlflow, show_page, warned
 from pipeline.cli import console, next_steps, tables
+from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.evidence.reading import bundle_directory, find_evidence, read_evidence
@@ -72,7 +73,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     if name is not None and name not in names:
         raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, names)}")
     engines = run.engines()
-    with console.progress("replaying the evidence"):
+    with show_progress("replaying the evidence"):
         move = engines.promote(listed, model, name)
     candidates = move.candidates
     with warned(f"{move.message}; {REPORTING_FAILED}"):
@@ -82,16 +83,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
         for rejected, reason in passed_over.items():
             console.result("not_chosen", f"  not {escape(rejected)}: {escape(reason)}", candidate=rejected, reason=reason)
-        show_page(
-            config,
-            candidates,
-            sweep=last.sweep,
-            command=last.command,
-            unfinished=unfinished,
-            champion=move.champion,
-            message=move.message,
-            passed_over=passed_over,
-        )
+        show_page(config, candidates, last, unfinished=unfinished, move=move, passed_over=passed_over)
         compare_in_mlflow(config, candidates, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)
         backend = config.backend if config.backend.name == best.backend else None
@@ -102,7 +94,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 def rollback(run: Run) -> None:
     """Bring the previous champion back."""
     engines = run.engines()
-    with console.progress("replaying the evidence"):
+    with show_progress("replaying the evidence"):
         move = engines.rollback()
     with warned(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(run.config.work, None, champion=move.champion)
@@ -131,7 +123,7 @@ def verify(run: Run) -> None:
     """Replay the evidence of an engine, offline and read-only."""
     directory = bundle_directory(str(run.config.bundle))
     signing = run.config.signing
-    with console.progress("replaying the evidence"):
+    with show_progress("replaying the evidence"):
         replays = [(evidence, replay(evidence, signing)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         identity = evidence.identity

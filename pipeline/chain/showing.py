@@ -1,10 +1,10 @@
 """Output for people: report.html, and the comparison in MLflow. Neither decides anything."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -16,6 +16,8 @@ from pipeline.config.config import Config
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
+from pipeline.registry.promotion import PromotionMove
+from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import compare_url, server_command
 from stages.core.errors import Refusal, UserError
 from stages.core.records import Sample
@@ -53,17 +55,37 @@ def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore |
     return open_store(config.tracking, config.work, candidates[0].model) if tracked else None
 
 
-def show_page(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occasion: Any) -> None:
+def show_page(
+    config: Config,
+    candidates: Sequence[Candidate],
+    last: Summary,
+    *,
+    unfinished: str | None = None,
+    move: PromotionMove | None = None,
+    passed_over: Mapping[str, str] | None = None,
+) -> None:
     """Write the page about candidates and attach it to their runs.
 
-    The page decides nothing, so a failure is only a warning. `occasion` holds fields of `stages.report.exhibit.Occasion`.
+    The page decides nothing, so a failure is only a warning. `unfinished` says which part of the sweep is missing. After a
+    promotion, `move` has the new champion, and `passed_over` says by name why other candidates do not serve.
     """
     with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
         from stages.report.exhibit import Occasion
         from stages.report.page import write_page
 
         overview = comparison(candidates).texts()
-        about = Occasion(config.model.label, config.work, sweep, __version__, overview, **occasion)
+        about = Occasion(
+            config.model.label,
+            config.work,
+            last.sweep,
+            __version__,
+            overview,
+            command=last.command,
+            unfinished=unfinished,
+            champion=None if move is None else move.champion,
+            message="" if move is None else move.message,
+            passed_over=passed_over or {},
+        )
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)
         console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)

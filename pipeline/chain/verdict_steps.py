@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.chain.engine_steps import EngineSteps, weight_bytes
 from pipeline.cli import console
+from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.evidence.identity import Link, answers_input, make_identity, round_input, write_identity
 from stages.checkpoints.description import inspect_checkpoint
@@ -245,7 +246,7 @@ class VerdictSteps:
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Return whether the gates need no further round."""
-        with console.progress("deciding whether to ask more"):
+        with show_progress("deciding whether to ask more"):
             joined = self._joined(made)
             return is_final(decide(joined.report, joined.rows, self.config.gates), joined.report)
 

@@ -5,10 +5,8 @@ import logging
 import os
 import re
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,9 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task
-from rich.progress import Progress as Bars
-from rich.table import Column
 from rich.text import Text
 
 from stages.core.errors import DEBUG_VARIABLE, Refusal, describe, exit_code
@@ -26,16 +21,11 @@ from stages.core.redaction import printable, redact_text
 
 if TYPE_CHECKING:
     from pipeline.cli.grids import Grid
-    from stages.core.records import Progress
 
 MODES = ("human", "json", "quiet")
 """Values of `log=`."""
 RESULT = "result"
 """Key with the kind of a result in JSON. Objects without this key are events."""
-FIRST_SECONDS = 1.5
-"""Seconds before the first line of progress, without a terminal."""
-LINE_SECONDS = 10
-"""Seconds between later lines."""
 PLAIN_WIDTH = 100
 """Columns of tables if the output is not a terminal."""
 PREFIXES = {logging.WARNING: "pipeline: warning: ", logging.ERROR: "pipeline: error: "}
@@ -85,9 +75,6 @@ class JobPlace:
     def fields(self) -> dict[str, object]:
         """Fields of the job in a JSON line."""
         return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.of}
-
-
-_showing = threading.Lock()
 
 
 def _write(fields: Mapping[str, object]) -> None:
@@ -165,7 +152,7 @@ def begin(job: JobPlace, model: str | None = None) -> None:
     """Start a job, and announce it if it works on a model."""
     end()
     if model is not None:
-        _event(logging.INFO, f"{job.place}{job.stage} {job.policy} of {model}", **job.fields)
+        event(logging.INFO, f"{job.place}{job.stage} {job.policy} of {model}", **job.fields)
     HANDLER.job = job
 
 
@@ -204,7 +191,8 @@ def show(kind: str, grid: "Grid") -> None:
         out.print(grid.table(out.width), crop=False)
 
 
-def _event(level: int, text: str, **fields: object) -> None:
+def event(level: int, text: str, **fields: object) -> None:
+    """Log an event, with fields for JSON output."""
     LOGGER.log(level, "%s", text, extra={"fields": fields})
 
 
@@ -212,16 +200,16 @@ def step(title: str, path: Path, seconds: float | None) -> None:
     """Report an artifact. `seconds`: how long it took; None if it was reused."""
     took = "reused" if seconds is None else f"{seconds:.1f} s"
     known = {"step": title, "artifact": path, "seconds": seconds, "reused": seconds is None}
-    _event(logging.INFO, f"{title:<24} {took:>8}  {path}", **known)
+    event(logging.INFO, f"{title:<24} {took:>8}  {path}", **known)
 
 
 def warning(text: str) -> None:
-    _event(logging.WARNING, text)
+    event(logging.WARNING, text)
 
 
 def error(text: str, **fields: object) -> None:
     """Print the error that ended a job, in one line."""
-    _event(logging.ERROR, printable(text), **fields)
+    event(logging.ERROR, printable(text), **fields)
 
 
 def ended_by(problem: Exception) -> None:
@@ -241,114 +229,3 @@ def silent() -> Iterator[None]:
         yield
     finally:
         out.quiet, err.quiet = before
-
-
-class Phases(ProgressColumn):
-    """Progress of a stage by label. Every label is a task of rich, so a task continues after an interruption by another.
-
-    Args:
-        title: Description of the work.
-        terminal: Console for the bar; None draws no bar.
-        clock: Monotonic clock in seconds.
-    """
-
-    def __init__(self, title: str, terminal: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(Column(ratio=1))
-        self._title = title
-        self.bars = Bars(self, BarColumn(20), console=terminal, transient=True, disable=terminal is None, get_time=clock)
-        self.bars.add_task("", total=None)
-        (self.task,) = self.bars.tasks
-        """The current task. Before the first call and between two files, this is a task without a label."""
-        self._tasks = {"": self.task}
-
-    def update(self, label: str, done: int, total: int) -> None:
-        """Update the task of a label. Arguments: see `stages.core.records.Progress`."""
-        if label not in self._tasks or done < self._tasks[label].completed:  # of a new label, or of another round
-            self.bars.add_task(label, completed=done, total=total, first=done)
-            self._tasks[label] = self.bars.tasks[-1]
-        if self.task is not self._tasks[label]:
-            self.bars.update(self.task.id, visible=False)
-            self.task = self._tasks[label]
-        if label:
-            self.bars.update(self.task.id, completed=done, total=total, visible=True)
-
-    def render(self, task: Task) -> Text:
-        """Return the text before the bar. Long texts wrap between words."""
-        return Text(f"  {self._title}: {described(task)[0]}")
-
-
-def described(task: Task) -> tuple[str, dict[str, object]]:
-    """Return a task's label, units, rate and remaining time as text for people, and as fields for log collectors.
-
-    The rate is the mean without units from before a resumption. rich's own rate covers only the last 30
-    seconds, which is useless for slow steps.
-    """
-    seconds = task.elapsed or 0.0
-    if task.total is None:
-        return f"{duration(seconds)} so far", {"seconds": round(seconds, 1)}
-    what, _, unit = task.description.removesuffix("]").partition(" [")  # "forced decode [tokens]"
-    text = f"{what} {task.completed:,.0f}/{task.total:,.0f}{f' {unit}' if unit else ''}"
-    fields = {"phase": what, "unit": unit, "done": task.completed, "total": task.total, "seconds": round(seconds, 1)}
-    new = task.completed - task.fields["first"]
-    if new <= 0 or seconds <= 0 or task.finished:
-        return f"{text}, {duration(seconds)} so far", fields
-    rate = new / seconds
-    left = (task.remaining or 0.0) / rate
-    pace = f"{rate:,.{0 if rate >= 10 else 2}f}/s"
-    return f"{text}, {pace}, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as text: `45 s`, `1 min 20 s`, `2 h 05 min`.
-
-    >>> [duration(s) for s in (44.6, 80, 7500)]
-    ['45 s', '1 min 20 s', '2 h 05 min']
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02} min"
-
-
-@contextmanager
-def _repeated(say: Callable[[], None]) -> Iterator[None]:
-    """Call `say` every LINE_SECONDS while the block runs, even without progress."""
-    over = threading.Event()
-
-    def repeat() -> None:
-        over.wait(FIRST_SECONDS)
-        while not over.is_set():
-            say()
-            over.wait(LINE_SECONDS)
-
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextmanager
-def progress(title: str) -> "Iterator[Progress]":
-    """Show the progress of the block on stderr: a bar on a terminal, else lines at regular intervals, even without progress.
-
-    A short block shows nothing. Messages are printed at once. For nested calls, only the outer block shows progress.
-
-    Yields:
-        A function (label, done units, total units) for the block to call. A total of 0 marks a message.
-    """
-
-    def said(message: str, fields: Mapping[str, object]) -> None:
-        _event(logging.INFO, f"{title}: {message}", **{"step": title, **fields})
-
-    if _showing.locked():
-        yield lambda label, _, total: None if total else said(label, {})
-        return
-    job = HANDLER.job
-    drawn = HANDLER.mode == "human" and err.is_terminal and not (job is not None and job.beside_others)
-    phases = Phases(f"{job.place if job is not None else ''}{title}", err if drawn else None)
-    lines = _repeated(lambda: said(*described(phases.task)))
-    with _showing, phases.bars if drawn else lines:
-        yield lambda label, done, total: phases.update(label, done, total) if total else said(label, {})

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.markup import escape
 
 from pipeline.cli import console
-from pipeline.cli.console import duration
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.next_steps import command_line
+from pipeline.cli.progress import duration
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
 from stages.checkpoints.intake.shapes import ModelShape

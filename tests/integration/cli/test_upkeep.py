@@ -19,7 +19,7 @@ from helpers.registry.judged_engine import candidate_of, config_of, judged_engin
 from helpers.registry.stores import make_artifact
 from rich.filesize import decimal
 
-from pipeline.chain.dry import foretell
+from pipeline.chain.dry import preview
 from pipeline.cli.needs import Piece, distinct_bytes, take_inventory, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
 from pipeline.cli.status import show_status
@@ -197,7 +197,7 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(copied: Ground, c
     with pytest.raises(GateRefusal, match=r"20260107-000000-1-g did not finish: .* another sweep: promote.sweep=NAME"):
         copied.command("stage=promote")
     asked = [f"workdir={work}", MODEL, *copied.tracking]
-    assert foretell(plan([*asked, "stage=promote", "dry=true"], multirun=False)) == 3
+    assert preview(plan([*asked, "stage=promote", "dry=true"], multirun=False)) == 3
     assert "20260107-000000-1-g did not finish" in capsys.readouterr().err
 
 

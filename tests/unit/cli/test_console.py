@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.cli import console
-from pipeline.cli.console import Phases, relative
+from pipeline.cli.console import relative
+from pipeline.cli.progress import Phases, described, show_progress
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_progress_says_how_much_how_fast_and_how_long(
         clock.now += seconds
         if call is not None:
             phases.update(*call)
-    assert console.described(phases.task)[0] == said
+    assert described(phases.task)[0] == said
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -84,7 +85,7 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
     monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal)
     console.begin(console.JobPlace("evaluate", "fp8", 2, 5, beside_others=terminal))
-    with console.progress("round fp8 1/5") as update:
+    with show_progress("round fp8 1/5") as update:
         wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: 0 s so far\n")
         update(TOKENS, 8, 9)
         wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: forced decode 8/9 tokens, ")
@@ -99,7 +100,7 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_message_is_shown_at_once_and_of_an_inner_block_alone(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     written = stderr(monkeypatch, terminal)
-    with console.progress("outer") as outer, console.progress("inner") as inner:
+    with show_progress("outer") as outer, show_progress("inner") as inner:
         outer(TOKENS, 1, 9)
         outer("reading slowly", 0, 0)
         assert "outer: reading slowly" in written.getvalue()
@@ -113,7 +114,7 @@ def test_a_message_is_shown_at_once_and_of_an_inner_block_alone(terminal: bool, 
 def test_a_terminal_gets_a_bar_with_every_number_whole(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     written = stderr(monkeypatch, terminal=True, width=width)
     console.begin(console.JobPlace("evaluate", "fp8", 12, 24))
-    with console.progress("round int4_streaming 1/5") as update:
+    with show_progress("round int4_streaming 1/5") as update:
         update(TOKENS, 0, 123_456)
         update(TOKENS, 12_345, 123_456)
     shown = written.getvalue()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 
-from pipeline.chain.dry import foretell
+from pipeline.chain.dry import preview
 from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
@@ -56,7 +56,7 @@ def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
 
 def said_of(jobs: Plan, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, str, bool]]:
     """Return the rows of the table that a dry run prints, in the format of `run_all`."""
-    foretell(jobs)
+    preview(jobs)
     rows = re.findall(r"^ *(\S.*?) +(\d) +(reused|made above|made) *$", capsys.readouterr().out, re.MULTILINE)
     made = set[str]()
     for title, _, word in rows:
@@ -92,7 +92,7 @@ def test_no_stage_writes_anything(stage: str, used: Path, capsys: pytest.Capture
     files = {"identity": identity, "snapshot": used.parent / "snapshot.json"}
     arguments = [argument.format(**files) for argument in OF_STAGES.get(stage, [])]
     before, here = tree(used.parent), sorted(os.listdir())
-    foretell(planned(used, f"stage={stage}", "tracking=mlflow", *arguments))
+    preview(planned(used, f"stage={stage}", "tracking=mlflow", *arguments))
     assert tree(used.parent) == before
     assert sorted(os.listdir()) == here
     assert "nothing was written" in capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_a_work_directory_that_may_not_be_written_to_is_a_problem_and_no_reason_
         return not (mode & os.W_OK and str(path).startswith(str(used))) and access(path, mode)
 
     monkeypatch.setattr(os, "access", read_only)
-    assert foretell(planned(used, "stage=evaluate", "kv=int8")) == 4
+    assert preview(planned(used, "stage=evaluate", "kv=int8")) == 4
     said = capsys.readouterr()
     assert "cannot be written to" in said.err
     assert "round int8 1/2" in said.out
@@ -185,7 +185,7 @@ def test_every_problem_of_every_job_is_listed_once(
 
     monkeypatch.setattr(FakeBackend, "check_inputs", refuse)
     jobs = planned(tmp_path / "work", "kv=fp8,int8,int4", "signing.key=nowhere.pem", sweeping=True)
-    assert foretell(jobs) == 2
+    assert preview(jobs) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3, lines
     assert lines[0].startswith("pipeline: error: job 1, 2, 3: signing.key=")
@@ -200,20 +200,20 @@ def test_problems_after_the_inputs_are_found_before_any_work(
 
     monkeypatch.setattr(FakeBackend, "check_runs", no_gpu)
     (tmp_path / "mlflow.db").write_text("no database")
-    assert foretell(planned(tmp_path / "work", "stage=build")) == 0
-    assert foretell(planned(tmp_path / "work", "stage=evaluate")) == 4
+    assert preview(planned(tmp_path / "work", "stage=build")) == 0
+    assert preview(planned(tmp_path / "work", "stage=evaluate")) == 4
     other = ["tracking=mlflow", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}"]
-    assert foretell(planned(tmp_path / "work", "stage=evaluate", *other)) == 2
+    assert preview(planned(tmp_path / "work", "stage=evaluate", *other)) == 2
     said = capsys.readouterr().err
     assert "this machine has no GPU" in said
     assert "is not a database" in said
 
 
 def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert foretell(planned(used, "stage=evaluate", "kv=fp8")) == 0
-    assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor")) == 3
-    assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,fp8", sweeping=True)) == 0
-    assert foretell(planned(used, "stage=evaluate", "kv=int4_tensor,int8", sweeping=True)) == 0  # int8 may pass
+    assert preview(planned(used, "stage=evaluate", "kv=fp8")) == 0
+    assert preview(planned(used, "stage=evaluate", "kv=int4_tensor")) == 3
+    assert preview(planned(used, "stage=evaluate", "kv=int4_tensor,fp8", sweeping=True)) == 0
+    assert preview(planned(used, "stage=evaluate", "kv=int4_tensor,int8", sweeping=True)) == 0  # int8 may pass
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
 
 

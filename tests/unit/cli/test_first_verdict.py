@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers.commands.fake_stages import use_fake_stages
 
-from pipeline.chain.dry import foretell
+from pipeline.chain.dry import preview
 from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
@@ -67,11 +67,11 @@ def test_a_dry_run_says_that_few_questions_cannot_pass_and_exits_with_3(
 ) -> None:
     use_fake_stages(monkeypatch)
     monkeypatch.setattr("helpers.commands.fake_stages.QUESTIONS", questions(8, 8, "copy"))
-    assert foretell(planned(tmp_path, "kv=int8", "dry=true")) == 3
+    assert preview(planned(tmp_path, "kv=int8", "dry=true")) == 3
     said = capsys.readouterr()
     assert "8 copy samples in at most 1 round" in said.out
     assert "workloads: cannot pass: 8 of 60 questions, 8 of 15 documents of copy; ask 60, better 300" in said.err
-    assert foretell(planned(tmp_path, "kv=int8", "dry=true", "workloads.conformance_samples=0")) == 0
+    assert preview(planned(tmp_path, "kv=int8", "dry=true", "workloads.conformance_samples=0")) == 0
 
 
 def test_a_first_look_asks_the_users_questions_alone(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_finished_first_look_exits_with_0_and_says_that_it_decides_nothing(
     assert "FIRST LOOK int8" in said.out
     assert "decides nothing" in said.out
     assert "INCONCLUSIVE" not in said.out.partition("KV caches against")[0]
-    assert foretell(planned(tmp_path / "look", "experiment=quick", policies, sweeping=sweeping)) == 0
+    assert preview(planned(tmp_path / "look", "experiment=quick", policies, sweeping=sweeping)) == 0
     if sweeping:
         return
     assert run_command(planned(tmp_path / "own", policies, "workloads.conformance_samples=0")) == 0

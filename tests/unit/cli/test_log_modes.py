@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NOISE = """
 import logging, os, sys, warnings
 from pipeline.cli import console
+from pipeline.cli.progress import show_progress
 from pipeline.cli.grids import Column, Grid
 from stages.core.streams import redact_output
 redact_output()
@@ -29,7 +30,7 @@ logging.getLogger("hub").addHandler(logging.StreamHandler())
 logging.getLogger("hub.files").warning("printed once, by its own handler")
 console.say("[bold]a sentence[/] for people in colour")
 console.show("comparison", Grid("t", [Column("policy"), Column("kl", "KL", ".1e")], [["fp8", float("nan")], ["int8", 0.25]]))
-with console.progress("round fp8") as progress:
+with show_progress("round fp8") as progress:
     progress("look at this", 0, 0)
 console.step("round fp8", "/somewhere", 1.5)
 console.warning("beware")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.chain.dry import foretell
+from pipeline.chain.dry import preview
 from pipeline.config.compose import plan
 from stages.checkpoints.intake.shapes import ModelShape, read_model
 from stages.checkpoints.places import locate_checkpoint
@@ -57,7 +57,7 @@ def test_longer_documents_more_rounds_and_fewer_threads_take_longer() -> None:
 
 
 def test_a_dry_run_says_the_work_and_the_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert foretell(plan(["model=smollm2", "kv=int8", "workloads.lengths=[1024,8192]", "dry=true"], multirun=False)) == 0
+    assert preview(plan(["model=smollm2", "kv=int8", "workloads.lengths=[1024,8192]", "dry=true"], multirun=False)) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"about [\d,]{6,} and [\d,]+ if the first round decides, [\d,]{6,} and [\d,]+ in all rounds", said)
     assert re.search(r"takes about 2\.5 GiB of memory and, if nothing is reused, \d+ min \d\d s if the first round", said)

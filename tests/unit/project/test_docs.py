@@ -18,7 +18,7 @@ import yaml
 from helpers.registry.signing_keys import key_pair
 from helpers.stride import STRIDE
 
-from pipeline.chain.dry import foretell
+from pipeline.chain.dry import preview
 from pipeline.config.compose import Plan, plan
 from pipeline.config.stages import STAGES
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
@@ -196,7 +196,7 @@ def test_every_command_is_valid_and_ends_a_dry_run_as_documented(
     expected = {2} if job.stage in OF_RESULTS or REFUSED in command else {0}
     if job.backend.name in ELSEWHERE or getattr(job.backend, "device", "") == "cuda":
         expected |= {4}
-    assert foretell(jobs) in expected, capsys.readouterr().err
+    assert preview(jobs) in expected, capsys.readouterr().err
     limit, longest = job.backend.context_limit, max(job.workloads.lengths, default=CHAT_TOKENS)
     if job.stage == "all" and not (jobs.sweeping or "dry=true" in command) and limit is not None:
         assert limit <= whole_pages(longest), "a promotion would refuse the engine; ask longer questions, or say stage=evaluate"

@@ -20,6 +20,7 @@ from helpers.verdicts.reports import GATES
 from pipeline.chain import showing
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
+from pipeline.registry.summary import Summary
 from stages.report.charts import Spec, context_numbers, draw_charts, draw_svg, quality_numbers, recovery_numbers
 from stages.report.exhibit import Exhibit, shown
 from stages.report.page import MOST_POLICIES, changed_answers, differences, make_page, render, write_page
@@ -215,9 +216,8 @@ def show(work: Path, shown: Candidate, attach: Callable[[str, list[Path]], None]
     """Write the page and return it. `attach` receives the files of a run for the tracking store."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(showing, "open_store", lambda *_: SimpleNamespace(attach=attach) if attach else pytest.fail("opened"))
-        showing.show_page(
-            config_of("model.path=/models/some-llm").model_copy(update={"workdir": str(work)}), [shown], sweep="s"
-        )
+        config = config_of("model.path=/models/some-llm").model_copy(update={"workdir": str(work)})
+        showing.show_page(config, [shown], Summary(sweep="s"))
     page = work / showing.PAGE
     return page.read_text(encoding="utf-8") if page.is_file() else ""
 

@@ -1,0 +1,137 @@
+"""Progress of a stage on stderr: a bar on a terminal, else lines at regular intervals."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task
+from rich.progress import Progress as Bars
+from rich.table import Column
+from rich.text import Text
+
+from pipeline.cli import console
+
+if TYPE_CHECKING:
+    from stages.core.records import Progress
+
+FIRST_SECONDS = 1.5
+"""Seconds before the first line of progress, without a terminal."""
+LINE_SECONDS = 10
+"""Seconds between later lines."""
+
+_showing = threading.Lock()
+
+
+class Phases(ProgressColumn):
+    """Progress of a stage by label. Every label is a task of rich, so a task continues after an interruption by another.
+
+    Args:
+        title: Description of the work.
+        terminal: Console for the bar; None draws no bar.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(self, title: str, terminal: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(Column(ratio=1))
+        self._title = title
+        self.bars = Bars(self, BarColumn(20), console=terminal, transient=True, disable=terminal is None, get_time=clock)
+        self.bars.add_task("", total=None)
+        (self.task,) = self.bars.tasks
+        """The current task. Before the first call and between two files, this is a task without a label."""
+        self._tasks = {"": self.task}
+
+    def update(self, label: str, done: int, total: int) -> None:
+        """Update the task of a label. Arguments: see `stages.core.records.Progress`."""
+        if label not in self._tasks or done < self._tasks[label].completed:  # of a new label, or of another round
+            self.bars.add_task(label, completed=done, total=total, first=done)
+            self._tasks[label] = self.bars.tasks[-1]
+        if self.task is not self._tasks[label]:
+            self.bars.update(self.task.id, visible=False)
+            self.task = self._tasks[label]
+        if label:
+            self.bars.update(self.task.id, completed=done, total=total, visible=True)
+
+    def render(self, task: Task) -> Text:
+        """Return the text before the bar. Long texts wrap between words."""
+        return Text(f"  {self._title}: {described(task)[0]}")
+
+
+def described(task: Task) -> tuple[str, dict[str, object]]:
+    """Return a task's label, units, rate and remaining time as text for people, and as fields for log collectors.
+
+    The rate is the mean without units from before a resumption. rich's own rate covers only the last 30
+    seconds, which is useless for slow steps.
+    """
+    seconds = task.elapsed or 0.0
+    if task.total is None:
+        return f"{duration(seconds)} so far", {"seconds": round(seconds, 1)}
+    what, _, unit = task.description.removesuffix("]").partition(" [")  # "forced decode [tokens]"
+    text = f"{what} {task.completed:,.0f}/{task.total:,.0f}{f' {unit}' if unit else ''}"
+    fields = {"phase": what, "unit": unit, "done": task.completed, "total": task.total, "seconds": round(seconds, 1)}
+    new = task.completed - task.fields["first"]
+    if new <= 0 or seconds <= 0 or task.finished:
+        return f"{text}, {duration(seconds)} so far", fields
+    rate = new / seconds
+    left = (task.remaining or 0.0) / rate
+    pace = f"{rate:,.{0 if rate >= 10 else 2}f}/s"
+    return f"{text}, {pace}, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text: `45 s`, `1 min 20 s`, `2 h 05 min`.
+
+    >>> [duration(s) for s in (44.6, 80, 7500)]
+    ['45 s', '1 min 20 s', '2 h 05 min']
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+@contextmanager
+def _repeated(say: Callable[[], None]) -> Iterator[None]:
+    """Call `say` every LINE_SECONDS while the block runs, even without progress."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        over.wait(FIRST_SECONDS)
+        while not over.is_set():
+            say()
+            over.wait(LINE_SECONDS)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def show_progress(title: str) -> "Iterator[Progress]":
+    """Show the progress of the block on stderr: a bar on a terminal, else lines at regular intervals, even without progress.
+
+    A short block shows nothing. Messages are printed at once. For nested calls, only the outer block shows progress.
+
+    Yields:
+        A function (label, done units, total units) for the block to call. A total of 0 marks a message.
+    """
+
+    def said(message: str, fields: Mapping[str, object]) -> None:
+        console.event(logging.INFO, f"{title}: {message}", **{"step": title, **fields})
+
+    if _showing.locked():
+        yield lambda label, _, total: None if total else said(label, {})
+        return
+    job = console.HANDLER.job
+    drawn = console.HANDLER.mode == "human" and console.err.is_terminal and not (job is not None and job.beside_others)
+    phases = Phases(f"{job.place if job is not None else ''}{title}", console.err if drawn else None)
+    lines = _repeated(lambda: said(*described(phases.task)))
+    with _showing, phases.bars if drawn else lines:
+        yield lambda label, done, total: phases.update(label, done, total) if total else said(label, {})
