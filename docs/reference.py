@@ -49,7 +49,7 @@ RECORDS = {
         "pipeline.evidence.identity.IDENTITY_FILE": "the digests of everything that the verdict depends on",
         "stages.verdict.report.REPORT_FILE": "every number of the evaluation, with units in the names",
         "stages.verdict.report.SAMPLES_FILE": "a row per sample: both answers, both probabilities, distances",
-        "pipeline.registry.signing.SIGNATURE_FILE": "the signature of `identity.json`: a Sigstore bundle",
+        "pipeline.config.signing.SIGNATURE_FILE": "the signature of `identity.json`: a Sigstore bundle",
     },
 }
 """Constant with the name of a file -> description of the file, for every file that people or programs read."""

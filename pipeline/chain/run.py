@@ -10,10 +10,11 @@ from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
+from pipeline.config.tracking import Tracking
 from pipeline.evidence.reading import identities
 from pipeline.evidence.verify import registered_engine
 from pipeline.registry.promotion import Engines
-from pipeline.registry.tracking import Tracking, locate
+from pipeline.registry.tracking import locate
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact
 from stages.core.errors import UserError

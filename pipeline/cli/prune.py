@@ -17,8 +17,9 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.cli import console, next_steps
-from pipeline.cli.needs import Inventory, Piece, distinct_bytes, first_users, sizes, take_inventory
+from pipeline.cli.status import sizes
 from pipeline.config.config import Config
+from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, first_users, take_inventory
 from pipeline.store.store import USE_LOCK, alone
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import POOL

@@ -1,15 +1,17 @@
 """`stage=status`: prints serving engines, judged candidates and artifacts on disk. Writes nothing; `log=json` prints JSON."""
 
+from collections import defaultdict
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.cli import console
-from pipeline.cli.grids import Column, Grid
-from pipeline.cli.needs import Inventory, distinct_bytes, last_sweeps, sizes, take_inventory
+from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import COLOURS
 from pipeline.config.config import Config
+from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, last_sweeps, take_inventory
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
@@ -38,6 +40,15 @@ def show_status(config: Config) -> None:
     if inventory.problems:
         lines = "\n".join(str(problem).splitlines()[0] for problem in inventory.problems)
         raise type(inventory.problems[0])(lines)
+
+
+def sizes(title: str, pieces: Iterable[Piece]) -> Grid:
+    """Return a table with the number and bytes of every kind of pieces, in their order."""
+    kinds = defaultdict[str, list[Piece]](list)
+    for piece in pieces:
+        kinds[piece.kind].append(piece)
+    rows: list[list[Value]] = [[kind, len(members), decimal(distinct_bytes(members))] for kind, members in kinds.items()]
+    return Grid(title, [Column("kind"), Column("count", form=",d"), Column("size")], rows)
 
 
 def _show_model(model: RegisteredModel, inventory: Inventory) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.config.override_syntax import written
+from pipeline.config.routing import MonitorConfig, RoutingConfig
+from pipeline.config.signing import SigningConfig
 from pipeline.config.stages import STAGES, Stage, StageFacts
-from pipeline.registry.monitors import MonitorConfig, RoutingConfig
-from pipeline.registry.signing import SigningConfig
-from pipeline.registry.tracking import Tracking
+from pipeline.config.tracking import Tracking
 from stages.checkpoints.places import checkpoint_label
 from stages.core.files import ARTIFACTS
 from stages.core.strict import PathText, StrictModel, absolute

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict  # pydantic requires this class before P
 
 from pipeline import __version__
 from pipeline.config.config import Config
-from pipeline.registry.signing import SigningConfig
+from pipeline.config.signing import SigningConfig
 from pipeline.store.store import MOST_BYTES
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 
+from pipeline.config.signing import SIGNATURE_FILE
 from pipeline.evidence.identity import (
     IDENTITY_FILE,
     Identity,
@@ -23,7 +24,6 @@ from pipeline.evidence.identity import (
     round_input,
 )
 from pipeline.registry.promotion import Finding
-from pipeline.registry.signing import SIGNATURE_FILE
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, json_digest, kind_of
 from stages.core.errors import GateRefusal, MissingRequirement, UserError

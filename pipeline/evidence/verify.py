@@ -23,11 +23,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.config.signing import SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import Evidence, judged_candidate, lineage, registered_evidence
 from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding, RegisteredEngine
-from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
 from pipeline.store.store import MANIFEST, read_manifest
 from stages.checkpoints.files import END_FILES, TOKENIZER_FILES

@@ -1,4 +1,4 @@
-"""`routing.*` and `monitor.*`, the snapshot of a fleet, and what its monitors read.
+"""The snapshot of a fleet, and what its monitors read.
 
 A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at MONITOR_ALPHA).
 It is **broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
@@ -7,60 +7,22 @@ It is **broken** if the upper bound is below the minimum. It **holds** if the lo
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AwareDatetime, Field, StringConstraints, ValidationError, model_validator
 
+from pipeline.config.routing import ClassName, MonitorConfig
 from stages.core.errors import UserError
-from stages.core.strict import PathText, StrictModel, Unreadable, absolute, first_problem, parse_json, read_file
+from stages.core.strict import StrictModel, Unreadable, absolute, first_problem, parse_json, read_file
 
 MOST_BYTES = 1_000_000
 MAX_AGE_S = 900
 """Maximum seconds between now and `taken_at` of a snapshot."""
-PREVIOUS = "-previous"
-"""Ending of the alias of a route's previous engine. No class name may have this ending."""
 MONITOR_ALPHA = 0.001
 """One-sided error per monitor and snapshot: how often a class that is exactly at a limit counts as broken."""
 
 
-def _is_no_other_alias(name: str) -> str:
-    if name.endswith(PREVIOUS):
-        raise ValueError(f"must not end with {PREVIOUS}, which routes call their way back")
-    return name
-
-
-def _number_as_text(name: Any) -> Any:
-    return str(name) if type(name) is int else name  # `retrieval: 3` is a version
-
-
-ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
-EngineName = Annotated[str, BeforeValidator(_number_as_text), StringConstraints(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
-Part = Annotated[float, Field(gt=0, lt=1)]
-
-
-class RoutingConfig(StrictModel):
-    """The action of stage=route: set routes, or move a route back."""
-
-    routes: Annotated[dict[ClassName, EngineName], Field(min_length=1)] | None
-    """Class of work -> its engine: the name of a registered candidate, or a version's number."""
-    rollback: Annotated[str, Field(min_length=1)] | None
-    """Class of work whose route moves back to its previous engine."""
-
-
-class MonitorConfig(StrictModel):
-    """The snapshot of stage=monitor, and the limits that break a monitor."""
-
-    snapshot: PathText | None
-    """Counts of a serving fleet by class of work, a JSON file."""
-    min_within_limit: Part
-    """Minimum share of requests that take at most `limit_ms`."""
-    min_json_validity: Part
-    """Minimum share of answers that are valid JSON."""
-    min_canary_accuracy: Part
-    """Minimum share of right answers to questions with known answers in the traffic."""
-    max_live_share: Annotated[float, Field(gt=0, le=1)]
-    """Maximum share of live tokens among the tokens that fit. A larger share is memory pressure."""
 
 
 class GoodRequests(StrictModel):

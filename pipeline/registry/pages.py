@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.registry.signing import SIGNATURE_FILE
+from pipeline.config.signing import SIGNATURE_FILE
 from pipeline.registry.texts import copy_redacted
 from stages.core.redaction import redact
 from stages.engines.bundle import BUNDLE_FILE

@@ -7,7 +7,8 @@ not import MLflow.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.registry.tracking import ENVIRONMENT, Location
+from pipeline.config.tracking import ENVIRONMENT
+from pipeline.registry.tracking import Location
 from pipeline.store.locks import UNTIL, announced
 from stages.core.errors import OF_THE_MACHINE, MissingRequirement, Refusal, UserError
 from stages.core.redaction import redact_text

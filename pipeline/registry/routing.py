@@ -15,7 +15,8 @@ chooses it for this class again until `routing.routes` names it.
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from pipeline.registry.monitors import PREVIOUS, MonitorConfig, Reading, quality_holds, read_monitors, read_snapshot
+from pipeline.config.routing import PREVIOUS, MonitorConfig
+from pipeline.registry.monitors import Reading, quality_holds, read_monitors, read_snapshot
 from pipeline.registry.promotion import Engines, RegisteredEngine, live_tokens
 from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.locks import locked

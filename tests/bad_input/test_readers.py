@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from bad_input.makers import CONFIG, checkpoint, safetensors, shapes
+from pipeline.config.routing import MonitorConfig
 from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.registry import summary
-from pipeline.registry.monitors import MonitorConfig, read_snapshot
+from pipeline.registry.monitors import read_snapshot
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.loading import expected_tensors

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from helpers.registry.candidates import candidate_in, judged_candidate
 from helpers.registry.stores import make_artifact
+from pipeline.config.tracking import ENVIRONMENT, Tracking
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.registry.tracking import locate
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import file_digest

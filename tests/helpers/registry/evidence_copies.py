@@ -8,11 +8,11 @@ from typing import Any
 from helpers.registry.judged_engine import config_of
 from pipeline.chain.run import Run
 from pipeline.chain.serving import verify
+from pipeline.config.signing import SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, Role
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import Finding
-from pipeline.registry.signing import SigningConfig
 from stages.core.digest import files_digest, json_digest
 from stages.core.errors import exit_code
 

@@ -15,10 +15,10 @@ from helpers.registry.stores import make_artifact
 from helpers.verdicts.reports import every_class, report
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.config.signing import SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_lineage, write_identity
 from pipeline.evidence.reading import identities
 from pipeline.evidence.verify import registered_engine
-from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Location, Version
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe

@@ -5,7 +5,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from pipeline.registry.signing import SigningConfig
+from pipeline.config.signing import SigningConfig
 
 
 def key_pair(folder: Path, name: str) -> tuple[Path, Path]:

@@ -20,15 +20,16 @@ from helpers.registry.stores import make_artifact
 from rich.filesize import decimal
 
 from pipeline.chain.dry import preview
-from pipeline.cli.needs import Piece, distinct_bytes, take_inventory, walk
 from pipeline.cli.prune import PrunePlan, make_plan, remove
 from pipeline.cli.status import show_status
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.config.tracking import ENVIRONMENT, Tracking
 from pipeline.evidence.identity import read_identity
+from pipeline.evidence.retention import Piece, distinct_bytes, take_inventory, walk
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.registry.tracking import locate
 from pipeline.store import locks
 from pipeline.store.store import MANIFEST, USERS, Store, alone, used
 from stages.core.artifact import Recipe

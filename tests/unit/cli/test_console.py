@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.cli import console
+from pipeline.cli import console, progress
 from pipeline.cli.console import relative
 from pipeline.cli.progress import Phases, described, show_progress
 
@@ -81,8 +81,8 @@ def test_progress_says_how_much_how_fast_and_how_long(
 @pytest.mark.parametrize("terminal", [False, True])
 def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds on a terminal if several jobs share it."""
-    monkeypatch.setattr(console, "FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal)
     console.begin(console.JobPlace("evaluate", "fp8", 2, 5, beside_others=terminal))
     with show_progress("round fp8 1/5") as update:

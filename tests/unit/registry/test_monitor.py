@@ -11,10 +11,10 @@ import pytest
 from helpers.registry.candidates import MemoryRegistry
 
 from pipeline.config.compose import plan
+from pipeline.config.routing import MonitorConfig
 from pipeline.registry.monitors import (
     MONITOR_ALPHA,
     ClassSnapshot,
-    MonitorConfig,
     Reading,
     quality_holds,
     read_monitors,

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from helpers.refusals import refused
 
+from pipeline.config.tracking import ENVIRONMENT, Tracking
 from pipeline.registry import reaching
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.reaching import check_reachable
-from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.registry.tracking import locate
 from stages.core.errors import MissingRequirement, UserError
 
 SECRET = "hunter2/hunter2"

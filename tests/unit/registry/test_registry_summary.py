@@ -12,7 +12,7 @@ import pytest
 from helpers.refusals import refused
 from pydantic import ValidationError
 
-from pipeline.cli.needs import last_sweeps
+from pipeline.evidence.retention import last_sweeps
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary, begin, finish, forget, last_judged, load, note, record, sweeps
 from pipeline.store.locks import locked

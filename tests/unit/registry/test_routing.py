@@ -9,11 +9,11 @@ from helpers.registry.candidates import MemoryRegistry
 from helpers.registry.evidence_copies import edit
 from helpers.registry.judged_engine import cited_tags, judged_engine
 
+from pipeline.config.signing import SigningConfig
 from pipeline.evidence.reading import identities
 from pipeline.evidence.verify import registered_engine
 from pipeline.registry import routing
 from pipeline.registry.routing import roll_back
-from pipeline.registry.signing import SigningConfig
 from pipeline.registry.tracking import Version
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, UserError

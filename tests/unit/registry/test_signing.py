@@ -21,10 +21,10 @@ from pipeline.chain.run import Run
 from pipeline.chain.serving import rollback
 from pipeline.chain.serving import verify as verify_stage
 from pipeline.config.compose import plan
+from pipeline.config.signing import SIGNATURE_FILE, SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
-from pipeline.registry.signing import SIGNATURE_FILE, SigningConfig
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
 

@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.chain.run import open_store
-from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, compare_url, locate, server_command
+from pipeline.config.tracking import ENVIRONMENT, Tracking
+from pipeline.registry.tracking import Location, compare_url, locate, server_command
 from stages.core.errors import UserError
 
 

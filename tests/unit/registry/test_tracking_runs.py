@@ -11,9 +11,10 @@ from helpers.registry.candidates import judged_candidate
 from helpers.verdicts.reports import row
 
 from pipeline.chain.run import open_store
+from pipeline.config.tracking import Tracking
 from pipeline.registry.mlflow_store import LOCK, MlflowStore, path_of
 from pipeline.registry.pages import COLOURS
-from pipeline.registry.tracking import Tracking, Version, locate
+from pipeline.registry.tracking import Version, locate
 from stages.core.digest import files_digest, tree_files
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited

@@ -24,9 +24,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from rich.filesize import decimal
-
-from pipeline.cli.grids import Column, Grid, Value
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
@@ -75,15 +72,6 @@ def walk(root: Path) -> list[Piece]:
 def distinct_bytes(pieces: Iterable[Piece]) -> int:
     """Return the bytes of pieces. A shared file counts once."""
     return sum({file: size for piece in pieces for file, size in piece.files.items()}.values())
-
-
-def sizes(title: str, pieces: Iterable[Piece]) -> Grid:
-    """Return a table with the number and bytes of every kind of pieces, in their order."""
-    kinds = defaultdict[str, list[Piece]](list)
-    for piece in pieces:
-        kinds[piece.kind].append(piece)
-    rows: list[list[Value]] = [[kind, len(members), decimal(distinct_bytes(members))] for kind, members in kinds.items()]
-    return Grid(title, [Column("kind"), Column("count", form=",d"), Column("size")], rows)
 
 
 def _piece(root: Path, kind: str, path: Path) -> Piece:
