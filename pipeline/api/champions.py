@@ -52,7 +52,7 @@ def champion(
         >>> champion("tiny").generate("Copy:\\n04 Bergen 14 Tartu")  # doctest: +SKIP
     """
     if not isinstance(model, str | Path):
-        raise UserError(f"model={model!r}: is no model; give the registered one, or the checkpoint")
+        raise UserError(f"model={model!r}: is not a model; give the registered one, or the checkpoint")
     # The configuration of a command that only reads.
     given = {"stage": "verify", "bundle": workdir, "workdir": workdir, "tracking.uri": tracking_uri}
     config = compose({**given, "signing.trusted": list(trusted)})

@@ -115,7 +115,7 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> tuple[tuple[str, str
     messages = []
     for message in prompt:
         if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise UserError(f'prompt: {message!r} is no message; give {{"role": "user", "content": "..."}}')
+            raise UserError(f'prompt: {message!r} is not a message; give {{"role": "user", "content": "..."}}')
         messages.append((message["role"], message["content"]))
     if not messages:
         raise UserError("prompt: holds no message; give a text, or a conversation")
@@ -143,7 +143,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     if strange is not None:
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
     if not isinstance(bundle, str | Path):
-        raise UserError(f"bundle={bundle!r}: is no path; give the directory of an engine")
+        raise UserError(f"bundle={bundle!r}: is not a path; give the directory of an engine")
     directory = _engine_directory(bundle_directory(str(bundle)))
     record = read_bundle(directory)
     name = record.get("backend")

@@ -33,7 +33,7 @@ def promotable(config: Config) -> summary.Summary:
     """
     last = summary.load(config.work, config.promote.sweep)
     if config.promote.sweep is None and not last.candidates and (judged := summary.last_judged(config.work)) is not None:
-        console.warning(f"the last command has no candidate; using the last sweep that has one: promote.sweep={judged.sweep}")
+        console.warning(f"the last command judged nothing; promoting from sweep {judged.sweep}")
         last = judged
     if last.unfinished is not None and config.promote.name is None:
         raise GateRefusal(

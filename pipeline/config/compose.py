@@ -333,6 +333,6 @@ def _added(override: str) -> str:
 
 
 def _options(key: str, places: Sequence[str] = ()) -> list[str]:
-    """Return the options of a group, also of the folders that overrides in `places` add; empty if `key` is no group."""
+    """Return the options of a group, also of the folders that overrides in `places` add; empty if `key` is not a group."""
     loader = GlobalHydra.instance().config_loader()
     return loader.get_group_options(key, ObjectType.CONFIG, overrides=list(places)) if OPTION.fullmatch(key) else []

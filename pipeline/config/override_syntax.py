@@ -43,7 +43,7 @@ def written(value: object, key: str = "") -> str:
             return "{" + ",".join(f"{name}:{written(inner, f'{key}.{name}')}" for name, inner in value.items()) + "}"
         case list() | tuple():
             return "[" + ",".join(written(inner, key) for inner in value) + "]"
-    raise UserError(f"{key}: a {type(value).__name__} is no value of a configuration; give a text, a number, a list or a dict")
+    raise UserError(f"{key}: a {type(value).__name__} is not a value of a configuration; give text, a number, a list or a dict")
 
 
 def differing(key: str, value: object, default: object) -> list[str]:

@@ -106,7 +106,7 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
         for value in islice(override.sweep_iterator(), MOST_JOBS + 1) if swept else [override.value()]:
             if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):
                 shown = "null" if value is None else short(value, 200)
-                return f"{key}={shown}: is no option's name; choose one of {', '.join(options)}"
+                return f"{key}={shown}: is not the name of an option; choose one of {', '.join(options)}"
             if value is not None and value not in options:
                 return f"{key}={value}: no such option{suggest(str(value), options)}"
     return None
@@ -126,7 +126,7 @@ def _hydra_problem(override: Override, line: str) -> str | None:
 
 
 def _check_option(path: Path, folder: Path) -> None:
-    """Refuse a file of --config-dir that Hydra would ignore, that is no YAML, or that is costly: aliases make it gigabytes."""
+    """Refuse a file of --config-dir that Hydra would ignore, that is not YAML, or that is costly: aliases make it gigabytes."""
     if path.suffix != ".yaml":
         raise UserError(f"--config-dir: {path}: is not read; name it {path.stem}.yaml")
     if (CONF / path.relative_to(folder)).is_file():

@@ -77,5 +77,5 @@ def _open(name: str, path: str) -> Any:
     except ImportError as error:
         raise MissingRequirement(f"signing.{name}: {error.name} is missing: pip install 'kvgate[signing]'") from None
     except Exception as error:  # cryptography raises many kinds; only our messages never quote the key
-        problem = error if isinstance(error, Unreadable) else "is no such EC key in PEM without a password"
+        problem = error if isinstance(error, Unreadable) else "is not such an EC key in PEM without a password"
         raise UserError(f"signing.{name}={path}: {problem}; {HOW}") from None

@@ -51,7 +51,7 @@ def measured_role(name: str) -> Role | None:
 
 
 # An identity may come from an untrusted source. Values that match these patterns become paths, which must not leave the store
-# or the identity's folder. A name of dots alone is no file.
+# or the identity's folder. A name of dots alone is not a file.
 STAGE, KEY, WORKLOADS_FILE = "^[a-z_]+$", "^[0-9a-f]{64}$", r"^workloads/[^/\x00]*[^/.\x00][^/\x00]*$"
 
 

@@ -157,7 +157,7 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
         if kind != "file":  # never opened: a link may lead anywhere, and a pipe may never end
             findings.append(Finding(printable, "differs", f"is a {kind}, no file"))
         elif name not in digests:
-            findings.append(Finding(printable, "differs", "is no part of it"))
+            findings.append(Finding(printable, "differs", "is not part of it"))
         elif (finding := _compare(printable, digests[name], file_digest(folder / name))).status != "same":
             findings.append(finding)
     return findings or [Finding(f"{what} files", "same", f"{len(digests)} in {place}")]

@@ -75,7 +75,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """
         super().__init__()
         if not bundle or len(bundle) > MOST_PATH:
-            raise UserError(f"bundle={short(bundle)}: is no path; give --model_args bundle=DIR, the directory of an engine")
+            raise UserError(f"bundle={short(bundle)}: is not a path; give --model_args bundle=DIR, the directory of an engine")
         store = store_of(Path(bundle).resolve() / BUNDLE_FILE)
         self._in_use = ExitStack()  # held until the process exits: stage=prune waits for it
         if store is not None:

@@ -30,8 +30,8 @@ BAD_INPUT = {
         "Invalid Host header",
     ),
     "does not permit this (403); use an account that may write there": ("PERMISSION_DENIED",),
-    "is no server of MLflow; give the root of one": ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
-    "is no address: special characters of a password are percent-encoded there (/ is %2F)": ("Invalid url",),
+    "is not an MLflow server; give the root of one": ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
+    "is not an address; percent-encode the special characters of its password (/ is %2F)": ("Invalid url",),
     "is of another release of MLflow; back it up and run `mlflow db upgrade` with the newest that used it, or name another": (
         "out-of-date database schema",
         "Can't locate revision",

@@ -101,7 +101,7 @@ def _read(workdir: Path, name: str) -> Summary | None:
     problem = "it lacks fields"
     try:
         summary = Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
-        if summary.model_fields_set == Summary.model_fields.keys():  # `{}` is no sweep without candidates
+        if summary.model_fields_set == Summary.model_fields.keys():  # `{}` is not a sweep without candidates
             return summary.model_copy(update={"candidates": tuple(one.below(workdir) for one in summary.candidates)})
     except Unreadable as error:
         if not os.path.lexists(workdir / name):

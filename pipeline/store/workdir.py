@@ -29,7 +29,7 @@ def check_contents(work: Path, given: str) -> None:
     for kind, names, is_kind in (("directory", FOLDERS, Path.is_dir), ("file", FILES, Path.is_file)):
         for inside in names:
             if os.path.lexists(work / inside) and not is_kind(work / inside):
-                raise UserError(f"{name}: {inside} in it is no {kind}; move it away")
+                raise UserError(f"{name}: {inside} in it is not a {kind}; move it away")
 
 
 def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:

@@ -19,10 +19,10 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("a file", "work", text("work", ""), 2, ("is not a directory",)),
     ("read-only", "work", place("work", read_only), 4, ("Permission denied",)),
     ("a name of 300 characters", "w" * 300, text("x", ""), 2, ("too long",)),
-    ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "no directory")),
-    ("summaries is a file", "work", text("work/summaries", ""), 2, ("summaries", "no directory")),
+    ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "not a directory")),
+    ("summaries is a file", "work", text("work/summaries", ""), 2, ("summaries", "not a directory")),
     (".store.json of version -1", "work", text("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
-    ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "no file")),
+    ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "not a file")),
 )
 
 SUMMARIES: tuple[tuple[str, str | bytes], ...] = (

@@ -185,7 +185,7 @@ def test_unsupported_requests_are_refused_with_their_fix(bundles: dict[str, Path
     with pytest.raises(UserError, match="no such directory"):
         lm(bundles["fp16"] / "nothing")
     for none in ("", "b" * 5000):
-        with pytest.raises(UserError, match="is no path; give --model_args bundle=DIR"):
+        with pytest.raises(UserError, match="is not a path; give --model_args bundle=DIR"):
             KvgateLM(none)
 
 

@@ -39,7 +39,7 @@ from stages.verdict.thresholds import RULES
         ({"stage": "build"}, "stage=build: evaluate is stage=evaluate; leave it out"),
         ({"seed": "1"}, "seed: input should be a valid integer (got '1')"),
         ({"seed": -1, "backend.threads": 0}, "\n"),
-        ({"seed": {1}}, "seed: a set is no value of a configuration"),
+        ({"seed": {1}}, "seed: a set is not a value of a configuration"),
     ],
 )
 def test_keys_that_a_call_has_no_use_for_are_refused(
@@ -66,9 +66,9 @@ def test_a_value_is_written_so_that_hydra_reads_it_back(value: object) -> None:
 
 @pytest.mark.parametrize("given", [None, 3])
 def test_an_invalid_path_or_model_is_named(given: Any) -> None:
-    with pytest.raises(UserError, match=f"bundle={given}: is no path; give the directory of an engine"):
+    with pytest.raises(UserError, match=f"bundle={given}: is not a path; give the directory of an engine"):
         load(given)
-    with pytest.raises(UserError, match=f"model={given}: is no model; give the registered one, or the checkpoint"):
+    with pytest.raises(UserError, match=f"model={given}: is not a model; give the registered one, or the checkpoint"):
         champion(given)
 
 
@@ -103,7 +103,7 @@ def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_pa
         ("hello", "8", "max_new_tokens='8': must be a whole number of at least 1"),
         (5, 8, "prompt: 5 is not a prompt; give a text, or a conversation"),
         ([], 8, "prompt: holds no message; give a text, or a conversation"),
-        ([{"role": "user"}], 8, 'prompt: {\'role\': \'user\'} is no message; give {"role": "user", "content": "..."}'),
+        ([{"role": "user"}], 8, 'prompt: {\'role\': \'user\'} is not a message; give {"role": "user", "content": "..."}'),
     ],
 )
 def test_an_invalid_prompt_or_length_is_named(prompt: Any, most: Any, said: str) -> None:

@@ -138,8 +138,8 @@ def test_an_address_without_a_store_is_named(uri: str, kind: type[Exception], ex
         (401, b"who are you?", UserError, "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and"),
         (403, b"no", UserError, "does not permit this (403)"),
         (403, b"Invalid Host header - possible DNS rebinding attack detected", UserError, "start it with --allowed-hosts"),
-        (200, b"<html>", UserError, "is no server of MLflow"),
-        (302, b"", UserError, "is no server of MLflow"),
+        (200, b"<html>", UserError, "is not an MLflow server"),
+        (302, b"", UserError, "is not an MLflow server"),
         (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "an error of its own (5xx)"),
     ],
 )
