@@ -21,7 +21,7 @@ from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import unquote, urlsplit
 
 from mlflow import MlflowClient
@@ -86,7 +86,7 @@ class RegistryReader:
         os.environ[RETRIES] = "0"  # report a missing server at once
         try:
             with reached(location):
-                self.location, self.client = location, Client(location)
+                self.location, self.client = location, cast(MlflowClient, Client(location))
                 _follow_move(location)
                 if location.served:
                     self.client.search_experiments(max_results=1)
@@ -171,7 +171,7 @@ class MlflowStore(RegistryReader):
             if self.client.get_experiment_by_name(name) is None:
                 self.client.create_experiment(name, self.location.artifact_root)
         experiment = self.client.get_experiment_by_name(name)
-        if experiment.lifecycle_stage != "active":
+        if experiment is None or experiment.lifecycle_stage != "active":
             raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
         _check_files(self.location, str(experiment.artifact_location))
         return str(experiment.experiment_id)

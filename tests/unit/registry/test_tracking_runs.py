@@ -83,11 +83,11 @@ def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_e
     assert artifacts(store, failed.run_id).keys() == {"report.json"}
     note = own.data.tags["mlflow.note.content"]
     assert f"models:/kvgate-tiny/{done.version} " in note
-    for text in (note, store.client.get_model_version("kvgate-tiny", done.version).description):
+    for text in (note, str(store.client.get_model_version("kvgate-tiny", done.version).description)):
         assert text.startswith("**PASS**: `fp8` on onnxruntime")
         assert "mean KL 1.0e-02; 2.000 KiB/token" in text
     description = store.client.get_model_version("kvgate-tiny", failed.version).description
-    assert description.endswith("- copy: 9 of 9 answers lost")
+    assert str(description).endswith("- copy: 9 of 9 answers lost")
 
 
 def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: Path) -> None:
@@ -128,8 +128,9 @@ def test_the_same_engine_with_the_same_evidence_is_registered_once(store: Mlflow
     assert len({candidate.run_id for candidate in (first, again, another_sweep)}) == 3
     model = store.client.get_logged_model(found.model_id)
     assert json.loads(model.tags["mlflow.modelVersions"]) == registered
-    outputs = store.client.get_run(another_sweep.run_id).outputs.model_outputs
-    assert [output.model_id for output in outputs] == [model.model_id]
+    outputs = store.client.get_run(another_sweep.run_id).outputs
+    assert outputs is not None
+    assert [output.model_id for output in outputs.model_outputs] == [model.model_id]
 
 
 def test_other_evidence_is_another_version_and_no_failed_engine_is_the_candidate(store: MlflowStore, tmp_path: Path) -> None:
