@@ -103,8 +103,8 @@ class StressTestConfig(StrictModel):
             claimed: Tokens of the longest sample.
             largest: Sequences of the largest batch.
         """
-        by_length = 8 * longest + min(6 * longest, 8_000) + min(40 * longest, 12_000) + 3 * min(claimed, longest)
-        return by_length + 340 * largest + 5 * min(self.decode_steps, longest) + 340 * self.requests
+        by_length = 8 * longest + min(12 * longest, 12_000) + min(60 * longest, 16_000) + 3 * min(claimed, longest)
+        return by_length + 340 * largest + 5 * min(self.decode_steps, longest) + 400 * self.requests
 
     @property
     def steps(self) -> int:

@@ -69,6 +69,14 @@ class ReferenceEngine:
         positions: int | None = getattr(self.engine.model.config, "max_position_embeddings", None)
         return positions
 
+    @property
+    def special_tokens(self) -> list[int]:
+        """Tokens that the model's config names as the begin or end of a text, or as padding."""
+        config = self.engine.model.config
+        named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+        ids = [token for name in named for token in (name if isinstance(name, list) else [name])]
+        return [token for token in dict.fromkeys(ids) if isinstance(token, int) and 0 <= token < self.engine.vocab_size]
+
     def replay(
         self,
         sequences: Sequence[Fed],

@@ -31,9 +31,9 @@ of the maximum length that may evict it."""
 
 PROMPTS, SHORT, WAITING = 8, 30, 140
 """Number of different prompts of free answers, of different short prompts, and of waiting prompts in one call."""
-CALLS, ANSWER, REPEATING, GOING_ON = 5, 18, 130, 8
-"""Number of calls with the same prompts, maximum tokens of their answers, tokens of two answers that repeat themselves, and
-number of prompts that continue a prompt and its answer."""
+CALLS, ANSWER, REPEATING, LONGEST, GOING_ON = 5, 18, 130, 256, 8
+"""Number of calls with the same prompts, maximum tokens of their answers, tokens of an answer that repeats itself and maximum
+tokens of another, and number of prompts that continue a prompt and its answer."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +108,31 @@ def offsets_and_borders(test: StressTest, size: int, most: int) -> list[int]:
 
 
 def equal(test: StressTest) -> None:
-    """Decode equal prompts that diverge within a page and past its end, prompts that differ from the last token of a page on,
-    and prompts that differ before an equal second page."""
+    """Decode prompts that have tokens in common.
+
+    Equal prompts diverge within a page and past its end. Other prompts differ in their last token, from the last token of a
+    page on, or before an equal page, which a third has at another place. Then prompts follow that begin like the last released
+    sequence: up to a few tokens around the end of a page, and with all of its tokens.
+    """
     prompt = test.draw(PAGE_TOKENS - test.length(1, 2 * STEPS - 1))
     role = f"equal prompts of {len(prompt)} tokens that part"
     test.serve([test.sequence(role, prompt, 2 * STEPS) for _ in range(2)])
-    page, role = test.draw(PAGE_TOKENS), "prompts that differ before an equal page"
+    page, role = test.draw(PAGE_TOKENS), "prompts with an equal page"
     if test.max_tokens >= 2 * PAGE_TOKENS + STEPS:
-        test.serve([test.sequence(role, [*test.draw(PAGE_TOKENS), *page], STEPS) for _ in range(2)])
+        pages = [[*test.draw(PAGE_TOKENS), *page], [*test.draw(PAGE_TOKENS), *page], [*page, *test.draw(PAGE_TOKENS)]]
+        test.serve([test.sequence(role, prompt, STEPS) for prompt in pages[: test.largest]])
         role = "prompts that part at the end of a page"
         test.serve([test.sequence(role, [*page[:-1], *test.draw(STEPS)], STEPS) for _ in range(2)])
+        begin, role = test.draw(test.length(PAGE_TOKENS // 2, 2 * PAGE_TOKENS)), "prompts that differ in the last token"
+        test.serve([test.sequence(role, [*begin, *test.draw(1)], STEPS) for _ in range(2)])
+    if test.max_tokens >= 5 * PAGE_TOKENS:
+        sent = test.sequence("a conversation", test.length(3 * PAGE_TOKENS, 4 * PAGE_TOKENS - STEPS), STEPS)
+        near = test.length(1, 8)
+        for end in (4 * PAGE_TOKENS, 3 * PAGE_TOKENS - near, test.length(1, 2) * PAGE_TOKENS + near):
+            test.serve([sent])
+            rest = test.draw(test.length(5, PAGE_TOKENS // 2))
+            sent = test.sequence("a prompt that begins like the last sequence", [*sent.tokens[:end], *rest], STEPS)
+        test.serve([sent])
 
 
 def evicted_fork(test: StressTest) -> None:
@@ -155,6 +170,7 @@ def prefix(test: StressTest) -> None:
             ("a kept beginning and a whole chunk", [*beginning[:chunk], *test.draw(chunk)]),
             ("a kept beginning with another last chunk", [*beginning[:-chunk], *test.draw(chunk + 5)]),
             ("a kept beginning with swapped chunks", [*beginning[chunk : 2 * chunk], *beginning[:chunk], *test.draw(5)]),
+            ("a kept beginning in another order", [beginning[0], *beginning[chunk - 2 : 0 : -1], *beginning[chunk - 1 :]]),
         ]
         for place in (chunk - 1, test.length(0, chunk - 2)):
             changed = [*beginning[:place], (beginning[place] + 1) % test.engine.vocab_size, *beginning[place + 1 : 2 * chunk]]
@@ -267,7 +283,7 @@ def answers(test: StressTest) -> None:
     for call in range(CALLS if known else 0):
         chosen = [known[i] for i in test.rng.permutation(len(known))[: test.length(1, len(known))]]
         limits = [test.length(1, len(answer)) if call % 2 else len(answer) for _, answer in chosen]
-        said = [answer[test.length(0, len(answer) - 1)] for _, answer in chosen[: test.length(1, 3)]]
+        said = [answer[test.length(0, len(answer) - 1)] for _, answer in chosen[: test.length(1, 3) if call % 2 else None]]
         places = [answer.index(token) for (_, answer), token in zip(chosen, said, strict=False)]
         limits[0] = places[0] + 1  # a stop token is the last token that the limit allows
         last = [sequence.prompt[-1] for sequence, _ in chosen[:2]]  # a prompt may end in a stop token
@@ -275,14 +291,17 @@ def answers(test: StressTest) -> None:
         others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in found)]
         stops = [*others, *sorted(set(said))][call % 3 :]
         sequences, full = zip(*chosen, strict=True)
-        test.ask(sequences, limits, stops, test.length(1, test.largest), full)
+        # In every second call, most answers end by a stop token, and others wait for their places.
+        most = test.largest if call % 2 else max(1, min(test.largest, len(chosen) // 2))
+        test.ask(sequences, limits, stops, test.length(1, most), full)
     waiting = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]
     waiting += [waiting[i] for i in test.rng.integers(0, SHORT, WAITING - SHORT)]
     limits = np.minimum(test.rng.geometric(0.4, WAITING), PAGE_TOKENS).tolist()
     # The answers to short random prompts repeat themselves. The other requests take turns in the remaining places.
     long = [test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)]
     at_once = len(long) + max(1, test.largest // test.length(2, 6))
-    test.ask([*long, *waiting], [*[REPEATING] * 2, *limits], at_once=min(at_once, test.largest))
+    longest = max(REPEATING, min(LONGEST, test.config.decode_steps, test.max_tokens - 9))
+    test.ask([*long, *waiting], [REPEATING, longest, *limits], at_once=min(at_once, test.largest))
 
 
 SCENARIOS = (

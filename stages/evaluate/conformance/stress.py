@@ -32,6 +32,9 @@ LONG_ANSWER = 3 * PAGE_TOKENS
 TURN = 4
 """Maximum tokens of that turn, and of the answer to it."""
 
+RESTING_TURN = 5
+"""Maximum tokens of a turn of a sequence that rests."""
+
 
 @dataclass
 class Counts:
@@ -82,7 +85,7 @@ class StressTest:
     idle: float = 0.0
     """Longest idle time of the engine with a live sequence, in seconds."""
     resting: list[ForcedSequence] = field(default_factory=list)
-    """The sequences that stay live during all scenarios: the first decodes a token per scenario, the second has a turn."""
+    """The sequences that stay live during all scenarios, see `wake`."""
     offsets: set[int] = field(default_factory=set)
     prompt_offsets: set[int] = field(default_factory=set)
     """Lengths of prompts modulo the page size."""
@@ -94,6 +97,7 @@ class StressTest:
     def __post_init__(self) -> None:
         self.engine, self.deviations = self.comparer.engine, Deviations(self.comparer)
         self.answers = AnswerChecks(self.comparer, self.failures)
+        self.special = self.comparer.reference.special_tokens
         self.rng = np.random.default_rng(self.seed)
         self.expected = self.config.tokens(self.max_tokens, self.claimed, self.largest)
 
@@ -107,13 +111,24 @@ class StressTest:
         tokens: list[int] = self.rng.integers(0, self.engine.vocab_size, count).tolist()
         return tokens
 
+    def text(self, count: int) -> list[int]:
+        """Draw tokens with what random tokens lack: special tokens at the ends, and blocks that repeat."""
+        tokens, block = self.draw(count), 16 << self.length(0, 2)
+        for place in (0, -1):
+            if self.special and self.rng.random() < 1 / 4:
+                tokens[place] = self.special[self.length(0, len(self.special) - 1)]
+        if count >= 2 * block and self.rng.random() < 1 / 4:
+            end = block * self.length(2, count // block)
+            tokens[end - block : end] = tokens[end - 2 * block : end - block]
+        return tokens
+
     def length(self, least: int, most: int) -> int:
         """Draw a length from `least` to `most`, inclusive."""
         return int(self.rng.integers(least, most + 1))
 
     def sequence(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> ForcedSequence:
         """Return a sequence. `prompt`: tokens, or a number of random tokens. `steps`: number of random tokens to decode."""
-        tokens = self.draw(prompt) if isinstance(prompt, int) else list(prompt)
+        tokens = self.text(prompt) if isinstance(prompt, int) else list(prompt)
         return ForcedSequence(role, tokens, self.draw(steps))
 
     def prefill(self, *sequences: ForcedSequence) -> None:
@@ -158,17 +173,25 @@ class StressTest:
             if self.allocation is None:
                 self.allocation = allocation(self.engine)
 
-    def extend(self, sequence: ForcedSequence, count: int) -> None:
-        """Append a chunk of `count` random tokens."""
-        tokens = self.draw(count)
+    def extend(self, sequence: ForcedSequence, chunk: int | Sequence[int]) -> None:
+        """Append a chunk: tokens, or a number of random tokens."""
+        tokens = self.text(chunk) if isinstance(chunk, int) else chunk
         observed = [sequence] if self.comparer.frees_pages else []
         self._observe(observed)
         assert isinstance(self.engine, SupportsExtend)
         logits_V = self.engine.extend(sequence.handle, tokens)
-        self._advance(count)
+        self._advance(len(tokens))
         self.counts.turns += sequence.decoded > 0
         self._take(sequence, tokens, logits_V, 0, 1, decoded=False)
         self._observe(observed)
+
+    def wake(self) -> None:
+        """Extend the first resting sequence by a short turn, if the engine can, and decode a token of the other."""
+        for number, sequence in enumerate(self.resting):
+            if number == 0 and isinstance(self.engine, SupportsExtend):
+                self.extend(sequence, self.length(1, RESTING_TURN))
+            else:
+                self.decode(sequence)
 
     def fork(self, sequence: ForcedSequence, role: str, steps: int = 0) -> ForcedSequence:
         """Fork a sequence."""

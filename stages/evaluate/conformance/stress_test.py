@@ -15,7 +15,8 @@ from stages.engines.interface import Engine, SupportsExtend, SupportsForgetting,
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS
-from stages.evaluate.conformance.stress import StressTest
+from stages.evaluate.conformance.stress import RESTING_TURN, StressTest
+from stages.evaluate.conformance.walk import WAKES
 from stages.evaluate.decoding.system import allocation, process_memory
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
@@ -24,8 +25,6 @@ from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50
 """Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.stress_test.requests`."""
-RESTING_TURN = 5
-"""Maximum tokens of a turn of the sequence that rests."""
 
 
 def run_stress_test(
@@ -78,14 +77,14 @@ def run_stress_test(
 def _run_scenarios(test: StressTest) -> None:
     """Run the scenarios that the engine supports.
 
-    Two sequences stay live during all scenarios. After each scenario the first decodes a token, and the second has a turn. Once
-    they rest for `IDLE_SECONDS` per request.
+    Two sequences stay live during all scenarios, and advance during the walk and after each scenario. Once they rest for
+    `IDLE_SECONDS` per request.
     """
     engine = test.engine
     room = 2 if engine.max_sequences is None else engine.max_sequences - test.largest
-    most = max(1, min(3 * PAGE_TOKENS, test.max_tokens - RESTING_TURN * (len(SCENARIOS) + 2)))
+    most = max(1, min(3 * PAGE_TOKENS, test.max_tokens - RESTING_TURN * (len(SCENARIOS) + 2 + WAKES)))
     test.scenario = "rest"
-    names = ("a sequence that rests while others come and go", "a conversation that rests while others come and go")
+    names = ("a conversation that rests while others come and go", "a sequence that rests while others come and go")
     if not isinstance(engine, SupportsRequests) and room > 0:
         test.resting = [
             test.sequence(name, test.length(min(PAGE_TOKENS + 1, most), most))
@@ -100,20 +99,12 @@ def _run_scenarios(test: StressTest) -> None:
             except UserError as error:
                 test.failures.append(f"{scenario.name}: the engine refused it: {error}")
             test.end()
-            _wake(test)
+            test.wake()
     if test.resting:
         pause = IDLE_SECONDS * test.config.requests
         time.sleep(pause if test.idle < pause else 0.0)
-        _wake(test)
+        test.wake()
         resting, test.resting = test.resting, []  # `end` releases them from now on
         test.scenario = "rest"
         test.decode(*resting, steps=3)
         test.end()
-
-
-def _wake(test: StressTest) -> None:
-    """Decode a token of the first resting sequence, and extend the second by a short turn."""
-    for sequence in test.resting[:1]:
-        test.decode(sequence)
-    for sequence in test.resting[1:]:
-        test.extend(sequence, test.length(1, RESTING_TURN))

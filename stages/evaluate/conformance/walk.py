@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from stages.engines.interface import SupportsExtend, SupportsFork, SupportsRequests
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
-from stages.policies.policy import PAGE_TOKENS
+from stages.policies.policy import PAGE_TOKENS, page_count
 
 TILES = (144, 176, 208, 240, 320, 384, 448, 512)
 """Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, and so do larger tiles of 320 to 512 tokens."""
@@ -19,7 +19,7 @@ TILES = (144, 176, 208, 240, 320, 384, 448, 512)
 TURN_TILES = (120, 112)
 """Lengths of the first turns in tokens. Every even number up to 16, and 20 and 24, divides one of them."""
 
-JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES = 11, 24, 22, 12, 5, 10
+JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES, WAKES = 11, 24, 22, 12, 5, 10, 3
 """Number of operations of each kind."""
 BORDERS = (-1, 0, 1, -2, 2)
 """Distances from a page's end, in tokens, at which `run` forks a row."""
@@ -28,7 +28,7 @@ EQUAL_TURN = 20
 LAST_STEPS = 4
 """Number of decode steps that remain for every sequence at the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
-LATE = ((130, 600), (300, 900))
+LATE = ((130, 600), (600, 900))
 """Minimum and maximum lengths of long prompts that join a running batch. The other long prompts begin together."""
 CONTINUED = 6
 """Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
@@ -48,6 +48,7 @@ def walk(test: StressTest) -> None:
         return
     walker = Walk(test, long)
     operations = [*[walker.join] * JOINS, *[walker.step] * STEPS, *[walker.run] * RUNS, *[walker.leave] * DEPARTURES]
+    operations += [test.wake] * WAKES
     if isinstance(test.engine, SupportsExtend):
         operations += [walker.turn] * TURNS
     if isinstance(test.engine, SupportsFork):
@@ -75,7 +76,7 @@ class Walk:
         self.borders = iter(BORDERS * RUNS)
         begins = max(next(self.short), most - self.longest_turn - most // 4)
         self.talker = test.sequence("a conversation", begins)
-        late = [min(test.length(*span), most // 2) for span in LATE]
+        late = [page_count(min(test.length(*span), most * 2 // 3)) * PAGE_TOKENS for span in LATE]
         self.late = [*long[test.largest - 1 :], *(test.sequence("a long prompt", length) for length in late)]
         self.last: list[ForcedSequence] = []
         """Live rows of the last decode step, in its order."""
@@ -147,9 +148,12 @@ class Walk:
             self._decode(same)
             self._decode(rows)
             return
-        if self.rng.random() < 1 / 4:  # two batches of equal size in turns
+        if self.rng.random() < 1 / 2:  # two batches of equal size in turns, often with the longest rows first
             half = len(rows) // 2
-            for batch in 2 * (rows[:half], rows[half : 2 * half]):
+            if self.rng.random() < 1 / 2:
+                rows = sorted(rows, key=lambda row: -len(row.tokens))
+                rows = [*rows[::2], *rows[1::2]]
+            for batch in 2 * (rows[:half], rows[len(rows) - half :]):
                 self._decode(batch)
         share = self.rng.random()
         self._decode([row for row in rows if self.rng.random() < share])
@@ -175,9 +179,13 @@ class Walk:
         return [rows[place] for place in self.rng.permutation(len(rows))]
 
     def alone(self) -> None:
-        """Decode every row alone, after a row of similar length: rows with as many pages follow each other."""
-        rows = sorted(self.rows, key=lambda row: len(row.tokens))
+        """Decode every row alone, after a row of similar length: rows with as many pages follow each other.
+
+        Half of the rows decode the same token.
+        """
+        rows, common = sorted(self.rows, key=lambda row: len(row.tokens)), self.test.draw(1)
         for row in [*rows, *rows[::-1]]:
+            row.ahead = common * (self._room(row) > 0 and self.rng.random() < 1 / 2)
             self._decode([row])
 
     def run(self) -> None:
@@ -188,31 +196,39 @@ class Walk:
         self._decode(list(dict.fromkeys(self._fork(row) for _ in range(FORKS_AT_ONCE))))
 
     def turn(self) -> None:
-        """Extend a row once, or twice in succession. A fourth of the turns end with a page, where another begins."""
+        """Extend a row once, or twice in succession. A fourth of the turns end with a page or just after it."""
         row = self.rows[0] if self.rng.random() < 1 / 6 else self._pick()
         for _ in range(2):
             length, ends = next(self.turns), self.rng.random() < 1 / 4
             if ends:
-                length += -(len(row.tokens) + length) % PAGE_TOKENS
+                length += -(len(row.tokens) + length) % PAGE_TOKENS + self.test.length(0, 1) * self.test.length(1, 3)
             self._extend(row, length)
             if not ends and self.rng.random() < 3 / 4:
                 break
 
     def long_turn(self) -> None:
-        """Extend the conversation by a turn that leaves room for some short turns."""
-        self._extend(self.talker, self._room(self.talker) - self.test.max_tokens // 4)
+        """Extend the conversation by a turn that leaves room for some short turns, and ends just after a tile."""
+        most = self._room(self.talker) - self.test.max_tokens // 4
+        length = len(self.talker.tokens)
+        tiles = [tile for tile in (256, 512, 768) if 0 < tile - length < most]
+        if tiles:
+            most = tiles[self.test.length(0, len(tiles) - 1)] - length + self.test.length(1, 3)
+        self._extend(self.talker, most)
 
-    def _extend(self, row: ForcedSequence, count: int) -> None:
-        if isinstance(self.test.engine, SupportsExtend) and (count := min(count, self.longest_turn, self._room(row))) > 0:
-            self.test.extend(row, count)
+    def _extend(self, row: ForcedSequence, chunk: int | Sequence[int]) -> None:
+        count = min(chunk if isinstance(chunk, int) else len(chunk), self.longest_turn, self._room(row))
+        if isinstance(self.test.engine, SupportsExtend) and count > 0:
+            self.test.extend(row, count if isinstance(chunk, int) else chunk[:count])
 
     def fork(self) -> None:
-        """Fork a row several times, or fork it, its fork, and so on. Some forks begin with turns of equal length.
+        """Fork a row several times, or fork it, its fork, and so on.
 
-        Often another fork comes first and ends soon. After some of these, the row has a turn of its own.
+        Some forks begin with turns of equal length or of equal tokens, others with a step in any order, the row among them.
+        Often another fork comes first and ends soon. After some of these, the row has a turn of its own. Some rows end before
+        their forks decode.
         """
         row = min(self._pick(), self._pick(), key=lambda row: len(row.tokens))  # forks of short rows cost less
-        chain, count = self.rng.random() < 1 / 2, self.test.length(1, FORKS_AT_ONCE)
+        chain, count = self.rng.random() < 1 / 3, self.test.length(1, FORKS_AT_ONCE)
         self._make_room(count, row)
         branches = [row]
         if self.rng.random() < 2 / 3 and (gone := self._fork(row)) is not row:  # its pages serve the next forks
@@ -225,10 +241,16 @@ class Walk:
                 self._extend(row, self.test.length(1, EQUAL_TURN))
         for _ in range(count):
             branches.append(self._fork(branches[-1] if chain else row))
-        if self.rng.random() < 1 / 2:
-            length = self.test.length(1, EQUAL_TURN)
-            for branch in dict.fromkeys(branches[1:]):
-                self._extend(branch, length)
+        children = [branch for branch in dict.fromkeys(branches) if branch is not row]
+        if children and row is not self.talker and self.rng.random() < 1 / 3:
+            self._end([row])
+        if self.rng.random() < 2 / 3:
+            turn = self.test.text(self.test.length(1, EQUAL_TURN))
+            equal = self.rng.random() < 1 / 2
+            for child in children:
+                self._extend(child, turn if equal else len(turn))
+        elif self.rng.random() < 1 / 2:
+            self._decode(self._mixed([one for one in (row, *children) if one in self.rows]))
 
     def _fork(self, row: ForcedSequence) -> ForcedSequence:
         """Return a fork; the row itself if the engine cannot fork or has no room."""
