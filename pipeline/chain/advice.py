@@ -94,7 +94,7 @@ def after_weak(config: Config, error: CannotBeJudged, base: Sequence[str], *, sw
         why = (
             "ask questions that this model answers: workloads=chat calibration=chat, or your own, one JSON object a line, as "
             "workloads=jsonl workloads.jsonl=FILE. If its answers are right in other words, word the references as the model "
-            "does, or use check mention (docs/start.md#my-questions)"
+            "does, or use check mention (docs/questions.md#my-questions)"
         )
     return NextStep(wrong=list(error.wrong), why=why, command=command_line(base, *changes, sweep=sweep) if changes else None)
 

@@ -139,18 +139,18 @@ def preview(planned: Plan) -> int:
     return max((code for code, _ in foreseen.problems), key=SEVERITY.index, default=0)
 
 
-def _print(preview: Preview, *, sweeping: bool) -> None:
+def _print(foreseen: Preview, *, sweeping: bool) -> None:
     rows, made = list[list[Value]](), set[str]()
-    for job, title, artifact in preview.artifacts:
+    for job, title, artifact in foreseen.artifacts:
         rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in made else "made"])
         made.add(artifact.key)
     if rows:
         console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
         counts = Counter(word for *_, word in rows)
         console.say(f"{counts['reused']} reused, {counts['made']} made, later rounds run only if the gates are undecided")
-    for label, verdict in preview.verdicts.items():
+    for label, verdict in foreseen.verdicts.items():
         console.say(f"{escape(label)} is judged already: {verdict.status}")
-    for (_, line), jobs in preview.problems.items():
+    for (_, line), jobs in foreseen.problems.items():
         console.error(f"job {', '.join(map(str, jobs))}: {line}" if sweeping else line)
     console.say("dry=true: nothing was written")
 

@@ -33,7 +33,7 @@ def promotable(config: Config) -> summary.Summary:
     """
     last = summary.load(config.work, config.promote.sweep)
     if config.promote.sweep is None and not last.candidates and (judged := summary.last_judged(config.work)) is not None:
-        console.warning(f"the last command judged nothing; promoting from sweep {judged.sweep}")
+        console.warning(f"the last command judged nothing; promoting from sweep {judged.sweep}; promote.sweep=ID names another")
         last = judged
     if last.unfinished is not None and config.promote.name is None:
         raise GateRefusal(
@@ -80,7 +80,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         summary.note(config.work, last.sweep, champion=move.champion)
         passed_over = tables.passed_over(candidates, move)
         tables.print_comparison(candidates)
-        console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
+        console.result("champion", f"[green]{escape(move.message)}[/]", champion=move.champion, message=move.message)
         for rejected, reason in passed_over.items():
             console.result("not_chosen", f"  not {escape(rejected)}: {escape(reason)}", candidate=rejected, reason=reason)
         show_page(config, candidates, last, unfinished=unfinished, move=move, passed_over=passed_over)

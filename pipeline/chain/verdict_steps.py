@@ -53,7 +53,7 @@ class VerdictSteps:
         """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
         policy = self.config.kv
         if self.too_few is not None:
-            console.say(f"[yellow]note:[/] these questions {self.too_few} (docs/start.md#my-questions)")
+            console.say(f"[yellow]note:[/] these questions {self.too_few} (docs/questions.md#my-questions)")
         made = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self.note_length(self._encoded)

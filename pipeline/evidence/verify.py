@@ -155,7 +155,7 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
     for name, kind in sorted(kinds.items()):
         printable = f"{what}: {name if name.isprintable() else ascii(name)}"
         if kind != "file":  # never opened: a link may lead anywhere, and a pipe may never end
-            findings.append(Finding(printable, "differs", f"is a {kind}, no file"))
+            findings.append(Finding(printable, "differs", f"is a {kind}, not a file"))
         elif name not in digests:
             findings.append(Finding(printable, "differs", "is not part of it"))
         elif (finding := _compare(printable, digests[name], file_digest(folder / name))).status != "same":
@@ -201,7 +201,7 @@ def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
         return config
     path = evidence.directory / identity.workloads_file
     if path.is_symlink() or path.parent.is_symlink():
-        raise UserError(f"{path} is a link, no file")
+        raise UserError(f"{path} is a link, not a file")
     if path.is_file() and file_digest(path) != link.inputs.get(config.own_key):
         raise UserError(f"{path} is not the file that was asked")
     return config.model_copy(update={config.own_key: str(path)})

@@ -86,6 +86,7 @@ class RegistryReader:
         os.environ[RETRIES] = "0"  # report a missing server at once
         try:
             with reached(location):
+                # Client forwards every method of MlflowClient, and refuses with one line if a call fails.
                 self.location, self.client = location, cast(MlflowClient, Client(location))
                 _follow_move(location)
                 if location.served:

@@ -244,7 +244,7 @@ class Engines:
         times = {}
         for version in model.versions.values():
             if ROLLED_BACK_AT in version.tags:
-                with suppress(GateRefusal):  # without evidence here, it is no candidate here either
+                with suppress(GateRefusal):  # without evidence here, it is not a candidate here either
                     times[self.find(version).candidate.report.digest] = version.tags[ROLLED_BACK_AT]
         return times
 

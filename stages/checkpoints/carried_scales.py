@@ -15,7 +15,7 @@ from stages.core.errors import UserError
 from stages.policies.delivery import Scales
 from stages.policies.policy import Side
 
-LETTERS = {"k": (Side.KEY,), "v": (Side.VALUE,), "kv": (Side.KEY, Side.VALUE)}
+SIDES_OF = {"k": (Side.KEY,), "v": (Side.VALUE,), "kv": (Side.KEY, Side.VALUE)}
 SCALE = re.compile(
     r"(?!.*(?:vision|visual))(?:.*\.)?layers\.(\d+)\.((?:.*\.)?(?:(kv|k|v)(?:_cache\.|_)scale|([kv])_proj\.output_scale))"
 )
@@ -39,7 +39,7 @@ class ScaleTensor:
     def sides(self) -> tuple[Side, ...]:
         """Sides of the cache that the scales belong to."""
         projection = re.search(r"\.([kv])_proj\.", f".{self.within}")
-        return LETTERS[projection[1] if projection and self.letter != "kv" else self.letter]
+        return SIDES_OF[projection[1] if projection and self.letter != "kv" else self.letter]
 
 
 def scale_tensors(path: Path) -> Iterator[ScaleTensor]:

@@ -148,7 +148,7 @@ class WorkloadsConfig(StrictModel):
     samples: dict[Workload, Count]
     """Number of samples per built-in workload; 0 or an absent key disables the workload."""
     jsonl: PathText | None
-    """File of additional samples, one JSON object per line with the keys of docs/start.md#my-questions; null for none."""
+    """File of additional samples, one JSON object per line with the keys of docs/questions.md#my-questions; null for none."""
     lengths: list[Annotated[int, Field(ge=128, le=1 << 20)]] = Field(default=[])
     """Lengths in tokens of long documents, whose questions replace `samples` and whose lengths replace `context_bins`."""
     length_documents: Annotated[int, Field(ge=1, le=10_000)] = LONG_DOCUMENTS

@@ -31,9 +31,9 @@ request, wrong positions, and more ([tests/faults](../tests/faults)).
 - **Evaluations.** A small evaluation comes first: 104 requests and a small stress test. If the fault passes, the default
   stress test judges it, or all samples of the default evaluation if only gates on samples can detect it.
 - **Record.** `tests/faults/results.json` has every fault's verdict, with the reasons of the failed gates.
-  `tests/faults/costs.json` has the harm to a user, measured independently of the gates: the largest KL of a token in nats
-  when `tests/faults/service.py` serves batches, turns, forks, shared prefixes, crowds and free answers, compared with the same
-  engine without the fault."""
+  `tests/faults/costs.json` has the harm to a user of {measured} of the faults, measured independently of the gates: the
+  largest KL of a token in nats when `tests/faults/service.py` serves batches, turns, forks, shared prefixes, crowds and free
+  answers, compared with the same engine without the fault."""
 
 ALL_GATES = """
 ## Each gate
@@ -62,6 +62,7 @@ def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
     sound = [now[name] for policy in SOUND_ENGINES for seed in range(5) if (name := sound_name(policy, seed)) in now]
     yield HEAD.format(
         judged=len(judged),
+        measured=sum(fault.name in costs for fault in judged),
         refused=len(judged) - len(missed),
         left=f"\n{left} newer faults are not judged yet." if left else "",
         sound=sum(one.verdict == "PASS" for one in sound),

@@ -1,1 +1,1 @@
-"""backend=torch: `reference/` on a CPU, `cuda/` on a GPU."""
+"""backend=torch: its configuration, and the choice between `../reference/` on a CPU and `../cuda/` on a GPU."""

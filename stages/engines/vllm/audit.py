@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.carried_scales import LETTERS, scale_tensors, scales_by_layer
+from stages.checkpoints.carried_scales import SIDES_OF, scale_tensors, scales_by_layer
 from stages.checkpoints.files import INDEX, read_json, refusal
 from stages.checkpoints.intake.shapes import ModelShape, read_model
 from stages.engines.backend import Audit
@@ -48,7 +48,7 @@ def audit(path: Path) -> Audit:
         elif listed is not None and tensor.file not in listed:
             problems.append(f"{tensor.name}: is in {tensor.file}, which {INDEX} does not name")
         elif READ_NAMES.fullmatch(tensor.within) or (method in ("fp8", "quark") and OUTPUT.fullmatch(tensor.within)):
-            found[tensor.layer][LETTERS[tensor.letter][0]] = tensor.values  # vLLM reads a shared scale as the keys' scale
+            found[tensor.layer][SIDES_OF[tensor.letter][0]] = tensor.values  # vLLM reads a shared scale as the keys' scale
         else:
             problems.append(f"{tensor.name}: is not a name that it reads")
     carried = scales_by_layer(tensors, model.kv.layers)

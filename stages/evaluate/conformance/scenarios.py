@@ -123,7 +123,7 @@ def equal(test: StressTest) -> None:
         test.serve([test.sequence(role, prompt, STEPS) for prompt in pages[: test.largest]])
         role = "prompts that part at the end of a page"
         test.serve([test.sequence(role, [*page[:-1], *test.draw(STEPS)], STEPS) for _ in range(2)])
-        begin, role = test.draw(test.length(PAGE_TOKENS // 2, 2 * PAGE_TOKENS)), "prompts that differ in the last token"
+        begin, role = test.draw(test.length(PAGE_TOKENS // 2, 2 * PAGE_TOKENS - 1)), "prompts that differ in the last token"
         test.serve([test.sequence(role, [*begin, *test.draw(1)], STEPS) for _ in range(2)])
     if test.max_tokens >= 5 * PAGE_TOKENS:
         sent = test.sequence("a conversation", test.length(3 * PAGE_TOKENS, 4 * PAGE_TOKENS - STEPS), STEPS)

@@ -257,9 +257,7 @@ class StressTest:
         running = list(sequences)
         while running:
             if len(running) == self.largest:
-                self.counts.reach(
-                    together=sorted(len(sequence.tokens) + 1 for sequence in running)[-2:][0]
-                )  # the second longest
+                self._reach_together([len(sequence.tokens) + 1 for sequence in running])
             self.decode(*running)
             for sequence in running if isinstance(self.engine, SupportsExtend) else ():
                 room = self.max_tokens - len(sequence.tokens)

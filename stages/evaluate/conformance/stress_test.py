@@ -88,7 +88,7 @@ def _run_scenarios(test: StressTest) -> None:
     if not isinstance(engine, SupportsRequests) and room > 0:
         test.resting = [
             test.sequence(name, test.length(min(PAGE_TOKENS + 1, most), most))
-            for name in names[: room if isinstance(engine, SupportsExtend) else 1]
+            for name in (names[:room] if isinstance(engine, SupportsExtend) else names[1:])
         ]
         test.prefill(*test.resting)
     for scenario in SCENARIOS:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from stages.engines.interface import SupportsExtend, SupportsFork, SupportsRequests
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.conformance.stress import StressTest
-from stages.policies.policy import PAGE_TOKENS, page_count
+from stages.policies.policy import PAGE_TOKENS
 
 TILES = (144, 176, 208, 240, 320, 384, 448, 512)
 """Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, and so do larger tiles of 320 to 512 tokens."""
@@ -29,7 +29,8 @@ LAST_STEPS = 4
 """Number of decode steps that remain for every sequence at the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
 LATE = ((130, 600), (600, 900))
-"""Minimum and maximum lengths of long prompts that join a running batch. The other long prompts begin together."""
+"""Minimum and maximum lengths of long prompts that join a running batch, in whole pages and up to two thirds of the largest
+length. The other long prompts begin together."""
 CONTINUED = 6
 """Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
 
@@ -76,7 +77,7 @@ class Walk:
         self.borders = iter(BORDERS * RUNS)
         begins = max(next(self.short), most - self.longest_turn - most // 4)
         self.talker = test.sequence("a conversation", begins)
-        late = [page_count(min(test.length(*span), most * 2 // 3)) * PAGE_TOKENS for span in LATE]
+        late = [max(1, min(test.length(*span), most * 2 // 3) // PAGE_TOKENS) * PAGE_TOKENS for span in LATE]
         self.late = [*long[test.largest - 1 :], *(test.sequence("a long prompt", length) for length in late)]
         self.last: list[ForcedSequence] = []
         """Live rows of the last decode step, in its order."""

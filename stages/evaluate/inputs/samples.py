@@ -1,6 +1,6 @@
 """Loads the samples of an evaluation: generated samples, and the user's JSONL file, whose lines are all checked.
 
-docs/start.md#my-questions describes the keys of a line.
+docs/questions.md#my-questions describes the keys of a line.
 """
 
 import json
