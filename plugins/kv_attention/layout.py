@@ -225,7 +225,7 @@ class CacheLayout:
 
 
 def misfit(name: str, dims: Sequence[int | None], wanted: Dims, sizes: dict[str, int]) -> str | None:
-    """Return the problem with a tensor's dimensions, or None. In `shape`, None is a dimension that varies.
+    """Return the problem with a tensor's dimensions, or None. In `dims`, None is a dimension that varies.
 
     `sizes`: Size of every known letter; sizes of new letters are added.
     """

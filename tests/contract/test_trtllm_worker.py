@@ -15,7 +15,7 @@ from helpers.engines.interpreter_bundles import make_bundle, open_engine
 from helpers.engines.interpreters import make_interpreter, script
 from helpers.engines.trtllm_exports import make_exports
 
-from stages.core.errors import UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter import process
 from stages.engines.interpreter.process import CHANNEL, Worker, inspect_interpreter
 from stages.engines.interpreter.protocol import Description
@@ -64,7 +64,7 @@ def test_a_worker_that_died_between_two_requests_is_reported_and_started_again(b
     assert engine._worker is not None
     os.kill(engine._worker._process.pid, signal.SIGKILL)
     engine._worker._process.wait()
-    with pytest.raises(UserError, match="TensorRT-LLM was ended by SIGKILL in run"):
+    with pytest.raises(MissingRequirement, match="TensorRT-LLM was ended by SIGKILL in run: out of memory"):
         engine.forced(TOKENS, 1)
     assert (engine.forced(TOKENS, 1) == before).all()
     engine.close()

@@ -215,7 +215,8 @@ class Worker:
 
         Raises:
             WorkerError: The worker answered with an error.
-            UserError: The worker died, exceeded the time limit, or does not speak the protocol.
+            MissingRequirement: The worker was killed, probably because memory ran out.
+            UserError: The worker exited, exceeded the time limit, or does not speak the protocol.
         """
         limit = TIMEOUT_S if timeout_s is None else timeout_s
         try:
@@ -226,7 +227,11 @@ class Worker:
             code = self._process.poll()
             ended = "closed its output" if code is None else f"ended with exit code {code}"
             if code is not None and code < 0:
-                ended = f"was ended by {signal.Signals(-code).name}"
+                self._kill()
+                raise MissingRequirement(
+                    f"backend.python={self._python}: {self.program.library} was ended by {signal.Signals(-code).name} in {op}: "
+                    "out of memory? free some memory, or lower the size of the cache or of the batch"
+                ) from None
             raise self._lost(
                 f"backend.python={self._python}: {self.program.library} {ended} in {op}; give a Python that has it"
             ) from None

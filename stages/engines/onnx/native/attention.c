@@ -6,7 +6,7 @@
  * results in a maximum, a sum and a weighted sum of values for each of its GROUP queries. Those of a sequence are joined in
  * their order, with the new token last, so that neither the threads nor the rest of the batch change a bit of the result.
  *
- * Inputs and attributes are those that rewrite.py writes. */
+ * native_rewrite.py writes the operator's inputs and attributes. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -82,7 +82,7 @@ INLINE float parameter(const float *values, const Side *side, int head, int chan
   return values[(side->scale_heads > 1 ? head : 0) * side->scale_channels + (side->scale_channels > 1 ? channel : 0)];
 }
 
-/* What the codes of a channel are multiplied by besides stored scales. */
+/* The factor of a channel's codes, without stored scales. */
 INLINE float channel_factor(const Store *store, int head, int channel) {
   float factor = unit(store->side->kind);
   return store->side->is_static ? factor * parameter(store->static_scale, store->side, head, channel) : factor;

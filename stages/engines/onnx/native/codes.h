@@ -29,7 +29,7 @@ enum { VECTORS = HEAD_DIM / LANES };
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
-/* The order of KINDS in rewrite.py. INT8U and INT4U are the asymmetric formats, whose codes start at 0. */
+/* The numbers of `native=` in stages/policies/table.py. INT8U and INT4U are the asymmetric formats, whose codes start at 0. */
 enum { FP16, BF16, E4M3, E5M2, INT8, INT8U, INT4, INT4U, NVFP4, KINDS };
 
 INLINE Vec splat(float x) { return x - (Vec){0}; }

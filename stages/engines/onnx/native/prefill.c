@@ -27,7 +27,7 @@ typedef struct {
 
 /* ---- blocks ---- */
 
-/* Codes of one side of a page as what they stand for. */
+/* Dequantize the codes of one side of a page. */
 static void widen_page(const Store *from, int head, const uint8_t *codes, const uint8_t *scale_bytes, const uint8_t *zero_bytes,
                        int rows, float (*to)[HEAD_DIM]) {
   const Side *side = from->side;

@@ -1,7 +1,8 @@
 """Runs in vLLM's interpreter and answers the requests of `kvgate_channel`.
 
-Needs only vLLM and its dependencies (numpy, torch). Checked against releases 0.32 and 0.33. The engine runs in this process
-(VLLM_ENABLE_V1_MULTIPROCESSING=0), so that each step can be observed. Tensor parallelism runs its workers in other processes.
+Needs only vLLM and its dependencies (numpy, torch). Written from the sources of `READ_RELEASES` in
+stages/engines/vllm/backend.py. The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that each step can be
+observed. Tensor parallelism runs its workers in other processes.
 """
 
 import itertools
