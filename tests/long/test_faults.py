@@ -48,10 +48,10 @@ def test_every_fault_has_its_own_description() -> None:
     assert len({fault.models for fault in FAULTS}) == len(FAULTS)
 
 
-def test_the_page_names_every_fault_that_is_not_judged_yet() -> None:
+def test_the_page_counts_the_faults_that_are_not_judged_yet() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
-    names = [job.name for job in jobs() if job.fault is not None and job.name not in RECORD]
-    assert [name for name in names if f"`{name}`" not in text] == []
+    missing = [job.name for job in jobs() if job.fault is not None and job.name not in RECORD]
+    assert (f"{len(missing)} newer faults are not judged yet" in text) == bool(missing)
 
 
 def test_a_fault_that_passes_is_explained_on_the_page() -> None:
