@@ -24,14 +24,14 @@ from stages.verdict.report import load_report, load_rows
 
 
 def quantize(run: Run) -> None:
-    exports = run.engine_steps.exports(run.config.kv)
+    exports = run.make()
     checkpoint = exports.path / "checkpoint"
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
 
 
 def build(run: Run) -> None:
-    bundle = run.engine_steps.bundle(run.config.kv)
+    bundle = run.make()
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
 

@@ -230,7 +230,7 @@ def _other_use(config: Config, files: dict[str, str], identity: Identity) -> str
 
 def tune(run: Run) -> None:
     """Search for policies, store the tuned ones for later commands, and print a table of all measured policies."""
-    artifact, shape = run.engine_steps.tuned(), run.engine_steps.shape
+    artifact, shape = run.make(), run.engine_steps.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = run.config.work / TUNED
     _keep_tuned(report, artifact.path, folder)

@@ -29,8 +29,8 @@ request, wrong positions, and more ([tests/faults](../tests/faults)).
 - **Known faults.** The stress test was developed with these faults, so the share above is not the share for an unknown bug.
   In ten *blind draws* of 28 and 29 November 2026, whose faults were written without sight of the stress test, more passed:
   a quarter of the first draw, 6 of 40 in each of the next two, 15 to 34 % of three more, 7 of 60 of the ninth and 19 of 104
-  of the tenth; the shares of the seventh and the eighth were not recorded. After each draw the scenarios were extended by
-  what had passed: of the last 19 faults, 17 are refused now, some of them not in every run. No blind draw has judged the
+  of the tenth; the shares of the seventh and the eighth were not recorded. After each draw, scenarios were added for the
+  faults that had passed. 17 of the last 19 are refused now, some of them not in every run. No blind draw has judged the
   present scenarios.
 - **Tiny model.** Its stress test is larger than the default on your own model
   ([sizes](statistics.md#the-stress-test)), so more faults may pass there.

@@ -54,6 +54,8 @@ def _fitting(engine: PooledEngine, joining: Sequence[Continuation]) -> int:
 
     Kept prefixes do not count as held, because they are evicted when a prefill needs their pages.
     """
+    if not joining:
+        return 0
     pool = engine.pool
     added = 0
     prefixes = set() if engine.prefixes is None else set(engine.prefixes.kept.values())
@@ -66,7 +68,7 @@ def _fitting(engine: PooledEngine, joining: Sequence[Continuation]) -> int:
         held |= shared
         if len(held) + added > pool.max_pages:
             return count
-    return count + 1 if joining else 0
+    return count + 1
 
 
 def _join(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:

@@ -8,6 +8,7 @@ activations that are disturbed by a rounding error. A sound engine may differ by
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stages.checkpoints.description import TOKENS
 from stages.core.records import StoredCopy
 from stages.engines.backend import ROUNDING
 from stages.engines.reference.attention import Fed
@@ -73,7 +74,7 @@ class ReferenceEngine:
     def special_tokens(self) -> list[int]:
         """Tokens that the model's config names as the begin or end of a text, or as padding."""
         config = self.engine.model.config
-        named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+        named = [getattr(config, name, None) for name in TOKENS]
         ids = [token for name in named for token in (name if isinstance(name, list) else [name])]
         return [token for token in dict.fromkeys(ids) if isinstance(token, int) and 0 <= token < self.engine.vocab_size]
 
