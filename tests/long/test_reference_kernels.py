@@ -55,9 +55,7 @@ def engines(model: Any, policy: KVPolicy, **options: int) -> tuple[KernelEngine,
     """Return the engine over the kernels, and the reference engine."""
     on_device = model if DEVICE == "cpu" else copy.deepcopy(model).to(DEVICE)
     scales = static_scales(policy, shape_for(model, policy))
-    return KernelEngine.from_model(on_device, policy, scales, **options), TorchEngine.from_model(
-        model, policy, scales, **options
-    )
+    return KernelEngine(on_device, policy, scales, **options), TorchEngine.from_model(model, policy, scales, **options)
 
 
 @pytest.fixture

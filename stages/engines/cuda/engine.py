@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.reference.build import open_torch_bundle
 from stages.engines.reference.device import resolve_device
 from stages.engines.reference.model import scales_for, shape_for
-from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales
 
 PREFILL_PASS_TOKENS = 4 * PREFILL_CHUNK
@@ -35,9 +35,8 @@ def load_engine(
     info = inspect_checkpoint(bundle)
     check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)
-    return KernelEngine.from_model(
-        load_causal_lm(bundle, dtype=getattr(torch, compute_dtype)).to("cuda"), policy, scales, prefill_chunk=prefill_chunk
-    )
+    model = load_causal_lm(bundle, dtype=getattr(torch, compute_dtype)).to("cuda")
+    return KernelEngine(model, policy, scales, prefill_chunk=prefill_chunk)
 
 
 class KernelEngine(Engine):
@@ -47,9 +46,18 @@ class KernelEngine(Engine):
     forced decoding step by step runs through them.
     """
 
-    def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, cache: KernelCache, chunk: int) -> None:
+    def __init__(
+        self, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
+    ) -> None:
+        """Run transformers' causal language model in float32 or bfloat16.
+
+        The model is on a GPU, or on a CPU if Triton interprets its kernels in this process (TRITON_INTERPRET=1).
+        """
+        shape = shape_for(model, policy)
         super().__init__(policy, shape, int(model.config.vocab_size))
-        self.model, self.cache, self.prefill_chunk = model, cache, chunk
+        layouts = check_kernels(policy, shape, model.config.num_attention_heads)
+        self.cache = KernelCache(layouts, scales_for(policy, shape, scales), model.device)
+        self.model, self.prefill_chunk = model.eval(), prefill_chunk
         self.logit_step = LOGIT_STEP[str(model.dtype).removeprefix("torch.")]
         self._passes: dict[int, DecodePass] = {}
         """Decode passes by padded batch size."""
@@ -57,19 +65,6 @@ class KernelEngine(Engine):
         """`cache.moves` when the passes were captured."""
         self._pool: Any = None
         """Memory pool that the captured graphs share. No graph runs while another graph's outputs are still needed."""
-
-    @classmethod
-    def from_model(
-        cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
-    ) -> Self:
-        """Return an engine around transformers' causal language model in float32 or bfloat16.
-
-        The model is on a GPU, or on a CPU if Triton interprets its kernels in this process (TRITON_INTERPRET=1).
-        """
-        shape = shape_for(model, policy)
-        layouts = check_kernels(policy, shape, model.config.num_attention_heads)
-        cache = KernelCache(layouts, scales_for(policy, shape, scales), model.device)
-        return cls(model.eval(), policy, shape, cache, prefill_chunk)
 
     @torch.inference_mode()
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:

@@ -74,7 +74,7 @@ def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def made(policy: KVPolicy = GUARDED, dtype: torch.dtype = torch.float32) -> Watched:
         scales = static_scales(policy, shape_for(model, policy))
-        engine = Watched.from_model(copy.deepcopy(model).to(dtype), policy, scales, prefill_chunk=CHUNK)
+        engine = Watched(copy.deepcopy(model).to(dtype), policy, scales, prefill_chunk=CHUNK)
         engine.rows, engine.stores, engine.passes = {}, {}, []
         return engine
 
