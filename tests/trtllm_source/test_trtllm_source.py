@@ -25,6 +25,7 @@ from helpers.policies.shipped import SHIPPED
 from helpers.refusals import refused
 from safetensors.torch import load_file
 
+from stages.checkpoints.files import read_json
 from stages.core.errors import UserError
 from stages.core.records import no_progress
 from stages.engines.interpreter.process import Interpreter, inspect_interpreter
@@ -215,7 +216,7 @@ def test_trtllm_build_keeps_every_setting_on_every_generation_of_gpus(engines: B
     expected = []
     for (weights, kv), bundle in engines.items():
         checkpoint = bundle / "checkpoint"
-        config = checkpoints.read_trtllm_config(checkpoint)
+        config = read_json(checkpoint, "config.json")
         flags = settings.engine_settings(config_of("trtllm", None), config["quantization"])
         for sm in SMS:
             out = tmp_path / f"{weights}-{kv}-{sm[0]}{sm[1]}"

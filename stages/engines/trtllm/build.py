@@ -31,7 +31,7 @@ def write_served(exports: Path, out: Path, config: TrtllmConfig, policy: KVPolic
     """Write the served files of ModelOpt's exports to `out`, and return the settings for bundle.json."""
     export = exports / EXPORTS[config.target]
     if not export.is_dir():
-        reason = json.loads((exports / "exports.json").read_text(encoding="utf-8"))[export.name]
+        reason = read_json(exports, "exports.json")[export.name]
         raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {reason}")
     if config.target == "engine":
         return _build_engine(export, out, config, interpreter)
@@ -52,7 +52,7 @@ def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Se
 
 def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interpreter: Interpreter) -> None:
     """Run trtllm-build on a checkpoint. Raises UserError with TensorRT-LLM's last line of output if the build fails."""
-    ranks = checkpoints.read_trtllm_config(checkpoint)["mapping"]["tp_size"]
+    ranks = read_json(checkpoint, checkpoints.CONFIG_FILE)["mapping"]["tp_size"]
     title = f"backend.python={interpreter.python}: TensorRT-LLM {interpreter.release}"
     with Worker(interpreter.program, interpreter.python, **settings.rank_environment(1)) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
@@ -69,11 +69,11 @@ def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: In
     """Build a TensorRT engine and return the fields of its bundle.json."""
     source = out / CHECKPOINT
     checkpoints.write_checkpoint(export, source, config.tensor_parallel_size)
-    checkpoint = checkpoints.read_trtllm_config(source)
+    checkpoint = read_json(source, checkpoints.CONFIG_FILE)
     flags = settings.engine_settings(config, checkpoint["quantization"])
     compile_engine(source, out / ENGINE, flags, interpreter)
     expected = settings.expected_config(flags, checkpoint, interpreter.release)
-    rewritten = settings.differences(expected, checkpoints.read_trtllm_config(out / ENGINE))
+    rewritten = settings.differences(expected, read_json(out / ENGINE, checkpoints.CONFIG_FILE))
     settings.refuse_rewrites(rewritten, config.allow_rewrites)
     return {
         "arguments": {**expected, **{f"build_config.{key}": value for key, value in flags.items()}},
@@ -106,12 +106,11 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
     settings.refuse_rewrites(rewritten, config.allow_rewrites)
     command = f"# TensorRT-LLM {interpreter.release}: trtllm-serve {CHECKPOINT} --config {LLM_ARGS_FILE}"
     (out / LLM_ARGS_FILE).write_text(f"{command}\n{OmegaConf.to_yaml(pinned)}", encoding="utf-8")
-    checkpoint = json.loads((source / "config.json").read_text(encoding="utf-8"))
     return {
         "arguments": settings.flatten(pinned),
         "evaluated_with": evaluated_with,
         "rewritten": {key: built for key, _, built in rewritten},
-        "kv_scales": [1.0] * checkpoint["num_hidden_layers"] if policy.quantized else [],
+        "kv_scales": [1.0] * read_json(source, checkpoints.CONFIG_FILE)["num_hidden_layers"] if policy.quantized else [],
     }
 
 

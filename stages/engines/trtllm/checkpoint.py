@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stages.checkpoints.files import read_json
 from stages.engines.interpreter.bundle import copy_linking_weights
 
 CONFIG_FILE = "config.json"
@@ -29,19 +30,13 @@ ADDED_ONCE = ("attention.dense.bias", "mlp.proj.bias")
 """Biases that are added once after the ranks' parts are summed: rank 0 has the bias, every other rank has zeros."""
 
 
-def read_trtllm_config(checkpoint: Path) -> dict[str, Any]:
-    """Read the config.json of a checkpoint or an engine."""
-    config: dict[str, Any] = json.loads((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
-    return config
-
-
 def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
     """Split `source`, ModelOpt's export for one rank, over `ranks` ranks; write the result to the new directory `out`."""
     if ranks == 1:
         copy_linking_weights(sorted(path.name for path in source.iterdir()), source, out)
         return
     out.mkdir()
-    config = read_trtllm_config(source)
+    config = read_json(source, CONFIG_FILE)
     config["mapping"] = {"world_size": ranks, "tp_size": ranks, "pp_size": 1}
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
     whole = load_file(source / "rank0.safetensors")
