@@ -45,7 +45,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
     skeleton = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
     nodes = {helper.get_node_attr_value(node, "layer"): node for node in skeleton}
     assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
-    specs = {layer: AttentionSpec.of(info, policy, layer, mode) for layer in range(info.layers)}
+    specs = {layer: AttentionSpec(info, policy, layer, mode) for layer in range(info.layers)}
     length: int | str = 1 if mode == "decode" else "S"
     _rename_dims(graph, length)
     for name, table in specs[0].tables.items():
@@ -107,7 +107,7 @@ def cache_inputs(spec: AttentionSpec, suffix: str) -> list[onnx.ValueInfoProto]:
             dims: Dims = [pages, codec.kv_heads, PAGE_TOKENS, width]
             inputs.append(helper.make_tensor_value_info(name + suffix, onnx_type(storage), dims))
         inputs += [helper.make_tensor_value_info(name + suffix, FLOAT, dims) for name, dims in codec.constants.items()]
-    buffers: Dims = ["M", spec.shape.kv_heads, spec.policy.exact_tokens, spec.shape.head_dim]
+    buffers: Dims = ["M", spec.info.kv_heads, spec.policy.exact_tokens, spec.info.head_dim]
     exact = [name for name in spec.cache if name.endswith("_exact")]
     return inputs + [helper.make_tensor_value_info(name + suffix, onnx_type(FLOAT16), buffers) for name in exact]
 

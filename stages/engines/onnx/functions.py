@@ -18,7 +18,6 @@ If the decoder's activations are bfloat16, the functions cast them to float32 an
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
 
 import onnx
 
@@ -26,7 +25,7 @@ from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec, read_scores, read_values
 from stages.policies.onnx_body import Body
-from stages.policies.policy import PAGE_TOKENS, SIDES, KVPolicy, KVShape, Side
+from stages.policies.policy import PAGE_TOKENS, SIDES, KVPolicy, Side
 
 MASKED = {"float32": -1e30, "float16": -6e4}
 """Score of a masked position: exp underflows to 0, and unlike -inf it never results in NaN."""
@@ -36,28 +35,27 @@ INT32 = onnx.TensorProto.INT32
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The parameters of one layer's attention function."""
+    """One layer's attention in one graph of a bundle."""
 
+    info: ModelInfo
     policy: KVPolicy
-    shape: KVShape
     layer: int
-    q_heads: int
-    scaling: float
-    compute: str
-    """Type of the decoder's activations."""
     mode: Mode
-    softcap: float | None = None
-    sinks: bool = False
 
-    @classmethod
-    def of(cls, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode) -> Self:
-        """Return the parameters of one layer of a bundle's model."""
-        return cls(policy, info.shape, layer, info.q_heads, info.scaling, info.compute_dtype, mode, info.softcap, info.sinks)
+    @property
+    def window(self) -> int | None:
+        """The layer's sliding window; see KVShape."""
+        return self.info.shape.window(self.layer)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.info.q_heads // self.info.kv_heads
 
     @property
     def sides(self) -> dict[Side, SideCodec]:
         """Stored copies of the layer's keys and values."""
-        return SideCodec.of_layer(self.policy, self.shape, self.layer)
+        return SideCodec.of_layer(self.policy, self.info.shape, self.layer)
 
     @property
     def tables(self) -> dict[str, tuple[str, ...]]:
@@ -70,7 +68,7 @@ class AttentionSpec:
     @property
     def inputs(self) -> list[str]:
         """Names of the function's inputs, in order."""
-        return ["query", "key", "value", *(["sinks"] if self.sinks else []), *self.tables, *self.cache]
+        return ["query", "key", "value", *(["sinks"] if self.info.sinks else []), *self.tables, *self.cache]
 
     @property
     def cache(self) -> list[str]:
@@ -84,13 +82,13 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
 
     Further inputs are the tables and the cache.
     """
-    body, heads, dim = Body(spec.compute), spec.shape.kv_heads, spec.shape.head_dim
-    group = spec.q_heads // heads
+    info = spec.info
+    body, heads, dim = Body(info.compute_dtype), info.kv_heads, info.head_dim
     query, key, value = (body.from_activations(name) for name in ("query", "key", "value"))
-    q = body.op("Mul", body.reshape(query, 0, heads, -1, dim), body.real(spec.scaling))
+    q = body.op("Mul", body.reshape(query, 0, heads, -1, dim), body.real(info.scaling))
     keys, values = (_regions(body, spec, side) for side in SIDES)
     exact = spec.policy.exact_tokens
-    low = _first_positions(body, spec, group)
+    low = _first_positions(body, spec)
     masks = _pool_masks(body, spec, low)
 
     masked = body.real(MASKED[body.compute])
@@ -99,13 +97,13 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     if exact:
         scores = _capped(body, spec, _dot(body, q, _exact_rows(body, "key_exact")))
         parts.append(body.op("Where", _exact_mask(body, spec.policy, low), scores, masked))
-    parts.append(_new_scores(body, spec, q, key, group, masked))
+    parts.append(_new_scores(body, spec, q, key, masked))
 
-    if spec.sinks:  # a column of the softmax that no slice below reads
-        parts.insert(0, _sink_scores(body, spec, group))
+    if info.sinks:  # a column of the softmax that no slice below reads
+        parts.insert(0, _sink_scores(body, spec))
     p = body.op("Softmax", _join(body, parts), axis=-1)
     sizes = [_positions_of(body, index) for _, index in values] + ([body.ints([exact])] if exact else [])
-    ends = [body.ints([int(spec.sinks)])]
+    ends = [body.ints([int(info.sinks)])]
     for size in sizes:
         ends.append(body.op("Add", ends[-1], size))
     pieces = [body.op("Slice", p, *span, body.ints([3])) for span in pairwise([*ends, body.ints([2**31 - 1])])]
@@ -116,9 +114,9 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
         out = body.op("Add", out, read_values(body, codec, piece, index))
     out = body.to_activations(out)
     if spec.mode == "decode":
-        body.op("Reshape", out, body.ints([0, 1, spec.q_heads, dim]), out="attended")
+        body.op("Reshape", out, body.ints([0, 1, info.q_heads, dim]), out="attended")
     else:
-        split = body.op("Reshape", out, _shape(body, 0, spec.q_heads, "S", dim))
+        split = body.op("Reshape", out, _shape(body, 0, info.q_heads, "S", dim))
         body.op("Transpose", split, perm=[0, 2, 1, 3], out="attended")
     return body.function("PagedAttention", spec.layer, spec.inputs, ["attended"])
 
@@ -163,15 +161,14 @@ def _positions_of(body: Body, pages: str) -> str:
     return body.op("Mul", body.op("Shape", pages, start=-1), body.ints([PAGE_TOKENS]))
 
 
-def _first_positions(body: Body, spec: AttentionSpec, group: int) -> str | None:
+def _first_positions(body: Body, spec: AttentionSpec) -> str | None:
     """Return the first position that a row attends to, int32 (B, 1, 1, 1) or (B, 1, R, 1); None without a sliding window."""
-    window = spec.shape.window(spec.layer)
-    if window is None:
+    if spec.window is None:
         return None
-    first = body.op("Sub", _per_sequence(body, "lengths"), body.const(window - 1, "int32"))
+    first = body.op("Sub", _per_sequence(body, "lengths"), body.const(spec.window - 1, "int32"))
     if spec.mode == "decode":
         return first
-    steps = body.op("Tile", _steps(body, _new_tokens(body)), body.ints([group]))
+    steps = body.op("Tile", _steps(body, _new_tokens(body)), body.ints([spec.group]))
     return body.op("Add", first, body.reshape(steps, 1, 1, -1, 1))
 
 
@@ -229,7 +226,7 @@ def _exact_rows(body: Body, name: str) -> str:
     return body.to_compute(body.op("Gather", name, "exact_slots", axis=0))
 
 
-def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, group: int, masked: str) -> str:
+def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, masked: str) -> str:
     """Return the scores among the new tokens, (B, H, R, S), causal and within the layer's window."""
     scores = _capped(body, spec, _dot(body, q, key))
     if spec.mode == "decode":
@@ -237,25 +234,24 @@ def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, group: int, m
     steps = _steps(body, _new_tokens(body))
     rows = body.op("Unsqueeze", steps, body.ints([1]))
     causal = body.op("LessOrEqual", steps, rows)
-    window = spec.shape.window(spec.layer)
-    if window is not None:
-        causal = _not_before(body, causal, steps, body.op("Sub", rows, body.const(window - 1, "int32")))
-    heads = spec.shape.kv_heads
-    by_query = body.op("Reshape", scores, _shape(body, 0, heads, group, "S", "S"))
+    if spec.window is not None:
+        causal = _not_before(body, causal, steps, body.op("Sub", rows, body.const(spec.window - 1, "int32")))
+    heads = spec.info.kv_heads
+    by_query = body.op("Reshape", scores, _shape(body, 0, heads, spec.group, "S", "S"))
     return body.op("Reshape", body.op("Where", causal, by_query, masked), _shape(body, 0, heads, -1, "S"))
 
 
 def _capped(body: Body, spec: AttentionSpec, scores: str) -> str:
     """Apply the model's softcap, if any, to scores."""
-    if spec.softcap is None:
+    if spec.info.softcap is None:
         return scores
-    cap = body.real(spec.softcap)
+    cap = body.real(spec.info.softcap)
     return body.op("Mul", body.op("Tanh", body.op("Div", scores, cap)), cap)
 
 
-def _sink_scores(body: Body, spec: AttentionSpec, group: int) -> str:
+def _sink_scores(body: Body, spec: AttentionSpec) -> str:
     """Return the learned sink score of every query row, (B, H, R, 1)."""
-    heads = spec.shape.kv_heads
+    heads, group = spec.info.kv_heads, spec.group
     by_head = body.reshape(body.from_activations("sinks"), 1, heads, group, 1)
     batch = body.op("Shape", "query", start=0, end=1)
     dims = body.op("Concat", batch, body.ints([heads, group]), _new_tokens(body), axis=0)

@@ -34,7 +34,8 @@ ABSENT = -1
 
 def refusals(info: ModelInfo, policy: KVPolicy) -> dict[int, str]:
     """Return the reason for every layer that the kernel does not support, by layer."""
-    return {layer: reason for layer in range(info.layers) if (reason := _refusal(_spec(info, policy, layer))) is not None}
+    specs = (AttentionSpec(info, policy, layer, "decode") for layer in range(info.layers))
+    return {spec.layer: reason for spec in specs if (reason := _refusal(spec)) is not None}
 
 
 def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode) -> None:
@@ -58,7 +59,7 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: 
         if layer in refused:
             continue
         function = layer_function("PagedAttention", layer)
-        spec = _spec(info, policy, layer)
+        spec = AttentionSpec(info, policy, layer, mode)
         node, body = nodes.get(function), bodies.get(function)
         if node is None or body is None or len(node.input) != len(spec.inputs) or len(node.output) != 1:
             raise UserError(f"{mode}.onnx: {function} is not the attention of the bundle's policy: build the engine again")
@@ -70,10 +71,6 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: 
         dims: list[int | str] = ["B", 1 if mode == "decode" else "S", info.q_heads, info.head_dim]
         model.graph.value_info.append(helper.make_tensor_value_info(result, FLOAT_TYPES[info.compute_dtype], dims))
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
-
-
-def _spec(info: ModelInfo, policy: KVPolicy, layer: int) -> AttentionSpec:
-    return AttentionSpec.of(info, policy, layer, "decode")
 
 
 def _refusal(spec: AttentionSpec) -> str | None:
@@ -91,23 +88,23 @@ def _refusal(spec: AttentionSpec) -> str | None:
 def attributes(spec: AttentionSpec) -> dict[str, Any]:
     """Return the operator's attributes in the format that `create` in operator.c reads."""
     place = {name: number for number, name in enumerate(spec.inputs)}
-    policy, shape = spec.policy, spec.shape
+    info, policy = spec.info, spec.policy
     exact = (FP16.native[0], 0, 0, 0, 1, 1, 0)
     sides: dict[Side, list[int | None]] = {side: [ABSENT] * 8 for side in Side}
     for side, codec in spec.sides.items():
         sides[side] = [*_side(codec), place[next(iter(codec.arrays))]]
     # The function body multiplies queries with the scaling in the compute dtype.
-    scaling = float(NUMPY_FLOATS[spec.compute](spec.scaling))
+    scaling = float(NUMPY_FLOATS[info.compute_dtype](info.scaling))
     return {
         "scaling": scaling,
-        "softcap": spec.softcap or 0.0,
+        "softcap": info.softcap or 0.0,
         "sizes": [
-            shape.head_dim,
-            spec.q_heads // shape.kv_heads,
-            shape.kv_heads,
+            info.head_dim,
+            spec.group,
+            info.kv_heads,
             policy.sink_tokens,
             policy.recent_tokens,
-            shape.window(spec.layer) or 0,
+            spec.window or 0,
         ],
         "tables": [place.get(name, ABSENT) for name in TABLES],
         **{str(side): numbers for side, numbers in sides.items()},

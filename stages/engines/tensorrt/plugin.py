@@ -145,7 +145,7 @@ def _attention(
     """Return a layer's attention node, and the names of its input tensors by their names in its function."""
     function = layer_function("PagedAttention", layer)
     (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
-    spec = AttentionSpec.of(info, policy, layer, mode)
+    spec = AttentionSpec(info, policy, layer, mode)
     return node, dict(zip(["query", "key", "value", *spec.tables, *spec.cache], node.input, strict=True))
 
 

@@ -73,9 +73,7 @@ class AttentionCase:
 
     @property
     def spec(self) -> AttentionSpec:
-        heads = self.heads
-        shape = KVShape(1, heads.kv, heads.dim)
-        return AttentionSpec(self.policy, shape, 0, heads.query, heads.dim**-0.5, self.compute, self.mode)
+        return AttentionSpec(self.info, self.policy, 0, self.mode)
 
     @property
     def mode(self) -> Mode:
@@ -88,7 +86,7 @@ class AttentionCase:
         heads = self.heads
         return ModelInfo(
             compute_dtype=self.compute, layers=1, q_heads=heads.query, kv_heads=heads.kv, head_dim=heads.dim, vocab_size=1,
-            max_position_embeddings=1, weights_sha256="", scaling=self.spec.scaling,
+            max_position_embeddings=1, weights_sha256="", scaling=heads.dim**-0.5,
         )  # fmt: skip
 
     def graph(self) -> onnx.ModelProto:
@@ -101,8 +99,8 @@ class AttentionCase:
         ]
         inputs += [helper.make_tensor_value_info(name, onnx.TensorProto.INT32, dims) for name, dims in spec.tables.items()]
         inputs += cache_inputs(spec, "")
-        names = ["query", "key", "value", *spec.tables, *spec.cache]
-        node = helper.make_node(layer_function("PagedAttention", 0), names, ["attended"], name="attention.0", domain=DOMAIN)
+        name = layer_function("PagedAttention", 0)
+        node = helper.make_node(name, spec.inputs, ["attended"], name="attention.0", domain=DOMAIN)
         out = helper.make_tensor_value_info("attended", kind, ["B", self.tokens, heads.query, heads.dim])
         return helper.make_model(
             helper.make_graph([node], "attention", inputs, [out]),

@@ -29,10 +29,10 @@ from plugins.kv_attention.tensorrt_nodes import (
     node_of,
 )
 from plugins.kv_attention.variants import WIDEST, Compute, Setting, context_variant, plan_grid
+from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import check_kernels
 from stages.policies.arithmetic_onnx import onnx_type
-from stages.policies.policy import KVShape
 
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
@@ -195,9 +195,12 @@ def test_the_attention_takes_the_work_list_and_the_inputs_of_the_onnx_graphs_fun
     name: str, sinks: int, recent: int
 ) -> None:
     policy = SHIPPED[name].model_copy(update={"sink_tokens": sinks, "recent_tokens": recent})
-    shape = KVShape(layers=1, kv_heads=2, head_dim=128)
-    spec = AttentionSpec(policy, shape, layer=0, q_heads=8, scaling=SCALING, compute="float16", mode="decode")
-    (layout,) = check_kernels(policy, shape, q_heads=8)
+    info = ModelInfo(
+        compute_dtype="float16", layers=1, q_heads=8, kv_heads=2, head_dim=128, vocab_size=1, max_position_embeddings=1,
+        weights_sha256="", scaling=SCALING,
+    )  # fmt: skip
+    spec = AttentionSpec(info, policy, layer=0, mode="decode")
+    (layout,) = check_kernels(policy, info.shape, q_heads=8)
     node = node_of("decode_partial", layout)
     taken = input_specs(node, Setting(layout, "float16", group=4))
     assert sorted(taken) == sorted(["query", "key", "value", *spec.tables, *PLAN.outputs, *spec.cache])
