@@ -1,12 +1,9 @@
 """The engine bundle of backend=onnxruntime on disk, and the check that it is unchanged since the build."""
 
-from pathlib import Path
-
 from stages.core.strict import StrictModel
-from stages.engines.bundle import ModelRecord, open_bundle
+from stages.engines.bundle import ModelRecord
 from stages.engines.onnx.config import ComputeDType
-from stages.policies.policy import KVPolicy, KVShape
-from stages.policies.scales import KVScales
+from stages.policies.policy import KVShape
 
 BACKEND = "onnxruntime"
 GRAPHS = ("prefill.onnx", "decode.onnx")
@@ -55,8 +52,3 @@ class Bundle(ModelRecord):
     @property
     def shape(self) -> KVShape:
         return self.model.shape
-
-
-def open_onnx_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
-    """Read and verify a bundle. Raises UserError, which names the file, if a file is missing or has changed since the build."""
-    return open_bundle(directory, Bundle, BACKEND)

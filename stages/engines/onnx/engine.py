@@ -16,7 +16,8 @@ import onnxruntime as ort
 from stages.core.errors import MissingRequirement
 from stages.core.records import PREFILL_CHUNK
 from stages.engines.base import Mode, check_positive
-from stages.engines.onnx.bundle import NOT_FINITE, Bundle, open_onnx_bundle
+from stages.engines.bundle import open_bundle
+from stages.engines.onnx.bundle import BACKEND, NOT_FINITE, Bundle
 from stages.engines.onnx.config import CpuAttention
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
@@ -135,7 +136,7 @@ def load_engine(
         >>> engine.generate([[1, 2, 3]], max_new_tokens=8, stop_tokens=())  # doctest: +SKIP
     """
     check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)
-    described, policy, scales = open_onnx_bundle(bundle)
+    described, policy, scales = open_bundle(bundle, Bundle, BACKEND)
     refuse_bfloat16(described.model.compute_dtype)
     pool = PagedPool(policy, described.model.shape, max_pages)
     native = attention == "native" or (attention == "auto" and find_compiler() is not None)

@@ -18,8 +18,8 @@ from stages.core.errors import UserError
 from stages.core.files import link_or_copy
 from stages.core.records import Progress
 from stages.engines.base import Mode
-from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
-from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, open_onnx_bundle
+from stages.engines.bundle import BuiltFor, begin_bundle, open_bundle, write_bundle
+from stages.engines.onnx.bundle import BACKEND, WEIGHTS_FILE, Bundle, ModelInfo
 from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, as_inputs
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.shapes import PlanLimits, Range, prefill_rows
@@ -162,7 +162,7 @@ def build_bundle(
 ) -> None:
     """Write a bundle of plans."""
     trt = load(library)
-    described, built, _ = open_onnx_bundle(onnx_bundle)
+    described, built, _ = open_bundle(onnx_bundle, Bundle, BACKEND)
     assert built == policy, f"{onnx_bundle} is a bundle of {built.name}, not of {policy.name}"
     limits = PlanLimits(policy, max_batch, max_tokens)
     graphs: Mapping[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}

@@ -11,7 +11,8 @@ import pytest
 from onnx import helper
 
 from helpers.engines.random_llama import BY_NAME, INT4, fmt, int4_groups, make_bundle, once, shared_decoder
-from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle, open_onnx_bundle
+from stages.engines.bundle import open_bundle
+from stages.engines.onnx.bundle import BACKEND, WEIGHTS_FILE, Bundle
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.paged.kernel_layout import KernelLayers
@@ -49,7 +50,7 @@ class Surgery:
 
 
 def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:
-    described, _, _ = open_onnx_bundle(onnx_bundle)
+    described, _, _ = open_bundle(onnx_bundle, Bundle, BACKEND)
     model = onnx.load(onnx_bundle / "decode.onnx", load_external_data=False)
     layers = use_plugin(model, described.model, policy, "decode", programs=PROGRAMS, sm=SM)
     prefill = onnx.load(onnx_bundle / "prefill.onnx", load_external_data=False)

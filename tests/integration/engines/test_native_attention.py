@@ -10,8 +10,9 @@ from helpers.engines.random_llama import BY_NAME, POLICIES, fmt, make_engine
 from helpers.policies.formats import add_int2
 
 from stages.core.errors import MissingRequirement, UserError
+from stages.engines.bundle import open_bundle
 from stages.engines.onnx.backend import OnnxBackend
-from stages.engines.onnx.bundle import open_onnx_bundle
+from stages.engines.onnx.bundle import BACKEND, Bundle
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.native import compiler
@@ -134,7 +135,7 @@ def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
     engine = make_engine(decoder, tmp_path / "bundle", policy, attention="native")
     engine.generate([[1, 2, 3]], 2, ())
     assert engine.attention == "native in 1 of 2 layers"
-    described, _, _ = open_onnx_bundle(tmp_path / "bundle")
+    described, _, _ = open_bundle(tmp_path / "bundle", Bundle, BACKEND)
     assert refusals(described.model, policy) == {1: "kv.overrides.0.key.dtype=int2 is not read by the kernel"}
     for dim, name, reason in ((24, "fp16", "head_dim 24 is not a multiple of 16"), (16, "int4", "not a multiple of 32")):
         assert reason in refusals(described.model.model_copy(update={"head_dim": dim}), BY_NAME[name])[0]
