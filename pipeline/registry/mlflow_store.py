@@ -31,7 +31,6 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.registry import pages
 from pipeline.registry.reaching import check_reachable, named, reached
-from pipeline.registry.texts import clip, copy_redacted, flat_params, table_text
 from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
@@ -39,12 +38,12 @@ from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
-TAG_CHARS = 5000
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file in `Location.runs`."""
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
-"""Loggers to silence: they log dozens of lines while a new file migrates, and the tracebacks of raised exceptions."""
+LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store", "mlflow.utils.validation")
+"""Loggers to silence: they log dozens of lines while a new file migrates, the tracebacks of raised exceptions, and texts that
+MLflow cuts to its limits."""
 ADDRESSES = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -193,8 +192,8 @@ class MlflowStore(RegistryReader):
             status = "FAILED"
             try:
                 tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": pages.UNDECIDED}
-                run_id = self._create_run(kv, {name: clip(redact_text(text), TAG_CHARS) for name, text in tags.items()})
-                self.client.log_batch(run_id, params=[Param(name, value) for name, value in flat_params(config).items()])
+                run_id = self._create_run(kv, {name: redact_text(text) for name, text in tags.items()})
+                self.client.log_batch(run_id, params=[Param(name, value) for name, value in pages.flat_params(config).items()])
                 yield run_id
                 status = "FINISHED"
             except (KeyboardInterrupt, SystemExit):
@@ -219,7 +218,7 @@ class MlflowStore(RegistryReader):
 
         `run_id` is the candidate's run, which has the sweep, and the lock that both runs share.
         """
-        metrics = pages.of_baseline(candidate)
+        metrics = pages.baseline_metrics(candidate)
         if not metrics:
             return
         own = self.client.get_run(run_id).data.tags
@@ -235,7 +234,7 @@ class MlflowStore(RegistryReader):
         """Log files as artifacts of a run, with secrets removed. The run may have ended."""
         with tempfile.TemporaryDirectory() as scratch:
             for path in files:
-                copy_redacted(path, Path(scratch) / path.name)
+                pages.copy_redacted(path, Path(scratch) / path.name)
             self.client.log_artifacts(run_id, scratch)
 
     def _log(self, run_id: str, tags: Mapping[str, str], metrics: Mapping[str, float], model_id: str | None = None) -> None:
@@ -244,7 +243,7 @@ class MlflowStore(RegistryReader):
         self.client.log_batch(
             run_id,
             metrics=[Metric(name, value, now, 0, model_id) for name, value in metrics.items()],
-            tags=[RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in tags.items()],
+            tags=[RunTag(name, redact_text(value)) for name, value in tags.items()],
         )
 
     def register(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
@@ -264,9 +263,9 @@ class MlflowStore(RegistryReader):
             # MLflow's own `log_table` sends eight requests per table.
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
-        self._log(run_id, tags, pages.chosen(candidate), model_id)
+        self._log(run_id, tags, pages.candidate_metrics(candidate), model_id)
         for name, table in tables.items():
-            self.client.log_text(run_id, table_text(table), name)
+            self.client.log_text(run_id, pages.table_text(table), name)
         self.attach(run_id, [candidate.report.path])
         self._show_baseline(run_id, candidate)
         return candidate.model_copy(update={"run_id": run_id, "version": version})

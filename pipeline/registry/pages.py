@@ -6,13 +6,13 @@ metrics that decide the choice of an engine come first. All numbers of a report 
 
 import json
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.signing import SIGNATURE_FILE
-from pipeline.registry.texts import copy_redacted
-from stages.core.redaction import redact
+from stages.core.redaction import leaves, redact, redact_text
 from stages.engines.bundle import BUNDLE_FILE
 from stages.policies.policy import POLICY_FILE
 from stages.policies.scales import SCALES_FILE
@@ -55,6 +55,14 @@ SHOWN = (
 """Columns of the samples' table after the outcome: answers before measurements."""
 
 
+def flat_params(config: Mapping[str, object]) -> dict[str, str]:
+    """Return a configuration as MLflow's parameters: dotted names and texts, without secrets."""
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        for name, value in leaves(redact(config))
+    }
+
+
 def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, list[dict[str, Any]]]:
     """Return the tables of answers and checks, which MLflow compares across runs: file name -> rows.
 
@@ -70,7 +78,13 @@ def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, lis
     return {"samples.json": samples, "checks.json": [check.model_dump() for check in candidate.checks]}
 
 
-def of_baseline(candidate: Candidate) -> dict[str, float]:
+def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with identical keys as the JSON that MLflow shows as a table."""
+    data = [[redact(value) for value in row.values()] for row in rows]
+    return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False, allow_nan=False)
+
+
+def baseline_metrics(candidate: Candidate) -> dict[str, float]:
     """Return the metrics of the FP16 engine's run, which MLflow charts next to its candidates under the same names."""
     found = {}
     for name, value in candidate.metrics.items():
@@ -88,7 +102,7 @@ def _logarithm(kl: float | None) -> dict[str, float]:
     return {} if kl is None else {LOG_KL: math.log10(max(kl, LEAST_KL))}
 
 
-def chosen(candidate: Candidate) -> dict[str, float]:
+def candidate_metrics(candidate: Candidate) -> dict[str, float]:
     """Return the metrics of a candidate's run, in logging order. The baseline's metrics are in the baseline's run.
 
     `accuracy_loss` is added for every pair of accuracies: the lost fraction, negative for a gain.
@@ -129,3 +143,11 @@ def collect_evidence(candidate: Candidate, folder: Path) -> None:
             copy_redacted(path, folder / path.name)
     verdict = candidate.model_dump(mode="json", include={*DECIDED, "metrics"})
     (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2, allow_nan=False), encoding="utf-8")
+
+
+def copy_redacted(source: Path, target: Path) -> None:
+    """Copy a text file without its secrets. HTML pages were written without secrets and are copied unchanged."""
+    if source.suffix == ".html":
+        shutil.copyfile(source, target)
+    else:
+        target.write_text(redact_text(source.read_text(encoding="utf-8")), encoding="utf-8")

@@ -5,7 +5,7 @@ from pathlib import Path
 from helpers.registry.candidates import judged_candidate
 from helpers.verdicts.reports import answered, row, sliced, verdict
 
-from pipeline.registry.pages import FIRST, LIMIT, chosen, of_baseline, run_tables
+from pipeline.registry.pages import FIRST, LIMIT, baseline_metrics, candidate_metrics, run_tables
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
@@ -18,7 +18,7 @@ def judged(folder: Path, rows: list[SampleRow]) -> Candidate:
 
 def test_a_run_has_few_metrics_however_many_kinds_of_work_there_are(tmp_path: Path) -> None:
     rows = [one for number in range(40) for one in answered(f"kind{number:02}", 2)]
-    metrics = chosen(judged(tmp_path, rows))
+    metrics = candidate_metrics(judged(tmp_path, rows))
     assert len(metrics) == LIMIT == 40
     assert "quality/kind00/kl_mean" in metrics
 
@@ -27,11 +27,11 @@ def test_candidate_and_fp16_engine_have_the_metrics_that_decide_first_under_the_
     own = {"quality/kl_mean": 0.0, "quality/recovery": 0.9, "memory/kib_per_token": 1.0}
     others = {"baseline/kib_per_token": 2.0, "noise/kl_mean": 0.0, "quality/accuracy_baseline": 0.5}
     candidate = judged_candidate(tmp_path, "fp8", metrics={**own, **others})
-    shown = of_baseline(candidate)
+    shown = baseline_metrics(candidate)
     assert {name: shown[name] for name in FIRST} == dict(zip(FIRST, (1.0, -9.0, 2.0), strict=True))
     assert shown["quality/accuracy_candidate"] == 0.5
-    assert list(chosen(candidate).items()) == [*zip(FIRST, (0.9, -9.0, 1.0), strict=True), ("quality/kl_mean", 0.0)]
-    assert of_baseline(candidate.model_copy(update={"metrics": own})) == {}
+    assert list(candidate_metrics(candidate).items()) == [*zip(FIRST, (0.9, -9.0, 1.0), strict=True), ("quality/kl_mean", 0.0)]
+    assert baseline_metrics(candidate.model_copy(update={"metrics": own})) == {}
 
 
 def test_the_tables_are_every_check_and_the_samples_from_lost_answers_on_farthest_first(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_e
 
 
 def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: Path) -> None:
-    config = {"hub_token": SECRET, "data": {"uri": f"s3://k:{SECRET}@bucket"}, "note": f"password={SECRET}"}
-    reasons = (f"cannot read https://u:{SECRET}@host",)
+    config = {"hub_token": SECRET, "data": {"uri": f"s3://k:{SECRET}@bucket"}, "note": f"password={SECRET} {'a' * 9000}"}
+    reasons = (f"cannot read https://u:{SECRET}@host", "a" * 9000)  # MLflow cuts long tags and parameters
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
     with store.candidate("secrets", "int4", "onnxruntime", config) as run:
         store.register(run, candidate, [row("copy", 1, True, False, candidate_generation=f"api_key={SECRET}")])
