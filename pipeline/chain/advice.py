@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from pipeline.cli.next_steps import NextStep, command_line, promotion_command, standing
 from pipeline.config import CONF
@@ -26,23 +25,6 @@ BLIND = (
 )
 """Advice if the must-fail control passed."""
 
-State = Literal["unfinished", "blind", "first_look", "passed", "unregistered", "undecided", "failed"]
-"""State of judged candidates; `unregistered` passed without a tracking store."""
-
-
-def state_of(config: Config, candidates: Sequence[Candidate], *, unfinished: bool = False) -> State:
-    """Return the state of an evaluation or a sweep with these verdicts. `unfinished`: some jobs did not end."""
-    verdicts = {candidate.verdict for candidate in candidates}
-    if unfinished:
-        return "unfinished"
-    if all(is_blind(candidate.checks) for candidate in candidates):
-        return "blind"
-    if "PASS" in verdicts:
-        return "passed" if config.tracking.enabled else "unregistered"
-    if "INCONCLUSIVE" not in verdicts:
-        return "failed"
-    return "first_look" if config.workloads.is_first_look else "undecided"
-
 
 def after_judging(
     config: Config,
@@ -56,27 +38,27 @@ def after_judging(
 
     `base` are the user's arguments.
     """
-    sweep, command = bool(swept), command_line(base, sweep=bool(swept))
-    match state_of(config, candidates, unfinished=unfinished):
-        case "unfinished":
-            why = "finish the sweep; finished work is reused"
-        case "blind":
-            return NextStep(why=BLIND)
-        case "first_look":
-            kept = [part for part in base if part.lstrip("+").replace("'", "") not in FIRST_LOOK]
-            asked = [] if len(kept) < len(base) else ["workloads.conformance_samples=2"]
-            why, command = "judge it in full", command_line(kept, *asked, sweep=sweep)
-        case "passed":
-            why, command = "make the best that passed the champion", promotion_command(config)
-        case "unregistered":
-            without = [part for part in base if not part.lstrip("+").startswith("tracking")]
-            why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
-            command = command_line(without, "stage=evaluate", sweep=sweep)
-        case "undecided":
-            undecided = [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]
-            return _ask_more(config, undecided, base, swept)
-        case "failed":
-            return _finer(config, candidates, base, swept)
+    sweep, verdicts = bool(swept), {candidate.verdict for candidate in candidates}
+    command: str | None = command_line(base, sweep=sweep)
+    if unfinished:
+        why = "finish the sweep; finished work is reused"
+    elif all(is_blind(candidate.checks) for candidate in candidates):
+        why, command = BLIND, None
+    elif "PASS" in verdicts and config.tracking.enabled:
+        why, command = "make the best that passed the champion", promotion_command(config)
+    elif "PASS" in verdicts:
+        untracked = [part for part in base if not part.lstrip("+").startswith("tracking")]
+        why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
+        command = command_line(untracked, "stage=evaluate", sweep=sweep)
+    elif "INCONCLUSIVE" not in verdicts:
+        return _judge_finer(config, candidates, base, swept)
+    elif config.workloads.is_first_look:
+        kept = [part for part in base if part.lstrip("+").replace("'", "") not in FIRST_LOOK]
+        asked = [] if len(kept) < len(base) else ["workloads.conformance_samples=2"]
+        why, command = "judge it in full", command_line(kept, *asked, sweep=sweep)
+    else:
+        undecided = [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]
+        return _ask_more(config, undecided, base, swept)
     return NextStep(why=why, command=command)
 
 
@@ -119,7 +101,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     if stuck:
         return NextStep(why=f"{state}; more questions would not decide: {stuck[0]}; see docs/verdict.md#inconclusive-what-now")
     if following is None or questions.largest > MOST_QUESTIONS:
-        step = _finer(config, undecided, base, swept)
+        step = _judge_finer(config, undecided, base, swept)
         return step.model_copy(update={"why": f"{state}, and another attempt would not decide it: {step.why}"})
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
@@ -129,7 +111,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     return NextStep(why=f"{state}{add}; ask enough questions to decide it", command=command)
 
 
-def _finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
+def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
     shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
     least = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
