@@ -67,7 +67,7 @@ def run(planned: Plan, sweep: str) -> int:
         Exception: A defect.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
-    jobs = JobRunner(sweep, planned.names, planned.arguments or (), sweeping)
+    jobs = JobRunner(sweep, planned.names, planned.arguments or (), sweeping, beside_others=planned.launcher != BASIC)
     with holding(config):  # held between the jobs of a sweep too
         start(planned)
         before = None
@@ -139,6 +139,8 @@ class JobRunner:
     arguments: tuple[str, ...]
     """The arguments of the command, which a next command repeats."""
     sweeping: bool = True
+    beside_others: bool = True
+    """Whether a launcher runs the jobs."""
 
     def __call__(self, composed: DictConfig) -> Ended:
         """Run the job of a composed configuration."""
@@ -148,17 +150,16 @@ class JobRunner:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         config = to_config(composed)
         console.configure(config.log)
-        return self.attempt(HydraConfig.get().job.num, config, beside_others=True)
+        return self.attempt(HydraConfig.get().job.num, config)
 
-    def place(self, number: int, config: Config, *, beside_others: bool = False) -> console.JobPlace:
+    def place(self, number: int, config: Config) -> console.JobPlace:
         """Return the place of a job, by its number from 0."""
-        return console.JobPlace(config.stage, self.names[number], number + 1, len(self.names), beside_others=beside_others)
+        return console.JobPlace(config.stage, self.names[number], number + 1, len(self.names), self.beside_others)
 
-    def run(self, number: int, config: Config, *, beside_others: bool = False) -> None:
+    def run(self, number: int, config: Config) -> None:
         """Announce and run a job, and record its exit code if it judges. A killed promotion is an unfinished job."""
         code, label = 0, self.names[number]
-        place = self.place(number, config, beside_others=beside_others)
-        console.begin(place, config.model.path if config.facts.makes or config.facts.plans else None)
+        console.begin(self.place(number, config), config.model.path if config.facts.makes or config.facts.plans else None)
         try:
             with holding(config), required_libraries():
                 run = Run(config, self.sweep, label, self.arguments)
@@ -173,10 +174,10 @@ class JobRunner:
                 with warned("the end of the job is not recorded"):  # a failure here must not replace the job's error
                     summary.finish(config.work, self.sweep, code, number + 1)
 
-    def attempt(self, number: int, config: Config, *, beside_others: bool = False) -> Ended:
+    def attempt(self, number: int, config: Config) -> Ended:
         """Run a job of a sweep, print its error, and return how it ended."""
         try:
-            self.run(number, config, beside_others=beside_others)
+            self.run(number, config)
         except Exception as error:
             console.ended_by(error)
             return Ended(exit_code(error), redact_text(describe(error)), self.advice(config, error))
