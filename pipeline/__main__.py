@@ -42,7 +42,7 @@ def _asked_mode(argv: Sequence[str]) -> str:
     return modes[-1] if modes and modes[-1] in console.MODES else "human"
 
 
-def _by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
+def _run_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
     """Let Hydra print its help, with the options of all groups, or a shell's completions."""
     from hydra.core.global_hydra import GlobalHydra
 
@@ -58,14 +58,14 @@ def _by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
     return 0
 
 
-def _planned(argv: Sequence[str]) -> "Plan | int":
+def _plan_command(argv: Sequence[str]) -> "Plan | int":
     """Return the checked jobs of a command line, or the exit code of an option or a dry run, which starts no job."""
     parser = _parser()
     arguments = parser.parse_intermixed_args(argv)
     if arguments.shell_completion and not re.fullmatch("(un)?install=(bash|zsh|fish)|query=.*", " ".join(arguments.overrides)):
         raise UserError("--shell-completion: give install=bash, zsh or fish, or uninstall= of one")
     if arguments.help or arguments.shell_completion:
-        return _by_hydra(parser, arguments)
+        return _run_hydra(parser, arguments)
     from pipeline.config.compose import configurations, plan
 
     planned = plan(arguments.overrides, arguments.multirun, arguments.config_dir)
@@ -101,7 +101,7 @@ def main() -> int:
         return 0
     console.configure(_asked_mode(argv))
     try:
-        planned = _planned(argv)
+        planned = _plan_command(argv)
         if isinstance(planned, int):
             return planned
         from pipeline.chain.runner import run

@@ -12,7 +12,6 @@ from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence, registered_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
-from pipeline.registry.reaching import named
 from pipeline.registry.tracking import locate
 from stages.checkpoints.places import checkpoint_label
 from stages.core.digest import file_digest
@@ -59,19 +58,19 @@ def champion(
     own = None if samples is None else Path(samples).expanduser()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgate-")))
-        loaded = load(_verified(config, str(model), scratch, own), threads=threads)
+        loaded = load(_fetch_verified(config, str(model), scratch, own), threads=threads)
         loaded.downloaded = stack.pop_all()
     return loaded
 
 
-def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
+def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
     from pipeline.registry.mlflow_store import RegistryReader
 
     config.signing.check()
     location = locate(config.tracking, config.work, checkpoint_label(model))
     names = list(dict.fromkeys([model, location.model_name]))
     if not location.exists:
-        raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
+        raise UserError(f"{location} cannot be used: there is no such file; give the store that a promotion wrote to")
     reader = RegistryReader(location)
     found = reader.champion(names)
     if found is None:

@@ -72,17 +72,17 @@ def recommend_policy(run: Run) -> None:
     with show_progress("reading the evidence"):
         files, notes = _checkpoint_digests(config)
         model = read_model(locate_checkpoint(config.model.path)).kv
-        evaluations = [_judged(config, model, files, directory) for directory in identities(config.artifacts).values()]
+        evaluations = [_read_judged(config, model, files, directory) for directory in identities(config.artifacts).values()]
         judged = [evaluation for evaluation in evaluations if evaluation is not None]
     capacity = _capacity(config, [evaluation.policy for evaluation in judged])
     with show_progress("asking the backend which policies it serves"):
-        unserved = _unserved(config, {entry.name: entry.policy for entry in capacity.policies})
+        unserved = _find_unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments
     kept = [part for part in run.arguments if not part.lstrip("+~").startswith(dropped)]
     for line in (
         *tables.budget_lines(capacity)[:3],
-        *tables.recommendation_lines(recommendation, [*kept, *_questions(config)]),
+        *tables.recommendation_lines(recommendation, [*kept, *_question_keys(config)]),
     ):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)
@@ -96,7 +96,7 @@ def recommend_policy(run: Run) -> None:
         next_steps.show(next_steps.NextStep(why=f"make {name} the champion", command=command))
 
 
-def _unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
+def _find_unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
     """Return the names of the policies that the backend refuses for this model; none if it refuses the 16-bit cache too."""
     path = locate_checkpoint(config.model.path)
     try:
@@ -117,7 +117,7 @@ def _unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
     return set() if refuses(FP16_POLICY) else {name for name, policy in policies.items() if refuses(policy)}
 
 
-def _questions(config: Config) -> list[str]:
+def _question_keys(config: Config) -> list[str]:
     """Return arguments of the suggested command: questions of the use's length, and this length as the engine's limit."""
     key, longest = config.backend.length_key, whole_pages(config.capacity.longest)
     if longest <= LONGEST_DEFAULT:
@@ -162,7 +162,7 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
     return {"checkpoint": EngineSteps(config, Store(config.artifacts)).checkpoint_digest}, []
 
 
-def _judged(config: Config, model: KVShape, files: dict[str, str], directory: Path) -> Judged | None:
+def _read_judged(config: Config, model: KVShape, files: dict[str, str], directory: Path) -> Judged | None:
     """Return an evaluation, replayed without an engine and judged again by the present gates.
 
     None for an evaluation of another model, or with evidence that cannot be read.

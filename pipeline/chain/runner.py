@@ -17,7 +17,7 @@ from pipeline.chain import advice, serving
 from pipeline.chain.actions import ACTIONS
 from pipeline.chain.launching import LauncherRefusal, launch, start
 from pipeline.chain.run import Run
-from pipeline.chain.showing import compare_in_mlflow, remove_page, show_page, warned
+from pipeline.chain.showing import compare_in_mlflow, remove_page, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
@@ -81,19 +81,19 @@ def run(planned: Plan, sweep: str) -> int:
             else:
                 jobs.run(0, config)
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
-            with warned("the interruption is not recorded"):
+            with warn_on_error("the interruption is not recorded"):
                 _conclude(planned, sweep, INTERRUPTED)
             raise KeyboardInterrupt from error
         except LauncherRefusal:
             if config.facts.judges:
-                with warned(f"{summary.FILE} of the last command is not restored"):
+                with warn_on_error(f"{summary.FILE} of the last command is not restored"):
                     summary.forget(config.work, sweep, before)
             raise
         except Exception as error:  # from the only job, or from the launcher
             if sweeping:
                 console.ended_by(error)
                 return _conclude(planned, sweep, exit_code(error))
-            with warned("the end of the command is not recorded"):
+            with warn_on_error("the end of the command is not recorded"):
                 _conclude(planned, sweep, exit_code(error), jobs.advice(config, error))
             raise
         return _conclude(planned, sweep, code, step)
@@ -171,7 +171,7 @@ class JobRunner:
             raise
         finally:
             if config.facts.judges:
-                with warned("the end of the job is not recorded"):  # a failure here must not replace the job's error
+                with warn_on_error("the end of the job is not recorded"):  # a failure here must not replace the job's error
                     summary.finish(config.work, self.sweep, code, number + 1)
 
     def attempt(self, number: int, config: Config) -> Ended:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.markup import escape
 
 from pipeline.chain.run import Run
-from pipeline.chain.showing import compare_in_mlflow, show_page, warned
+from pipeline.chain.showing import compare_in_mlflow, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
@@ -76,7 +76,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     with show_progress("replaying the evidence"):
         move = engines.promote(listed, model, name)
     candidates = move.candidates
-    with warned(f"{move.message}; {REPORTING_FAILED}"):
+    with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(config.work, last.sweep, champion=move.champion)
         passed_over = tables.passed_over(candidates, move)
         tables.print_comparison(candidates)
@@ -96,7 +96,7 @@ def rollback(run: Run) -> None:
     engines = run.engines()
     with show_progress("replaying the evidence"):
         move = engines.rollback()
-    with warned(f"{move.message}; {REPORTING_FAILED}"):
+    with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
 

@@ -40,7 +40,7 @@ def remove_page(work: Path) -> None:
 
 
 @contextmanager
-def warned(what: str) -> Iterator[None]:
+def warn_on_error(what: str) -> Iterator[None]:
     """Turn an exception of the block into a warning, because the block decides nothing."""
     try:
         yield
@@ -69,7 +69,7 @@ def show_page(
     The page decides nothing, so a failure is only a warning. `unfinished` says which part of the sweep is missing. After a
     promotion, `move` has the new champion, and `passed_over` says by name why other candidates do not serve.
     """
-    with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
+    with warn_on_error(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
         from stages.report.exhibit import Occasion
         from stages.report.page import write_page
 
@@ -101,7 +101,7 @@ def show_page(
 
 def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: str) -> None:
     """Print how to look at a sweep's runs in MLflow. A failure is a warning."""
-    with warned("MLflow's comparison is not there"):
+    with warn_on_error("MLflow's comparison is not there"):
         store = _store_of(config, candidates)
         if store is not None:
             url, command = compare_url(store.location, store.experiment_id, sweep), server_command(store.location)

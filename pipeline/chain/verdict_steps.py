@@ -75,7 +75,7 @@ class VerdictSteps:
         self._pair = None
         with self.chain.making(self.recipe("evaluate", "joining", made), policy) as entry:
             if entry.artifact is None:
-                self._joined(made).write(entry.scratch)
+                self._join(made).write(entry.scratch)
         return entry.made
 
     @cached_property
@@ -233,7 +233,7 @@ class VerdictSteps:
                 f"tokens; give {key}={judged}, or workloads.lengths=[{limit}] ({long_cost(limit)})"
             )
 
-    def _joined(self, made: Mapping[str, Artifact]) -> "JoinedEvaluation":
+    def _join(self, made: Mapping[str, Artifact]) -> "JoinedEvaluation":
         from stages.evaluate.decoding.stored import MeasuredOnce, read_round
         from stages.evaluate.inputs.tokens import workloads_digest
         from stages.evaluate.joining import join
@@ -247,7 +247,7 @@ class VerdictSteps:
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Return whether the gates need no further round."""
         with show_progress("deciding whether to ask more"):
-            joined = self._joined(made)
+            joined = self._join(made)
             return is_final(decide(joined.report, joined.rows, self.config.gates), joined.report)
 
     @cached_property

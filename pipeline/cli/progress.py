@@ -57,10 +57,10 @@ class Phases(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """Return the text before the bar. Long texts wrap between words."""
-        return Text(f"  {self._title}: {described(task)[0]}")
+        return Text(f"  {self._title}: {describe_task(task)[0]}")
 
 
-def described(task: Task) -> tuple[str, dict[str, object]]:
+def describe_task(task: Task) -> tuple[str, dict[str, object]]:
     """Return a task's label, units, rate and remaining time as text for people, and as fields for log collectors.
 
     The rate is the mean without units from before a resumption. rich's own rate covers only the last 30
@@ -123,15 +123,15 @@ def show_progress(title: str) -> "Iterator[Progress]":
         A function (label, done units, total units) for the block to call. A total of 0 marks a message.
     """
 
-    def said(message: str, fields: Mapping[str, object]) -> None:
+    def log_line(message: str, fields: Mapping[str, object]) -> None:
         console.event(logging.INFO, f"{title}: {message}", **{"step": title, **fields})
 
     if _showing.locked():
-        yield lambda label, _, total: None if total else said(label, {})
+        yield lambda label, _, total: None if total else log_line(label, {})
         return
     job = console.HANDLER.job
     drawn = console.HANDLER.mode == "human" and console.err.is_terminal and not (job is not None and job.beside_others)
     phases = Phases(f"{job.place if job is not None else ''}{title}", console.err if drawn else None)
-    lines = _repeated(lambda: said(*described(phases.task)))
+    lines = _repeated(lambda: log_line(*describe_task(phases.task)))
     with _showing, phases.bars if drawn else lines:
-        yield lambda label, done, total: phases.update(label, done, total) if total else said(label, {})
+        yield lambda label, done, total: phases.update(label, done, total) if total else log_line(label, {})

@@ -66,14 +66,14 @@ def comparison(candidates: Sequence[Candidate]) -> Grid:
     rows: list[list[Value]] = []
     for judged in reversed(baselines.values()):
         name = "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
-        rows.append([name, BASELINE, *(_measured(judged, base) for *_, base in shown)])
+        rows.append([name, BASELINE, *(_metric_of(judged, base) for *_, base in shown)])
     for judged in candidates:
-        rows.append([judged.name, judged.verdict, *(_measured(judged, own) for _, own, _ in shown)])
+        rows.append([judged.name, judged.verdict, *(_metric_of(judged, own) for _, own, _ in shown)])
     columns = (POLICY, Column("verdict"), *(column for column, *_ in shown))
     return Grid("KV caches against the FP16-KV engine, on the decode path", columns, rows, COLOURS)
 
 
-def _measured(candidate: Candidate, name: str) -> Value:
+def _metric_of(candidate: Candidate, name: str) -> Value:
     """Return a metric, or `name` itself if it is not a metric's name; None if the metric was not measured."""
     return candidate.metrics.get(name) if "/" in name else name
 
@@ -113,7 +113,7 @@ def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
         **{name: getattr(candidate, name) for name in ("model", "backend", "verdict", "reasons", "covered")},
         engine=candidate.engine.digest,
         report=candidate.report.path,
-        metrics={column.key: _measured(candidate, own) for column, own, _ in MEASURES},
+        metrics={column.key: _metric_of(candidate, own) for column, own, _ in MEASURES},
     )
 
 

@@ -57,21 +57,21 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
     if signing.trusted:
         problem = signing.problem(evidence.directory / IDENTITY_FILE)
         findings.append(Finding("signature", "same" if problem is None else "differs", problem or "by a trusted key"))
-    engine_findings = _files("engine", engine, identity.link("engine").files)
+    engine_findings = _check_files("engine", engine, identity.link("engine").files)
     findings += engine_findings
     if evidence.baseline is not None:  # optional in copies, because the report cites its digest
-        findings += _files("baseline", evidence.baseline, identity.link("baseline").files)
+        findings += _check_files("baseline", evidence.baseline, identity.link("baseline").files)
     if report is None:
         return findings
     if engine is not None:
         try:
             findings.append(_compare("backend", identity.backend, read_bundle(engine).get("backend")))
-        except UserError as error:  # `_files` also reports its digest
+        except UserError as error:  # `_check_files` also reports its digest
             return [*findings, Finding("engine: bundle.json", "differs", f"cannot be read ({error})")]
         altered = {finding.name for finding in engine_findings if finding.status != "same"}
         if not altered & {f"engine: {name}" for name in (*END_FILES, *TOKENIZER_FILES)}:
-            findings.append(_samples(evidence, engine, report))
-    return [*findings, _verdict(evidence, report)]
+            findings.append(_check_samples(evidence, engine, report))
+    return [*findings, _check_verdict(evidence, report)]
 
 
 def registered_engine(
@@ -106,8 +106,8 @@ def replay_record(evidence: Evidence) -> list[Finding]:
     """Check the parts that need neither the engine nor its libraries: seal, chain, the report's files and its citations."""
     identity, report = evidence.identity, evidence.report
     report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
-    findings = [*_seal(evidence.directory), *lineage(identity)]
-    findings += _files("report", evidence.directory, report_files, only=True)
+    findings = [*_check_seal(evidence.directory), *lineage(identity)]
+    findings += _check_files("report", evidence.directory, report_files, only=True)
     if evidence.problem is not None:
         findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
     if report is not None:
@@ -117,7 +117,7 @@ def replay_record(evidence: Evidence) -> list[Finding]:
     return findings
 
 
-def _seal(directory: Path) -> list[Finding]:
+def _check_seal(directory: Path) -> list[Finding]:
     """Check the identity's own digest against its manifest.
 
     A copy outside a store has no manifest. Its digest is printed, for comparison with the registry.
@@ -132,17 +132,17 @@ def _seal(directory: Path) -> list[Finding]:
 
 def _compare(name: str, recorded: object, actual: object) -> Finding:
     if recorded == actual:
-        return Finding(name, "same", _abbreviated(actual))
-    return Finding(name, "differs", f"recorded {_abbreviated(recorded)}, found {_abbreviated(actual)}")
+        return Finding(name, "same", _abbreviate(actual))
+    return Finding(name, "differs", f"recorded {_abbreviate(recorded)}, found {_abbreviate(actual)}")
 
 
-def _abbreviated(value: object) -> str:
+def _abbreviate(value: object) -> str:
     """Return the first 16 digits of a digest (identity.json has all digits), or any other value as text."""
     text = str(value)
     return f"{text[:16]}..." if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
-def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: bool = False) -> list[Finding]:
+def _check_files(what: str, folder: Path | None, digests: Mapping[str, str], only: bool = False) -> list[Finding]:
     """Compare the files of `folder` with their digests. With `only`, ignore other files in the folder."""
     if folder is None or not folder.is_dir():
         return [Finding(what, "missing", f"copy it to {what}/ beside {IDENTITY_FILE}, or judge it again with stage=evaluate")]
@@ -163,7 +163,7 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
     return findings or [Finding(f"{what} files", "same", f"{len(digests)} in {place}")]
 
 
-def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Finding:
+def _check_samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Finding:
     """Generate the samples again (or read the user's file), encode them with the engine's tokenizer, and compare digests."""
     try:
         config = requested_workloads(evidence)
@@ -207,7 +207,7 @@ def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
     return config.model_copy(update={config.own_key: str(path)})
 
 
-def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
+def _check_verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
     """Decide again with the recorded gates. They are pure functions, so the same rows must give the same checks and verdict."""
     recorded = evidence.identity.verdict
     try:
@@ -218,7 +218,7 @@ def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
         detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
         return Finding(VERDICT_CHECK, "differs", detail)
     apart: Any = {"checks": {"__all__": {"reason"}}}  # reasons have rounded numbers; the exact numbers are compared
-    both = (_values("verdict", one.model_dump(exclude=apart)) for one in (recorded, verdict))
+    both = (_values("verdict", each.model_dump(exclude=apart)) for each in (recorded, verdict))
     for (place, before), (where, after) in zip_longest(*both, fillvalue=("", None)):
         floats = isinstance(before, float) and isinstance(after, float)
         same = math.isclose(before, after, rel_tol=BOUND_TOLERANCE, abs_tol=1e-12) if floats else before == after

@@ -30,7 +30,7 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTa
 from mlflow.exceptions import MlflowException
 
 from pipeline.registry import pages
-from pipeline.registry.reaching import check_reachable, named, reached
+from pipeline.registry.reaching import check_reachable, reached
 from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
@@ -150,7 +150,7 @@ class MlflowStore(RegistryReader):
         try:
             self.lock.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{named(location)}: {self.lock.parent} cannot be made ({error.strerror}); name another") from error
+            raise UserError(f"{location}: {self.lock.parent} cannot be made ({error.strerror}); name another") from error
         with locked(self.lock, "opening MLflow's store"):  # concurrent creation of a SQLite store breaks its migrations
             super().__init__(location)
             with reached(location):
@@ -376,12 +376,12 @@ def _check_files(location: Location, address: str) -> None:
     old, new = path_of(address), path_of(location.artifact_root)
     if new.is_dir() and not old.exists():
         raise UserError(
-            f"{named(location)} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
+            f"{location} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
             f"the new one: mkdir -p {old.parent} && ln -s {new} {old}"
         )
     if location.file is not None and location.file.parent == new.parent and old.resolve() != new.resolve():
         raise UserError(
-            f"{named(location)} is a copy, which would write into the original's files in {old}: give the original's workdir, "
+            f"{location} is a copy, which would write into the original's files in {old}: give the original's workdir, "
             f"or begin a store here: rm -r {location.file} {new}"
         )
 

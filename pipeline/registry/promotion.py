@@ -151,7 +151,7 @@ class Engines:
     registry: "MlflowStore"
     read: Callable[[Version], RegisteredEngine]
     """Returns the engine of a version, read from its artifacts. Raises GateRefusal if the evidence is missing."""
-    _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
+    _engines_read: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
 
     @cached_property
     def model(self) -> RegisteredModel:
@@ -160,9 +160,9 @@ class Engines:
 
     def find(self, version: Version) -> RegisteredEngine:
         """Return the engine of a version. Raises GateRefusal if its evidence is missing."""
-        if version.number not in self._found:
-            self._found[version.number] = self.read(version)
-        return self._found[version.number]
+        if version.number not in self._engines_read:
+            self._engines_read[version.number] = self.read(version)
+        return self._engines_read[version.number]
 
     def promote(self, listed: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
@@ -174,16 +174,16 @@ class Engines:
             GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
             MissingRequirement: the replay needs a library that is not installed.
         """
-        registry, candidates = self.registry, self._judged_again(listed, model, name)
-        best = choose_champion(candidates, {} if name is not None else self._rolled_back(self.model))
+        registry, candidates = self.registry, self._judge_again(listed, model, name)
+        best = choose_champion(candidates, {} if name is not None else self._rollback_times(self.model))
         rival = self._incumbent(candidates) if name is None else None
         compared = tuple(candidates if rival is None else [*candidates, rival])
         if rival is not None and choose_champion([best, rival]) is rival:
             with suppress(GateRefusal, MissingRequirement):  # without valid evidence, a champion cannot block a promotion
-                self._found[rival.version].verify()
+                self._engines_read[rival.version].verify()
                 return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion", compared)
         try:
-            self._found[best.version].verify()
+            self._engines_read[best.version].verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         with locked(registry.lock, "a promotion"):
@@ -192,7 +192,7 @@ class Engines:
             old = current.aliases.get("champion")
             if old == best.version:
                 return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
-            since = self._rolled_back(current).get(best.report.digest)
+            since = self._rollback_times(current).get(best.report.digest)
             if since is not None and name is None:  # by another user during the replay
                 raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
             tags = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
@@ -206,7 +206,7 @@ class Engines:
         message = f"{best.name} (version {best.version}) is the champion{over}{note}{held}"
         return PromotionMove(best.name, message, compared)
 
-    def _judged_again(self, listed: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
+    def _judge_again(self, listed: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
         """Return the listed candidates, read from their artifacts and decided again."""
         judged: dict[str, Candidate] = {}
         for entry in listed:
@@ -239,7 +239,7 @@ class Engines:
         comparable = any(candidate.checkpoint == champion.checkpoint for candidate in candidates)
         return champion if comparable and champion.verdict == "PASS" else None
 
-    def _rolled_back(self, model: RegisteredModel) -> dict[str, str]:
+    def _rollback_times(self, model: RegisteredModel) -> dict[str, str]:
         """Return the time at which an engine was rolled back, by the digest of its report."""
         times = {}
         for version in model.versions.values():
@@ -289,10 +289,10 @@ def choose_champion(candidates: Sequence[Candidate], left: Mapping[str, str] = M
     if not candidates:
         raise GateRefusal("there is no candidate: run stage=evaluate first")
     lines = []
-    for one in candidates:
-        why = f" ({one.reasons[0]})" if one.reasons else ""
-        why = f", but it {_stays_back(one, left[one.report.digest])}" if one.verdict == "PASS" else why
-        lines.append(f"{one.name}: {one.verdict}{why}")
+    for candidate in candidates:
+        why = f" ({candidate.reasons[0]})" if candidate.reasons else ""
+        why = f", but it {_stays_back(candidate, left[candidate.report.digest])}" if candidate.verdict == "PASS" else why
+        lines.append(f"{candidate.name}: {candidate.verdict}{why}")
     raise GateRefusal(f"no candidate passed: {'; '.join(lines)}")
 
 

@@ -7,7 +7,6 @@ not import MLflow.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.config.tracking import ENVIRONMENT
 from pipeline.registry.tracking import Location
 from pipeline.store.locks import UNTIL, announced
 from stages.core.errors import OF_THE_MACHINE, MissingRequirement, Refusal, UserError
@@ -36,10 +35,10 @@ BAD_INPUT = {
         "out-of-date database schema",
         "Can't locate revision",
     ),
-    "cannot be used ({said}); repair it, or name another": (
+    "cannot be used ({detail}); repair it, or name another": (
         *("unable to open database", "is not a database", "malformed", "unsupported file format", "readonly database"),
     ),
-    "cannot be used ({said}); give a URI of SQLAlchemy": ("Can't load plugin", "Could not parse"),
+    "cannot be used ({detail}); give a URI of SQLAlchemy": ("Can't load plugin", "Could not parse"),
 }
 MISSING = {
     "did not answer within tracking.timeout_s={limit:g}; look at who keeps it busy, or give it longer": (
@@ -51,11 +50,6 @@ MISSING = {
 """Message about the store -> substrings of an error's text; the first match counts."""
 
 
-def named(location: Location) -> str:
-    """Return a description of the store without its password."""
-    return f"MLflow's store {redact_text(location.uri)} (tracking.uri or {ENVIRONMENT})"
-
-
 @contextmanager
 def reached(location: Location) -> Iterator[None]:
     """Turn errors of the store into one line, and announce a wait longer than QUIET_S with its time limit.
@@ -65,9 +59,9 @@ def reached(location: Location) -> Iterator[None]:
         MissingRequirement: the store does not answer, is locked, lacks its driver, or fails.
     """
     limit = location.timeout_s
-    said = f"waiting for {named(location)}; a request may take until {UNTIL} (tracking.timeout_s={limit:g})"
+    message = f"waiting for {location}; a request may take until {UNTIL} (tracking.timeout_s={limit:g})"
     try:
-        with announced(said, QUIET_S, limit):
+        with announced(message, QUIET_S, limit):
             yield
     except Exception as error:
         of_machine = isinstance(error, OF_THE_MACHINE) and type(error).__module__ == "builtins"  # requests derives from OSError
@@ -79,16 +73,16 @@ def reached(location: Location) -> Iterator[None]:
 def _problem(location: Location, error: Exception) -> Exception:
     if isinstance(error, ModuleNotFoundError):
         driver = DRIVERS.get(str(error.name), error.name)
-        return MissingRequirement(f"{named(location)} takes a driver that is not installed: {error.name}; pip install {driver}")
+        return MissingRequirement(f"{location} takes a driver that is not installed: {error.name}; pip install {driver}")
     text = f"{getattr(error, 'error_code', '')}: {error}"
     for kind, answers in ((UserError, BAD_INPUT), (MissingRequirement, MISSING)):
         for words, signs in answers.items():
             if any(sign in text for sign in signs):
-                return kind(f"{named(location)} {words.format(limit=location.timeout_s, said=_said(error))}")
-    return MissingRequirement(f"{named(location)} failed: {_said(error)}")
+                return kind(f"{location} {words.format(limit=location.timeout_s, detail=_driver_line(error))}")
+    return MissingRequirement(f"{location} failed: {_driver_line(error)}")
 
 
-def _said(error: Exception) -> str:
+def _driver_line(error: Exception) -> str:
     """Return the most useful line of an error's text: for SQLAlchemy, the line with the driver's error; else the first."""
     lines = redact_text(str(error)).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if line.startswith("(") and "Error) " in line), lines[0]).strip()
@@ -110,6 +104,6 @@ def check_reachable(location: Location) -> None:
                     connection.exec_driver_sql("BEGIN IMMEDIATE")
                     tables = connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars().all()
                     if tables and set(tables).isdisjoint(MLFLOWS):
-                        raise UserError(f"{named(location)} is a database of another program; name another file")
+                        raise UserError(f"{location} is a database of another program; name another file")
         finally:
             engine.dispose()

@@ -178,15 +178,15 @@ def prove(engine: RegisteredEngine, workload: str) -> None:
             raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
 
 
-def _named(engines: Engines, workload: str, name: str) -> RegisteredEngine:
+def _find_engine(engines: Engines, workload: str, name: str) -> RegisteredEngine:
     """Return the latest version with this name, or the version with this number."""
     key, versions = f"routing.routes.{workload}={name}", engines.model.versions.values()
-    named = [one for one in versions if name in (one.number, one.name)]
+    named = [version for version in versions if name in (version.number, version.name)]
     if not named:
-        known = ", ".join(sorted({one.tags.get("kv", "") for one in versions} - {""})) or "none"
+        known = ", ".join(sorted({version.tags.get("kv", "") for version in versions} - {""})) or "none"
         raise UserError(f"{key}: no registered engine has this name; there are {known}")
     try:
-        return engines.find(max(named, key=lambda one: int(one.number)))
+        return engines.find(max(named, key=lambda version: int(version.number)))
     except GateRefusal as error:
         raise GateRefusal(f"{key}: {error}") from error
 
@@ -198,7 +198,7 @@ def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
         UserError: kvgate knows no such class, and no named engine was judged on it; or no engine has a name.
         GateRefusal: an engine is not proven for its class.
     """
-    named = {workload: _named(engines, workload, name) for workload, name in routes.items()}
+    named = {workload: _find_engine(engines, workload, name) for workload, name in routes.items()}
     judged = set[str]().union(*(engine.workloads for engine in named.values()))
     for workload in named.keys() - {*get_args(Workload), *judged}:
         choices = ", ".join(sorted(judged or get_args(Workload)))

@@ -36,6 +36,9 @@ class Location:
     log_bundle: bool
     timeout_s: float = 30
 
+    def __str__(self) -> str:
+        return f"MLflow's store {redact_text(self.uri)} (tracking.uri or {ENVIRONMENT})"
+
     @property
     def file(self) -> Path | None:
         return Path(self.uri.removeprefix(SQLITE)) if self.uri.startswith(SQLITE) else None

@@ -51,7 +51,7 @@ def test_a_policy_may_be_the_users_own_or_named_by_a_pattern(run: Callable[[list
 def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
     stopped = (
         "import os, signal; import pipeline.__main__ as command; "
-        "command._planned = lambda _: os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(command.main())"
+        "command._plan_command = lambda _: os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(command.main())"
     )
     process = subprocess.run([sys.executable, "-c", stopped], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 130

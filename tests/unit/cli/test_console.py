@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipeline.cli import console, progress
 from pipeline.cli.console import relative
-from pipeline.cli.progress import Phases, described, show_progress
+from pipeline.cli.progress import Phases, describe_task, show_progress
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_progress_says_how_much_how_fast_and_how_long(
         clock.now += seconds
         if call is not None:
             phases.update(*call)
-    assert described(phases.task)[0] == said
+    assert describe_task(phases.task)[0] == said
 
 
 @pytest.mark.parametrize("terminal", [False, True])

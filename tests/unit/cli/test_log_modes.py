@@ -89,7 +89,7 @@ def test_errors_before_any_work_follow_the_log_mode_of_the_command_line(
 PRINTS = """
 import os
 from pipeline import __main__
-__main__._planned = lambda argv: print("result") or 0 * os.write(1, b"noise")
+__main__._plan_command = lambda argv: print("result") or 0 * os.write(1, b"noise")
 __main__.main()
 """
 

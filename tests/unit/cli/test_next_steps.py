@@ -14,7 +14,7 @@ import pytest
 from helpers.registry.candidates import judged_candidate
 from helpers.registry.judged_engine import config_of
 
-from pipeline.__main__ import _planned
+from pipeline.__main__ import _plan_command
 from pipeline.chain import advice
 from pipeline.chain.inputs import check_inputs
 from pipeline.cli import next_steps
@@ -303,7 +303,7 @@ def test_a_folder_named_like_a_key_stays_in_the_command(monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kv" / "kv").mkdir(parents=True)
     shutil.copy(Path(__file__).parents[3] / "conf/kv/fp8.yaml", tmp_path / "kv/kv/my_fp8.yaml")
-    planned = _planned(["--config-dir", "kv", "kv=my_fp8", "stage=status", f"workdir={tmp_path}"])
+    planned = _plan_command(["--config-dir", "kv", "kv=my_fp8", "stage=status", f"workdir={tmp_path}"])
     assert not isinstance(planned, int)
     assert "--config-dir=kv" in shlex.split(next_steps.command_line(planned.arguments or (), "kv=int8"))
     assert len(plan(["kv=glob(my_*)"], multirun=True, folders=["kv"]).jobs) == 1
