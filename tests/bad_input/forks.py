@@ -6,7 +6,6 @@ in milliseconds, while a new interpreter takes a second.
 
 import ctypes
 import json
-import multiprocessing
 import os
 import resource
 import select
@@ -14,13 +13,15 @@ import signal
 import sys
 import tempfile
 import traceback
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import NoReturn, Self
+from types import ModuleType
+from typing import NoReturn
 
 from helpers.commands.cached_hydra import compose_once
 
@@ -116,41 +117,34 @@ def run_in_fork(case: Case, directory: Path, seconds: float = 60, *, limited: bo
         return Outcome(os.waitstatus_to_exitcode(status) if ended else None, stdout, stderr, tuple(json.loads(modules or "[]")))
 
 
-def serve(requests: Connection) -> None:
-    """Run cases until the connection is closed."""
+def load_light() -> None:
+    """Load the modules and files that every command uses, so that forks inherit them."""
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     os.environ["OMP_NUM_THREADS"] = "1"
     compose_once()
-    # Load modules and files used by every command, so that forks inherit them.
     plan([], multirun=False)
     for module in LIGHT:
         import_module(module)
     assert not set(HEAVY) & set(sys.modules), "the process of the forks is light"
-    with suppress(EOFError):
-        while True:
-            requests.send(run_in_fork(*requests.recv()))
 
 
+@dataclass(frozen=True)
 class Commands:
-    """The process whose forks run command lines."""
+    """Runs command lines in forks of a light process."""
 
-    def __enter__(self) -> Self:
-        context = multiprocessing.get_context("spawn")
-        self._requests, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,))
-        self._process.start()
-        theirs.close()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._requests.close()
-        self._process.join()
+    light: Executor
+    """A process that called `load_light`."""
 
     def run(self, case: Case, directory: Path) -> Outcome:
         """Run a case's command in a directory."""
         if case.loads_model:  # These libraries take seconds to import, and the test process has them already.
             import_module("transformers.modeling_gguf_pytorch_utils")
             return run_in_fork(case, directory)
-        self._requests.send((replace(case, prepare=nothing), directory))
-        outcome: Outcome = self._requests.recv()
-        return outcome
+        return self.light.submit(run_in_fork, replace(case, prepare=nothing), directory).result()
+
+
+@contextmanager
+def forking() -> Iterator[Commands]:
+    """Yield commands with a light process, which ends with the block."""
+    with ProcessPoolExecutor(1, get_context("spawn"), load_light) as light:
+        yield Commands(light)
