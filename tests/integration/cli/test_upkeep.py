@@ -19,10 +19,8 @@ from helpers.registry.judged_engine import candidate_of, config_of, judged_engin
 from helpers.registry.stores import make_artifact
 from rich.filesize import decimal
 
-from pipeline.chain.dry import preview
 from pipeline.cli.prune import PrunePlan, make_plan, remove
 from pipeline.cli.status import show_status
-from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.tracking import ENVIRONMENT, Tracking
 from pipeline.evidence.identity import read_identity
@@ -184,22 +182,6 @@ def test_a_serving_engine_is_kept_even_if_its_identity_is_lost_or_old(
     assert re.search(r"stays: \d for champion of kvgate-some-llm", said)
     assert identity.exists() or "nothing" not in lost
     assert "int8_tensor" in said, "what nobody needs goes"
-
-
-def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(copied: Ground, capsys: pytest.CaptureFixture[str]) -> None:
-    work = copied.work
-    summary.begin(work, "20260105-000000-1-e", ["int8"])
-    summary.finish(work, "20260105-000000-1-e", 2)
-    summary.begin(work, "20260106-000000-1-f", ["fp8", "int8"])
-    copied.command("stage=promote")
-    assert copied.store.read().aliases["champion"] == "4", "the candidate of the last sweep that has one"
-    summary.begin(work, "20260107-000000-1-g", ["fp8", "int8"])
-    summary.record(work, "20260107-000000-1-g", summary.load(work, LAST).candidates[0])
-    with pytest.raises(GateRefusal, match=r"20260107-000000-1-g did not finish: .* another sweep: promote.sweep=NAME"):
-        copied.command("stage=promote")
-    asked = [f"workdir={work}", MODEL, *copied.tracking]
-    assert preview(plan([*asked, "stage=promote", "dry=true"], multirun=False)) == 3
-    assert "20260107-000000-1-g did not finish" in capsys.readouterr().err
 
 
 def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from helpers.commands.jobs import run_job
 from helpers.registry.candidates import judged_candidate
 
 from pipeline.chain import actions, runner, serving
+from pipeline.chain.dry import preview
 from pipeline.chain.run import Run
 from pipeline.cli import console
 from pipeline.config.compose import plan
@@ -127,3 +128,19 @@ def test_advice_after_a_weak_baseline_ends_the_output_of_a_sweep_without_candida
     assert said.index("Next: ") > said.index("job int4")
     assert ("copy-1: asked" in said.partition("job int4")[2]) == (not judged)
     assert page.exists() == judged
+
+
+def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judged = judged_candidate(tmp_path / "judged", "fp8", metrics={})
+    planned = plan([f"workdir={tmp_path}", "stage=promote", "tracking=none", "dry=true"], multirun=False)
+    summary.record(tmp_path, "1", judged)
+    summary.begin(tmp_path, "2", ["int8"])
+    summary.finish(tmp_path, "2", 2)
+    summary.begin(tmp_path, "3", ["fp8", "int8"])
+    assert serving.promotable(planned.jobs[0]).sweep == "1"
+    summary.begin(tmp_path, "4", ["fp8", "int8"])
+    summary.record(tmp_path, "4", judged)
+    with pytest.raises(GateRefusal, match=r"sweep 4 did not finish: .* another sweep: promote.sweep=NAME"):
+        serving.promotable(planned.jobs[0])
+    assert preview(planned) == 3
+    assert "sweep 4 did not finish" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from helpers.registry.judged_engine import config_of
 
 from pipeline.__main__ import _plan_command
 from pipeline.chain import advice
-from pipeline.chain.inputs import check_inputs
+from pipeline.chain.inputs import checks
 from pipeline.cli import next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
@@ -35,6 +35,8 @@ TYPED = [
     "backend.threads=1",
 ]
 """Overrides as the shell passes them."""
+OPENED = set[Path]()
+"""Checkpoints whose tokenizer an earlier test opened."""
 
 
 def after(stage: str, base: list[str], *, sweep: bool = False) -> NextStep:
@@ -65,8 +67,8 @@ def composed(step: NextStep | None) -> Config:
     planned = plan([one for one in arguments if not one.startswith("-")], "-m" in arguments, folders)
     sweeps = {one for one in arguments if one.startswith("experiment=")} - {"experiment=quick"}
     assert planned.sweeping == ("-m" in arguments or bool(sweeps))
-    for job in planned.jobs:
-        check_inputs(job)
+    for check in (check for job in planned.jobs for check in checks(job, OPENED)):
+        check()
     return planned.jobs[0]
 
 

@@ -156,9 +156,7 @@ def sign_another_digest(bundle: Any) -> None:
     ("alter", "expected"),
     [
         (lambda signature: edit(signature, sign_another_digest), "InvalidSignature"),
-        (lambda signature: edit(signature, lambda bundle: bundle["dsseEnvelope"].update(signatures=[])), "Error"),
         (lambda signature: edit(signature, lambda bundle: bundle.pop("verificationMaterial")), "KeyError"),
-        (lambda signature: signature.write_text("{"), "JSONDecodeError"),
         (lambda signature: signature.write_text("[" * 50_000), "RecursionError"),
         (lambda signature: signature.write_text(" " * 200_000), MISSING),
         (lambda signature: signature.symlink_to(signature.rename(signature.with_name("elsewhere"))), MISSING),
