@@ -23,6 +23,7 @@ from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import quantize_function
 from stages.engines.reference import formats as reference
 from stages.policies.arithmetic_onnx import onnx_type
+from stages.policies.arithmetic_torch import Static
 from stages.policies.formats import Format, Granularity
 from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, OPSET
 from stages.policies.policy import KVPolicy, Side
@@ -143,5 +144,8 @@ def test_fp8_rounds_every_float16_as_ml_dtypes_does_and_saturates(
     every = np.arange(65536, dtype=np.uint16).view(np.float16)
     finite = every[np.isfinite(every)].astype(np.float32)
     x = np.concatenate([finite, np.zeros(-len(finite) % 64, np.float32)]).reshape(1, 1, -1, 64)
-    (codes,) = quantize(x, Format(dtype=dtype, granularity="per_tensor", scale="uncalibrated"), UNIT, compute)
-    np.testing.assert_array_equal(codes, np.clip(x, -limit, limit).astype(peer).view(np.uint8))
+    form = Format(dtype=dtype, granularity="per_tensor", scale="uncalibrated")
+    expected = np.clip(x, -limit, limit).astype(peer).view(np.uint8)
+    np.testing.assert_array_equal(quantize(x, form, UNIT, compute)[0], expected)
+    eager = reference.quantize(torch.from_numpy(x[0]), form, Static(torch.ones(1, 1, 1), None))
+    np.testing.assert_array_equal(eager.codes.view(torch.uint8).numpy(), expected[0])

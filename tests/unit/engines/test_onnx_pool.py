@@ -81,19 +81,6 @@ def test_growth_keeps_the_stored_tokens_and_stays_within_the_limit() -> None:
     pool.reserve([a], 320)  # a batch that does not fit got no page at all
 
 
-@pytest.mark.parametrize("chunks", [[1] * 11, [11], [1, 4, 6], [7, 1, 1, 1, 1]])
-def test_exact_buffers_hold_the_sinks_and_the_newest_token_of_each_residue(chunks: list[int]) -> None:
-    pool = PagedPool(EXACT, SHAPE, 4)
-    pool.start()
-    handle = pool.start()
-    for count in chunks:
-        fill(pool, handle, count)
-    slot = pool.tables([handle])["exact_slots"][0]
-    assert slot == 1
-    # Eleven tokens: 8, 9 and 10 are in slots 8 % 3, 9 % 3 and 10 % 3.
-    assert pool.arrays["value_exact.0"][slot, 1, :, 0].tolist() == [0, 1, 9, 10, 8]
-
-
 @pytest.mark.parametrize("chunks", [[1] * 300, [63, 1, 65, 128, 43], [260, 40]])
 def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
     pool = PagedPool(WINDOW, SHAPE, 8)

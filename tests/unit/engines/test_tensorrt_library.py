@@ -15,7 +15,6 @@ from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.shapes import (
     MOST_ELEMENTS,
     PlanLimits,
-    bucket,
     check_extents,
     plan_run,
     prefill_rows,
@@ -136,18 +135,5 @@ def test_function_bodies_limit_the_prompts_that_prefill_together(
     assert limits.ranges("decode")["B"].largest == max_batch
 
 
-def test_prompts_are_cut_as_if_alone_and_run_with_prompts_of_their_bucket() -> None:
-    lengths, chunk, rows = [5, 1500, 1024, 7, 600, 513, 2100, 1], 1024, 4
-    done, runs = [0] * len(lengths), []
-    while any(left := [length - stored for length, stored in zip(lengths, done, strict=True)]):
-        run = plan_run(left, chunk, rows)
-        runs.append(run)
-        assert len(run) <= rows
-        assert len({bucket(size, chunk) for _, size in run}) == 1
-        for i, size in run:
-            assert size == min(chunk, lengths[i] - done[i])
-            done[i] += size
-    assert done == lengths
-    assert runs[0] == [(0, 5), (3, 7)]
-    assert runs[1] == [(1, 1024), (2, 1024), (4, 600), (5, 513)]
-    assert len(runs) < len(lengths)
+def test_a_prefill_run_takes_chunks_of_the_first_bucket_up_to_its_rows() -> None:
+    assert plan_run([0, 700, 3, 1024, 600], chunk=1024, rows=2) == [(1, 700), (3, 1024)]
