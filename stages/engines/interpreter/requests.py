@@ -98,9 +98,9 @@ class RequestEngine(Engine, Generic[B, C]):
 
     @abstractmethod
     def _open(self) -> Worker:
-        """Start a worker and load the model there, as `_opened` does. Raises UserError if that fails."""
+        """Start a worker and load the model there, as `_load_model` does. Raises UserError if that fails."""
 
-    def _opened(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
+    def _load_model(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
         """Start a worker that loads a model. If loading fails, stop the worker and raise UserError."""
         said = f"cannot load {model}"
         return open_model(self._interpreter, environment, said, model=str(model), **fields)
@@ -241,7 +241,7 @@ class RequestEngine(Engine, Generic[B, C]):
 
     def _call(self, op: str, answer: type[A], **fields: object) -> A:
         if self._worker is None:
-            self._worker = self._only_one()
+            self._worker = self._replace_running()
         library = self._worker.program.library
         try:
             return self._worker.call(op, answer, **fields)
@@ -251,7 +251,7 @@ class RequestEngine(Engine, Generic[B, C]):
             self.close()
             raise
 
-    def _only_one(self) -> Worker:
+    def _replace_running(self) -> Worker:
         """Stop the running engine's worker and start this engine's."""
         running = RequestEngine._running() if RequestEngine._running is not None else None
         if running is not None:
@@ -273,7 +273,7 @@ class ShowingEngine(RequestEngine[B, C]):
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:
         """Return the copy of a request's tokens that the worker wrote as `stored` bytes."""
 
-    def _stored(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
+    def _read_copies(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
         """Return the copies in a worker's file of `length` tokens: keys, then values, layer by layer."""
         raw = np.fromfile(path, np.uint8)
         at = 0
@@ -295,7 +295,7 @@ class ShowingEngine(RequestEngine[B, C]):
             self._check_forced(tokens, first)
         with self._answers([whole(tokens, first) for tokens, first in requests], show=True) as answers:
             pairs = zip(answers, requests, strict=True)
-            self._shown = [self._stored(Path(one.stored), len(tokens)) if one.stored else [] for one, (tokens, _) in pairs]
+            self._shown = [self._read_copies(Path(one.stored), len(tokens)) if one.stored else [] for one, (tokens, _) in pairs]
             return [self._rows(answer) for answer in answers]
 
     def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:

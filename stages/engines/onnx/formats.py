@@ -55,7 +55,7 @@ def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
     """Write the products of q (B, H, R, D) with the keys of all positions in the pages `index` (B, H, P): (B, H, R, T)."""
     q = codec.rotated(body, q)
     pieces = [body.op("Mul", q, body.to_compute(f"{codec.side}_scale")) if codec.form.static else q]
-    parts, rows = _scaled(body, codec, index)
+    parts, rows = _streams_and_scales(body, codec, index)
     mixing = _mixing(codec, parts)
     if mixing is not None:
         pieces = [body.op("MatMul", pieces[0], body.real(mixing))]
@@ -78,13 +78,13 @@ def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
         bias = body.op("ReduceSum", body.op("Mul", q, body.to_compute(f"{codec.side}_zero")), body.ints([-1]), keepdims=1)
     else:
         sums = body.op("MatMul", q, body.op("Transpose", _spread(body, codec), perm=[1, 0]))
-        bias = body.op("MatMul", sums, body.op("Transpose", _stored(body, codec, "zero", index), perm=[0, 1, 3, 2]))
+        bias = body.op("MatMul", sums, body.op("Transpose", _load_parameter(body, codec, "zero", index), perm=[0, 1, 3, 2]))
     return body.op("Add", total, bias)
 
 
 def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
     """Write the sum of the values of all positions in the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
-    parts, rows = _scaled(body, codec, index)
+    parts, rows = _streams_and_scales(body, codec, index)
     mixing = _mixing(codec, parts)
     weights = [body.op("Mul", p, row) for row in rows] or [p]
     weights = weights if len(weights) > 1 else weights * len(parts)
@@ -102,7 +102,7 @@ def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
             mass = body.op("ReduceSum", p, body.ints([-1]), keepdims=1)
             bias = body.op("Mul", mass, body.to_compute(f"{codec.side}_zero"))
         else:
-            bias = body.op("MatMul", body.op("MatMul", p, _stored(body, codec, "zero", index)), _spread(body, codec))
+            bias = body.op("MatMul", body.op("MatMul", p, _load_parameter(body, codec, "zero", index)), _spread(body, codec))
         out = body.op("Add", out, bias)
     return codec.rotated(body, out)
 
@@ -124,7 +124,7 @@ def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | 
     return np.hstack([np.kron(gains, channels), *biases])
 
 
-def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], list[str]]:
+def _streams_and_scales(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], list[str]]:
     """Return streams, and stored scales as rows (B, H, 1, T) to fold into scores or weights: no row, one row, or one per part.
 
     Scales that vary within a part cannot be folded. The streams are multiplied by such scales.
@@ -137,8 +137,8 @@ def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], lis
     if not groups:
         return parts, []
     if groups == 1:
-        return parts, [_stored(body, codec, "scale", index, rows=True)]
-    scales = _stored(body, codec, "scale", index)
+        return parts, [_load_parameter(body, codec, "scale", index, rows=True)]
+    scales = _load_parameter(body, codec, "scale", index)
     if groups == len(parts):
         rows = body.op("Transpose", scales, perm=[0, 1, 3, 2])
         return parts, body.ops("Split", groups, rows, axis=2, num_outputs=groups)
@@ -159,7 +159,7 @@ def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], lis
     return out, []
 
 
-def _stored(body: Body, codec: SideCodec, parameter: str, index: str, rows: bool = False) -> str:
+def _load_parameter(body: Body, codec: SideCodec, parameter: str, index: str, rows: bool = False) -> str:
     """Return the stored scales or zeros of the pages: (B, H, T, g), or as rows (B, H, 1, T) for one group per token."""
     pool = f"{codec.side}_{parameter}_pool"
     blocks = codec.graph.scales(body, pool, _pages(body, codec, index), codec.options)

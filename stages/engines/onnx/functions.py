@@ -92,10 +92,10 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     masks = _pool_masks(body, spec, low)
 
     masked = body.real(MASKED[body.compute])
-    scores = _capped(body, spec, _join(body, [read_scores(body, codec, q, index) for codec, index in keys]))
+    scores = _cap(body, spec, _join(body, [read_scores(body, codec, q, index) for codec, index in keys]))
     parts = [body.op("Where", _join(body, masks), scores, masked)]
     if exact:
-        scores = _capped(body, spec, _dot(body, q, _exact_rows(body, "key_exact")))
+        scores = _cap(body, spec, _dot(body, q, _exact_rows(body, "key_exact")))
         parts.append(body.op("Where", _exact_mask(body, spec.policy, low), scores, masked))
     parts.append(_new_scores(body, spec, q, key, masked))
 
@@ -228,7 +228,7 @@ def _exact_rows(body: Body, name: str) -> str:
 
 def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, masked: str) -> str:
     """Return the scores among the new tokens, (B, H, R, S), causal and within the layer's window."""
-    scores = _capped(body, spec, _dot(body, q, key))
+    scores = _cap(body, spec, _dot(body, q, key))
     if spec.mode == "decode":
         return scores
     steps = _steps(body, _new_tokens(body))
@@ -241,7 +241,7 @@ def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, masked: str) 
     return body.op("Reshape", body.op("Where", causal, by_query, masked), _shape(body, 0, heads, -1, "S"))
 
 
-def _capped(body: Body, spec: AttentionSpec, scores: str) -> str:
+def _cap(body: Body, spec: AttentionSpec, scores: str) -> str:
     """Apply the model's softcap, if any, to scores."""
     if spec.info.softcap is None:
         return scores

@@ -70,30 +70,30 @@ def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Ite
         plural, dtypes = ("keys", KEY_DTYPES) if side.is_key else ("values", tuple(CODES))
         codes = next((codes for dtype, codes in CODES.items() if dtype == form.dtype and dtype in dtypes), None)
         if codes is None:
-            yield f"{key}.dtype={form.dtype}: the CUDA kernels hold {plural} as {_listed(dtypes)}"
+            yield f"{key}.dtype={form.dtype}: the CUDA kernels hold {plural} as {_list(dtypes)}"
             return
         if form.code.reference_only:
             yield f"{key}.arithmetic={form.arithmetic}: the CUDA kernels have kvgate's alone"
         if form.granularity not in codes.granularities:
-            yield f"{key}.granularity={form.granularity}: the CUDA kernels hold {form.dtype} {_listed(codes.granularities)}"
+            yield f"{key}.granularity={form.granularity}: the CUDA kernels hold {form.dtype} {_list(codes.granularities)}"
         elif form.group_size is not None and form.group_size not in codes.group_sizes:
-            yield f"{key}.group_size={form.group_size}: the CUDA kernels take {_listed(codes.group_sizes)}"
+            yield f"{key}.group_size={form.group_size}: the CUDA kernels take {_list(codes.group_sizes)}"
         elif shape.head_dim % (form.group_size or 1):
             yield f"{key}.group_size={form.group_size}: does not divide the model's head_dim {shape.head_dim}"
-    yield from _of_the_model(shape, layer, q_heads)
+    yield from _refuse_model(shape, layer, q_heads)
 
 
-def _of_the_model(shape: KVShape, layer: int, q_heads: int) -> Iterator[str]:
+def _refuse_model(shape: KVShape, layer: int, q_heads: int) -> Iterator[str]:
     slides = shape.window(layer)
     if slides is not None:
         yield f"{OF_MODEL}sliding_window={slides}: with the CUDA kernels every layer attends to all tokens"
     if shape.head_dim not in HEAD_DIMS:
-        yield f"{OF_MODEL}head_dim={shape.head_dim}: the CUDA kernels take {_listed(HEAD_DIMS)}"
+        yield f"{OF_MODEL}head_dim={shape.head_dim}: the CUDA kernels take {_list(HEAD_DIMS)}"
     if q_heads > GROUP_LIMIT * shape.kv_heads:
         limit = f"up to {GROUP_LIMIT} for each of the {shape.kv_heads} KV heads"
         yield f"{OF_MODEL}num_attention_heads={q_heads}: the CUDA kernels take {limit}"
 
 
-def _listed(values: tuple[object, ...]) -> str:
+def _list(values: tuple[object, ...]) -> str:
     *rest, last = map(str, values)
     return f"{', '.join(rest)} or {last}" if rest else last

@@ -126,7 +126,7 @@ class TorchEngine(ChunkedEngine):
     def _heavy_caches(self) -> list[HeavyCache]:
         return [HeavyCache.empty(self.policy, self.shape, storages, self.device) for storages in self.storages]
 
-    def _cached(self, handle: int, span: Span) -> _CachedView | HeavyView:
+    def _view(self, handle: int, span: Span) -> _CachedView | HeavyView:
         """Return the view of new tokens of a live sequence."""
         caches: Any = self.sequences[handle]
         if self._keeps_heavy:
@@ -138,7 +138,7 @@ class TorchEngine(ChunkedEngine):
         begin = 0
         for chunk in self._chunks(prompt):
             end = begin + len(chunk)
-            view = self._cached(sequence, Span(begin, end, begin))
+            view = self._view(sequence, Span(begin, end, begin))
             hidden = self._hidden([chunk], torch.arange(begin, end)[None], [view])
             view.store()
             begin = end
@@ -148,9 +148,7 @@ class TorchEngine(ChunkedEngine):
     @torch.inference_mode()
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         lengths = [self.sequences[handle][0].length for handle in sequences]
-        views = [
-            self._cached(handle, Span(length, length + 1, None)) for handle, length in zip(sequences, lengths, strict=True)
-        ]
+        views = [self._view(handle, Span(length, length + 1, None)) for handle, length in zip(sequences, lengths, strict=True)]
         hidden = self._hidden([[token] for token in tokens], torch.tensor(lengths)[:, None], views)
         for view in views:
             view.store()

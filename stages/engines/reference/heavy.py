@@ -52,7 +52,7 @@ class HeavyCache:
     def attend(self, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
         """Append new tokens (H, R, D); return their attention (H, G, R, D) with scaled queries q, and the new cache."""
         rows = q.shape[2]
-        keys, values = (self._before(side, x) for side, x in zip(SIDES, (key, value), strict=True))
+        keys, values = (self._read_with(side, x) for side, x in zip(SIDES, (key, value), strict=True))
         scores = options.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
         later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
         scores[..., -rows:].masked_fill_(later, -torch.inf)
@@ -67,23 +67,23 @@ class HeavyCache:
             length=self.length + rows,
             positions=torch.cat([self.positions, own], dim=1),
             weights=weights,
-            stored={side: self._appended(side, x) for side, x in zip(SIDES, (key, value), strict=True)},
+            stored={side: self._append(side, x) for side, x in zip(SIDES, (key, value), strict=True)},
         )
-        return attention @ values.unsqueeze(1), appended._evicted()
+        return attention @ values.unsqueeze(1), appended._evict()
 
-    def _before(self, side: Side, new: Tensor) -> Tensor:
+    def _read_with(self, side: Side, new: Tensor) -> Tensor:
         """Return the dequantized cached tokens followed by the new tokens: (H, n + R, D)."""
         if not self.stored:
             return new
         return torch.cat([self.storages[side].read(self.stored[side]).to(new.dtype), new], dim=1)
 
-    def _appended(self, side: Side, x: Tensor) -> Stored:
+    def _append(self, side: Side, x: Tensor) -> Stored:
         new = self.storages[side].write(x)
         if not self.stored:
             return new
         return each(concatenated, [self.stored[side], new])
 
-    def _evicted(self) -> "HeavyCache":
+    def _evict(self) -> "HeavyCache":
         held, heavy = self.positions.shape[1], self.eviction.heavy_tokens
         older = max(0, held - self.eviction.window_tokens)
         if older <= heavy:

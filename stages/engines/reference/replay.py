@@ -127,12 +127,12 @@ class OnePassView(BlockView):
         sources = one_pass(self.policy, self.storages[layer], base, x)
         shown = self.shown[layer] if self.shown else {}
         if base in shown and sources.base is not None:
-            sources = sources._replace(base=self._replaced(layer, base, sources.base, x, shown[base]))
+            sources = sources._replace(base=self._replace_codes(layer, base, sources.base, x, shown[base]))
         if base.window in shown and sources.window is not None:
-            sources = sources._replace(window=self._replaced(layer, base.window, sources.window, x, shown[base.window]))
+            sources = sources._replace(window=self._replace_codes(layer, base.window, sources.window, x, shown[base.window]))
         return sources
 
-    def _replaced(self, layer: int, side: Side, own: Copies, x: Tensor, copy: StoredCopy) -> Copies:
+    def _replace_codes(self, layer: int, side: Side, own: Copies, x: Tensor, copy: StoredCopy) -> Copies:
         """Record the errors of the engine's copy; return the reference engine's own copy with the engine's tokens.
 
         Evicted tokens keep the reference engine's values.

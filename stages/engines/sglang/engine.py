@@ -40,7 +40,7 @@ class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
         self.logit_step = LOGIT_STEP[str(self._arguments["dtype"])]
 
     def _open(self) -> Worker:
-        worker = self._opened({}, self._checkpoint(write_faulted), server_args=self._arguments)
+        worker = self._load_model({}, self._checkpoint(write_faulted), server_args=self._arguments)
         try:
             used = worker.call("facts", Resolved).arguments
             asked = self._arguments["kv_cache_dtype"]

@@ -60,7 +60,7 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
     def _open(self) -> Worker:
         described = self._described
         model = self._engine() if described.target == "engine" else self._bundle / CHECKPOINT
-        return self._opened(
+        return self._load_model(
             rank_environment(described.tensor_parallel_size), model,
             target=described.target, llm_args=described.evaluated_with, key_fault=self._fault,
         )  # fmt: skip

@@ -37,7 +37,7 @@ def audit(path: Path) -> Audit:
     if not path.is_dir():
         raise refusal(path, "is not a directory of a Hugging Face checkpoint, which vLLM loads; give one")
     model = read_model(path)
-    method, scheme, refused = _declared(path)
+    method, scheme, refused = _read_declaration(path)
     tensors = list(scale_tensors(path))
     found: list[Scales] = [{} for _ in range(model.kv.layers)]
     problems = list(refused)
@@ -52,12 +52,12 @@ def audit(path: Path) -> Audit:
         else:
             problems.append(f"{tensor.name}: is not a name that it reads")
     carried = scales_by_layer(tensors, model.kv.layers)
-    used = [_used(number, scales, method, scheme, model, problems) for number, scales in enumerate(found)]
+    used = [_used_scales(number, scales, method, scheme, model, problems) for number, scales in enumerate(found)]
     layers = [LayerDelivery(carried=given, used=taken) for given, taken in zip(carried, used, strict=True)]
     return Audit(f"vLLM {' and '.join(RELEASES)}, {method or 'no quantization declared'}", layers, problems)
 
 
-def _declared(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
+def _read_declaration(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
     """Return a checkpoint's quantization method, its `kv_cache_scheme`, and the reasons why vLLM refuses it."""
     config = read_json(path, "config.json")
     declared = config.get("quantization_config")
@@ -85,7 +85,9 @@ def _declared(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
     return method, scheme, []
 
 
-def _used(layer: int, found: Scales, method: str, scheme: Mapping[str, Any], model: ModelShape, problems: list[str]) -> Scales:
+def _used_scales(
+    layer: int, found: Scales, method: str, scheme: Mapping[str, Any], model: ModelShape, problems: list[str]
+) -> Scales:
     """Return the scales that vLLM would use for a layer. Append scales that make vLLM fail to `problems`."""
     count = model.kv.kv_heads if method in SEPARATE and scheme.get("strategy") == "attn_head" else 1
     default = (1.0,) * count

@@ -75,15 +75,15 @@ class VllmEngine(ShowingEngine[VllmBundle, VllmConfig]):
         for tokens, first in chain.from_iterable(rounds):
             self._check_forced(tokens, first)
         if pages is None:
-            return [self._served(requests, rows) for requests in rounds]
+            return [self._serve(requests, rows) for requests in rounds]
         size = int(self._described.arguments["block_size"])
         blocks = -(-pages * PAGE_TOKENS // size)
         # One more block: vLLM's null block stores no tokens. No sequence may be longer than the pool.
         longest = min(self.max_tokens, blocks * size)
-        with self._restarted(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest):
-            return [self._served(requests, rows) for requests in rounds]
+        with self._restart(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest):
+            return [self._serve(requests, rows) for requests in rounds]
 
-    def _served(self, requests: Sequence[ForcedRequest], rows: int) -> list[ServedRequest]:
+    def _serve(self, requests: Sequence[ForcedRequest], rows: int) -> list[ServedRequest]:
         forced = [request._replace(skip=max(1, request.tokens - rows)) for request in starmap(whole, requests)]
         return [ServedRequest(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(forced)]
 
@@ -92,13 +92,13 @@ class VllmEngine(ShowingEngine[VllmBundle, VllmConfig]):
 
         A policy whose scales are all 1.0 needs no scales in the checkpoint, because 1.0 is vLLM's default.
         """
-        used = self._loaded().scales
+        used = self._read_facts().scales
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         if self._described.kv_scales_in_checkpoint:
             carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
-        return [LayerDelivery(dict(given), self._used(layer)) for given, layer in zip(carried, used, strict=True)]
+        return [LayerDelivery(dict(given), self._scales_by_side(layer)) for given, layer in zip(carried, used, strict=True)]
 
-    def _used(self, layer: Mapping[Literal["key", "value"], Sequence[float]]) -> dict[Side, tuple[float, ...]]:
+    def _scales_by_side(self, layer: Mapping[Literal["key", "value"], Sequence[float]]) -> dict[Side, tuple[float, ...]]:
         """Return the scales that a layer reads. With several workers vLLM lists one scale per head even for a shared scale."""
         by_head = self.policy.key.granularity == "per_head"
         return {Side(side): tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in layer.items()}
@@ -107,13 +107,13 @@ class VllmEngine(ShowingEngine[VllmBundle, VllmConfig]):
         super().close()
         self._facts = None
 
-    def _loaded(self) -> VllmFacts:
+    def _read_facts(self) -> VllmFacts:
         if self._facts is None:
             self._facts = self._call("facts", VllmFacts)
         return self._facts
 
     @contextmanager
-    def _restarted(self, **changes: object) -> Iterator[None]:
+    def _restart(self, **changes: object) -> Iterator[None]:
         """Reload the model with changed engine arguments for the requests within this context."""
         self.close()
         self._evaluated = {**EVALUATED, **changes}
@@ -132,13 +132,13 @@ class VllmEngine(ShowingEngine[VllmBundle, VllmConfig]):
         model = self._checkpoint(partial(write_faulted, self._scales)) if carried else self._bundle / CHECKPOINT
         two_longest = 2 * self.max_tokens * FP16_POLICY.bytes_per_token(self.shape)
         arguments = {CACHE: max(LEAST_CACHE, two_longest), **self._described.arguments, **self._evaluated}
-        return self._opened(bound, model, engine_args=arguments, key_fault=self._fault)
+        return self._load_model(bound, model, engine_args=arguments, key_fault=self._fault)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
         """Return the memory of the blocks that vLLM allocated."""
         if not lengths:
             return MemoryReport(0, 0, 0, 0, 0)
-        facts = self._loaded()
+        facts = self._read_facts()
         blocks = sum(-(-length // facts.block_tokens) for length in lengths) if blocks is None else blocks
         return MemoryReport(
             pool_bytes=blocks * facts.block_bytes,
@@ -151,7 +151,7 @@ class VllmEngine(ShowingEngine[VllmBundle, VllmConfig]):
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:
         """Return the copy whose codes are the stored bytes (H, n, W)."""
         codes = stored.reshape(self.shape.kv_heads, -1, form.token_bytes(self.shape.head_dim))
-        scales = np.array(self._used(self._loaded().scales[layer])[side], np.float32).reshape(-1, 1, 1)
+        scales = np.array(self._scales_by_side(self._read_facts().scales[layer])[side], np.float32).reshape(-1, 1, 1)
         return StoredCopy(0, codes, None, None, scales if form.static else None, None)
 
 

@@ -152,7 +152,7 @@ def test_the_served_engine_has_vllms_defaults_and_the_judged_one_is_eager(
     assert "enforce_eager" not in arguments
     assert arguments.get("kv_cache_memory_bytes") == served
     opened: dict[str, Any] = {}
-    monkeypatch.setattr(VllmEngine, "_opened", lambda *_, engine_args, **__: opened.update(engine_args))
+    monkeypatch.setattr(VllmEngine, "_load_model", lambda *_, engine_args, **__: opened.update(engine_args))
     engine: Any = VllmEngine.__new__(VllmEngine)
     engine._described = SimpleNamespace(arguments=arguments, kv_scales_in_checkpoint=False)
     engine._config, engine._interpreter, engine._evaluated = config, interpreter(platform="cuda"), EVALUATED

@@ -55,12 +55,12 @@ class Cache:
         parts = self._of_each(_facts)
         layers = zip(*(part["scales"] for part in parts), strict=True)
         return {
-            "scales": [{side: self._joined([part[side] for part in one]) for side in ("key", "value")} for one in layers],
+            "scales": [{side: self._join([part[side] for part in one]) for side in ("key", "value")} for one in layers],
             "block_tokens": int(self.core.vllm_config.cache_config.block_size),
             "block_bytes": self.copies * sum(part["block_bytes"] for part in parts),
         }
 
-    def _joined(self, parts: list[list[float]]) -> list[float]:
+    def _join(self, parts: list[list[float]]) -> list[float]:
         """Join the scales of several workers: one number per KV head. A single worker's scales are unchanged."""
         if len(parts) == 1:
             return parts[0]
@@ -83,7 +83,7 @@ class Cache:
         """Write the stored keys and then values of every layer, (H, length, D) each. Return False if the layout is unknown."""
         import numpy as np
 
-        parts = self._of_each(_stored, blocks, length)
+        parts = self._of_each(_read_stored, blocks, length)
         if any(part is None for part in parts):
             return False
         np.concatenate([part for side in zip(*parts, strict=True) for part in side]).tofile(path)
@@ -111,7 +111,7 @@ def _corrupt_keys(worker: Any, factor: float) -> None:
         layer.impl.do_kv_cache_update = _scaled_reading(write, factor) if scaled else _scaled_write(write, factor)
 
 
-def _stored(worker: Any, blocks: list[int], length: int) -> Any:
+def _read_stored(worker: Any, blocks: list[int], length: int) -> Any:
     """Return the bytes of keys and then values of every layer, (H, length, D) each; None if the layout is unknown."""
     import torch
 
