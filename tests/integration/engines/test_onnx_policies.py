@@ -15,22 +15,15 @@ from helpers.engines.random_llama import (
     POLICIES,
     STEPS,
     forced,
-    int4_groups,
-    llama_config,
-    load_model,
-    make_decoder,
     make_engine,
     make_reference,
     random_texts,
-    save_model,
     shared_decoder,
 )
-from helpers.stride import STRIDE
 
 from stages.engines.onnx.bundle import GRAPHS
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.reference.engine import TorchEngine
-from stages.policies.policy import KVPolicy
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 190, 300]
 """Lengths around the ends of pages. While 190 decodes, a page leaves a window of 64 tokens; no policy keeps 300 exact."""
@@ -144,21 +137,6 @@ def test_a_later_prefill_chunk_attends_over_the_quantized_cache_of_the_earlier_o
     np.testing.assert_allclose(logits[0], expected, atol=FLIPS)
 
 
-@pytest.mark.every
-@pytest.mark.parametrize(("head_dim", "size"), [(96, 32), (128, 128)] if STRIDE == 1 else [])
-def test_groups_that_do_not_fall_on_halves_of_a_head_equal_the_reference(
-    head_dim: int, size: int, tmp_path: Path, texts: list[list[int]]
-) -> None:
-    """Use an odd number of INT4 groups: the middle group has channels in low and in high nibbles.
-
-    `make test` checks this in single functions: test_onnx_functions.py and test_native_attention.py.
-    """
-    checkpoint = save_model(llama_config(head_dim), tmp_path / "checkpoint")
-    policy = KVPolicy(name="odd", key=int4_groups(size), value=int4_groups(size, symmetric=False))
-    engine = make_engine(make_decoder(checkpoint, tmp_path / "decoder"), tmp_path / "bundle", policy)
-    assert differences(engine, make_reference(load_model(checkpoint), policy, engine.shape), texts[-3:])[1].max() < FLIPS
-
-
 @pytest.mark.parametrize("name", ["fp16", "fp8k_int4v"])
 def test_float16_compute_stays_close_to_float32(
     name: str, decoder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
@@ -174,12 +152,3 @@ def test_float16_compute_stays_close_to_float32(
     assert logits.dtype == np.float32
     np.testing.assert_allclose(logits, expected, atol={"fp16": 0.03, "fp8k_int4v": 0.2}[name] * expected.std())
     assert not np.array_equal(logits, expected)
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8k_int4v"])
-def test_a_quantized_cache_moves_the_logits_by_more_than_the_tolerance(
-    name: str, decoder: Path, tmp_path: Path, texts: list[list[int]]
-) -> None:
-    logits, exact = (forced(make_engine(decoder, tmp_path / each, BY_NAME[each]), texts) for each in (name, "fp16"))
-    np.testing.assert_array_equal(logits[0], exact[0])
-    assert np.median(np.abs(logits[1:] - exact[1:]).max(-1)) > 10 * MEDIAN
