@@ -70,7 +70,6 @@ class Trial:
     """A tensor and its round trip through a format. Both are rotated if the format rotates, as its codes are."""
 
     form: Format
-    static: Static | None
     stored: Stored
     x_HTD: Tensor
     back_HTD: Tensor
@@ -94,9 +93,9 @@ def fixed(x_HTD: Tensor, form: Format) -> Static | None:
     return static_scales(made, form, heads, dim)
 
 
-def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:
+def tried(x_HTD: Tensor, form: Format) -> Trial:
     """Store a tensor in a format and read it back."""
-    static = static or fixed(x_HTD, form)
+    static = fixed(x_HTD, form)
     stored = quantize(x_HTD, form, static)
     back = dequantize(stored, form, static)
     if form.rotation == "hadamard":
@@ -109,7 +108,7 @@ def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:
         scales, zero = (None if s is None else s.float().repeat_interleave(repeats, -1) for s in (stored.scale, stored.zero))
         step = (torch.ones(1) if scales is None else scales) * (1.0 if static is None else static.scale)
     zeros_HTD = torch.zeros_like(x_HTD)
-    return Trial(form, static, stored, x_HTD, back, step + zeros_HTD, zeros_HTD if zero is None else zero + zeros_HTD)
+    return Trial(form, stored, x_HTD, back, step + zeros_HTD, zeros_HTD if zero is None else zero + zeros_HTD)
 
 
 @st.composite

@@ -13,7 +13,6 @@ from helpers.tensorrt.graphs import INT4_KEYS, SM, Surgery, forced, surgeries
 
 from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
-from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
 from plugins.kv_attention.variants import Setting, decode_variant
 from stages.engines.base import Mode
@@ -91,25 +90,15 @@ def test_the_plugin_gets_the_inputs_of_the_function_that_it_replaces(
         assert setting.layout == layout
         scaling = setting.scaling
         assert scaling == pytest.approx(info.head_dim**-0.5, rel=1e-6)
-        new = tuple(x[:, :, 0] if tokens == 1 else x.flatten(0, 1) for x in (tensors[r] for r in ("query", "key", "value")))
+        q, k, v = (x[:, :, 0] if tokens == 1 else x.flatten(0, 1) for x in (tensors[r] for r in ("query", "key", "value")))
         expected = activations[join.output[0]].astype(np.float32)
         assert expected.shape == (3, tokens, info.q_heads, info.head_dim)
-
-        def error(
-            factor: float,
-            layout: CacheLayout = layout,
-            tensors: dict[str, torch.Tensor] = tensors,
-            new: tuple[torch.Tensor, ...] = new,
-            expected: Any = expected,
-        ) -> float:
-            query, key, value = new
-            tables = {name: tensors[name] for name in ("page_table", "lengths", "exact_slots") if name in tensors}
-            starts = torch.arange(0, 3 * tokens + 1, tokens)
-            attended = reference.attend(layout, query, key, value, tensors, query_starts=starts, scaling=factor, **tables)
-            return float(np.abs(attended.numpy().reshape(expected.shape) - expected).max())
-
-        assert error(scaling) <= tolerance
-        assert error(2 * scaling) > 5 * tolerance  # a wrong scaling would be noticed
+        tables: dict[str, Any] = {name: tensors[name] for name in ("page_table", "lengths", "exact_slots") if name in tensors}
+        tables["query_starts"] = torch.arange(0, 3 * tokens + 1, tokens)
+        attended = (reference.attend(layout, q, k, v, tensors, scaling=factor * scaling, **tables) for factor in (1, 2))
+        error, scaled_error = (np.abs(out.numpy().reshape(expected.shape) - expected).max() for out in attended)
+        assert error <= tolerance
+        assert scaled_error > 5 * tolerance  # a wrong scaling would be noticed
 
 
 def test_a_bundles_graphs_are_replaced_and_layers_without_the_plugin_have_their_reason(
