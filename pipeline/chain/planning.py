@@ -53,7 +53,7 @@ LONGEST_DEFAULT = 640
 
 
 def show_capacity(run: Run) -> None:
-    """Print and write the memory's capacity under every policy of conf/kv and under `kv=`."""
+    """Print and write the memory's capacity under every policy of conf/kv and under `kv=`, as the backend frees pages."""
     config = run.config
     capacity = _capacity(config, [])
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
@@ -130,7 +130,8 @@ def _question_keys(config: Config) -> list[str]:
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
     model = read_model(locate_checkpoint(config.model.path))
     policies = labelled([config.kv, *judged])
-    return measure_capacity(config.model.label, model, config.capacity, config.weights.format, policies)
+    shares = config.backend.shares_pages
+    return measure_capacity(config.model.label, model, config.capacity, config.weights.format, policies, shares_pages=shares)
 
 
 def _require_room(capacity: Capacity) -> None:

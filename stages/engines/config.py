@@ -25,6 +25,8 @@ class BackendConfig(StrictModel):
     """Whether engines open in seconds in this process, on any CPU, and keep their cache in this machine's memory."""
     least_preferred: ClassVar[bool] = False
     """Whether an equally good engine of another backend is preferred (true for the reference engine)."""
+    shares_pages: ClassVar[bool] = True
+    """Whether all layers keep the same pages, as in kvgate's own pool, instead of each layer the pages that it attends to."""
     takes_quantized: ClassVar[bool] = False
     """Whether engines can load a checkpoint's quantized weights without dequantizing them."""
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
@@ -81,5 +83,6 @@ def backend_configs() -> dict[str, type[BackendConfig]]:
 class InterpreterConfig(BackendConfig):
     """Configuration of a backend whose library runs in another interpreter."""
 
+    shares_pages = False
     python: PathText | None
     """The Python that has the library: a path or a command on PATH."""

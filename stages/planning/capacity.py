@@ -1,11 +1,13 @@
 """Capacity of a memory budget under every policy (`capacity.json`). Bytes are per GPU unless stated otherwise.
 
-The pages are the same as in the engines (`stages.engines.paged`): a sequence holds whole pages, second copies of the pages in
-the policy's window, and a buffer of exact tokens. The whole pages of a prefix that all sequences share are stored once, as
-`fork` shares pages. A policy may evict tokens, and a model's layers may attend to sliding windows.
+A sequence holds whole pages, second copies of the pages in the policy's window, and a buffer of exact tokens. The whole pages
+of a prefix that all sequences share are stored once, as `fork` shares pages. A policy may evict tokens, and a model's layers
+may attend to sliding windows. A backend frees the pages either of each layer or of all layers together, as in kvgate's own pool
+(`stages.engines.paged`): then a page stays while any layer needs it (`BackendConfig.shares_pages`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from stages.checkpoints.intake.shapes import ModelShape
@@ -28,11 +30,22 @@ def pages_of_ends(tokens: int, first: int, latest: int | None) -> set[int]:
 class SequenceCost:
     """Bytes of sequences under one policy, on one GPU."""
 
-    def __init__(self, policy: KVPolicy, shape: KVShape, windows: Sequence[int | None], *, shared_prefix: int = 0) -> None:
+    def __init__(
+        self,
+        policy: KVPolicy,
+        shape: KVShape,
+        windows: Sequence[int | None],
+        *,
+        shares_pages: bool,
+        shared_prefix: int = 0,
+    ) -> None:
         """Group the layers that keep the same pages. `shape` has the KV heads of one GPU.
 
         `windows`: the number of latest tokens that each layer attends to, or None for all tokens.
+        `shares_pages`: whether all layers keep the same pages.
         """
+        if shares_pages and policy.eviction is None:
+            windows = [policy.latest_tokens(replace(shape, windows=tuple(windows)))] * len(windows)
         self.policy = policy
         self.shared_pages = shared_prefix // PAGE_TOKENS
         self.exact_bytes = policy.exact_bytes(shape, 1)
@@ -158,9 +171,17 @@ def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat
 
 
 def measure_capacity(
-    name: str, model: ModelShape, use: CapacityConfig, weights: WeightsFormat, policies: Sequence[tuple[str, KVPolicy]]
+    name: str,
+    model: ModelShape,
+    use: CapacityConfig,
+    weights: WeightsFormat,
+    policies: Sequence[tuple[str, KVPolicy]],
+    *,
+    shares_pages: bool,
 ) -> Capacity:
     """Compute the capacity of every policy. `policies` are display names and policies; `name` is the model's.
+
+    `shares_pages`: whether the backend keeps the same pages for all layers.
 
     Raises UserError if the weights cannot be counted or leave nothing for the cache, or no policy fits the model.
     """
@@ -174,7 +195,7 @@ def measure_capacity(
         except UserError as error:
             unfit[label] = str(error)
         else:
-            fitting.append(_policy_capacity(label, policy, model, use, budget))
+            fitting.append(_policy_capacity(label, policy, model, use, budget, shares_pages))
     if not fitting:
         raise UserError(f"kv={policies[0][0]}: does not fit {model.path}: {unfit[policies[0][0]]}")
     slots = sum(whole_pages(context.tokens) * context.requests for context in use.contexts)
@@ -182,6 +203,8 @@ def measure_capacity(
     notes = list(model.notes)
     if model.latent is not None:
         notes.append(f"a token has one latent vector of {model.latent} numbers for all heads (MLA): half of them count as keys")
+    if shares_pages and None in model.windows and any(model.windows):
+        notes.append("all layers keep the same pages on this backend, so the layers with sliding windows free none")
     if model.max_positions is not None and use.longest > model.max_positions:
         notes.append(f"contexts reach {use.longest:,} tokens, the model's max_position_embeddings is {model.max_positions:,}")
     if use.tensor_parallel > model.kv.kv_heads and model.latent is None:
@@ -210,9 +233,11 @@ def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
     return one and not policy.exact_tokens and not policy.key.scales_per_token(head_dim)
 
 
-def _policy_capacity(name: str, policy: KVPolicy, model: ModelShape, use: CapacityConfig, budget: Budget) -> PolicyCapacity:
+def _policy_capacity(
+    name: str, policy: KVPolicy, model: ModelShape, use: CapacityConfig, budget: Budget, shares_pages: bool
+) -> PolicyCapacity:
     rank = KVShape(model.kv.layers, model.kv_heads_of_a_rank(use.tensor_parallel), model.kv.head_dim)
-    cost = SequenceCost(policy, rank, model.windows, shared_prefix=use.shared_prefix_tokens)
+    cost = SequenceCost(policy, rank, model.windows, shares_pages=shares_pages, shared_prefix=use.shared_prefix_tokens)
     requests, live_tokens = admit(cost, use.cycle, use.below_ceiling(budget.cache))
     fit = budget.cache // policy.bytes_per_token(rank)
     return PolicyCapacity(

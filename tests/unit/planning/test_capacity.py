@@ -39,8 +39,9 @@ def use(*overrides: str) -> CapacityConfig:
     return plan(overrides, multirun=False).jobs[0].capacity
 
 
-def capacity(folder: Path, config: dict[str, Any], *overrides: str) -> Capacity:
-    return measure_capacity("model", read_model(written(folder, config)), use(*overrides), "none", SHIPPED)
+def capacity(folder: Path, config: dict[str, Any], *overrides: str, shares_pages: bool = False) -> Capacity:
+    model = read_model(written(folder, config))
+    return measure_capacity("model", model, use(*overrides), "none", SHIPPED, shares_pages=shares_pages)
 
 
 def of(found: Capacity, name: str) -> PolicyCapacity:
@@ -90,6 +91,12 @@ def test_sliding_layers_of_a_gemma_3_take_the_published_mebibytes(
     assert of(found, "fp16").mix_bytes / 2**20 == mebibytes
 
 
+def test_layers_that_share_pages_keep_those_of_full_attention(tmp_path: Path) -> None:
+    found = capacity(tmp_path, GEMMA_27B, "capacity.gpu_gib=141", mix((32767, 1)), *BARE, shares_pages=True)
+    assert of(found, "fp16").mix_bytes == 32768 * of(found, "fp16").bytes_per_token
+    assert "the layers with sliding windows free none" in found.notes[0]
+
+
 def test_a_latent_vector_takes_one_format_and_is_copied_to_every_gpu(tmp_path: Path) -> None:
     found = capacity(tmp_path, DEEPSEEK_V3, "capacity.gpu_gib=141", "capacity.tensor_parallel=8", *BARE)
     assert (of(found, "fp16").bytes_per_token, of(found, "fp8").bytes_per_token) == (61 * 576 * 2, 61 * 576)
@@ -131,10 +138,13 @@ def test_requests_of_a_mix_are_whole_and_the_rest_of_their_last_pages_is_waste(t
     assert of(found, "fp16").live_tokens == 32 * (65 + 128)
 
 
-def test_a_policys_own_eviction_counts_as_its_engine_counts_it() -> None:
-    shape = KVShape(layers=3, kv_heads=2, head_dim=64)
+@pytest.mark.parametrize("windows", [(None, None, None), (128, 128, None), (128, 128, 4096)])
+def test_capacity_equals_the_bytes_of_kvgates_pool(windows: tuple[int | None, ...]) -> None:
+    shape = KVShape(layers=3, kv_heads=2, head_dim=64, windows=windows)
     for policy in shipped_policies():
-        cost = SequenceCost(policy, shape, [None] * 3)
+        if policy.eviction is not None and any(windows):
+            continue  # refused: `KVPolicy.check_shape`
+        cost = SequenceCost(policy, shape, windows, shares_pages=True)
         for tokens in (1, 64, 4096, 4159, 4160, 4161, 4223, 4224, 4225, 100_000):
             assert cost.own(tokens) == policy.sequence_bytes(shape, tokens), policy.name
 

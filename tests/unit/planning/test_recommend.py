@@ -33,7 +33,7 @@ USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{toke
 @cache
 def capacity(*overrides: str) -> Capacity:
     asked = plan([*USE, *overrides], multirun=False).jobs[0].capacity
-    return measure_capacity("some-llm", MODEL, asked, "none", labelled([]))
+    return measure_capacity("some-llm", MODEL, asked, "none", labelled([]), shares_pages=True)
 
 
 def judged(policy: str, **changes: object) -> Judged:
