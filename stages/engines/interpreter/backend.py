@@ -68,10 +68,10 @@ class InterpreterBackend(Backend[C], Generic[C]):
 
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         interpreter = self.interpreter
-        if interpreter.unread is not None:
-            progress(interpreter.unread, 0, 0)
-        progress("build", 0, 1)
         info = inspect_checkpoint(source / self.checkpoint_folder)
+        for warning in self.warnings(info):
+            progress(warning, 0, 0)
+        progress("build", 0, 1)
         begin_bundle(info.path, out, policy, scales, info.shape)
         fields = {
             "backend": self.config.name,
@@ -89,6 +89,10 @@ class InterpreterBackend(Backend[C], Generic[C]):
         }
         write_bundle(out, self.record.model_validate({**fields, "files": tree_files(out)}))
         progress("build", 1, 1)
+
+    def warnings(self, info: CheckpointInfo) -> list[str]:  # noqa: ARG002
+        """Return warnings about a build from the checkpoint, for the log."""
+        return [] if self.interpreter.unread is None else [self.interpreter.unread]
 
     @abstractmethod
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -94,15 +94,19 @@ class Interpreter:
         """Distinct compute capabilities of all GPUs, sorted."""
         return sorted({device.compute_cap for device in self.devices})
 
+    def is_among(self, releases: Iterable[str]) -> bool:
+        """Return whether the release is one of `releases`, or starts with one of these prefixes."""
+        return any(f"{self.release}.".startswith(f"{release}.") for release in releases)
+
     @property
     def unread(self) -> str | None:
         """Warning for a release that the worker was not checked against; None for a checked release."""
-        if any(f"{self.release}.".startswith(f"{release}.") for release in self.program.read):
+        if self.is_among(self.program.read):
             return None
-        were = f"{' and '.join(self.program.read)} {'was' if len(self.program.read) == 1 else 'were'}"
         return (
-            f"warning: {self.program.library} {self.release} was not read, {were}: its arguments, where scales and codes lie, "
-            "and what a logits processor is given may differ; arguments and each row of logits are checked all the same"
+            f"warning: {self.program.library} {self.release} was not checked (checked: {', '.join(self.program.read)}): "
+            "argument names, the cache's layout and the logits-processor interface may differ; arguments and each row of "
+            "logits are checked all the same"
         )
 
     def require_release(self, bundle: Path, built_for: BuiltFor) -> None:

@@ -24,7 +24,7 @@ from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, cannot_hold, resolve
 from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.vllm import worker
-from stages.engines.vllm.audit import PAIRED, SEPARATE
+from stages.engines.vllm.audit import PAIRED, RELEASES, SEPARATE
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.delivery import scale_findings
@@ -151,15 +151,20 @@ def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
         )
 
 
-def check_own_scales(policy: KVPolicy, quantized: Quantized, found: Audit) -> None:
-    """Refuse a policy that vLLM does not support with such quantized weights, and scales that vLLM would not use."""
+def check_own_scales(policy: KVPolicy, quantized: Quantized, audit: Audit | None) -> None:
+    """Refuse a policy that vLLM does not support with such quantized weights, and scales that vLLM would not use.
+
+    `audit` is None if the audit's rules are not those of the release.
+    """
     scaled = policy.key.has_static_scales and policy.key.dtype != "fp8_e5m2"
     if scaled and quantized.method not in (*SEPARATE, *PAIRED):
         raise UserError(f"kv={policy.name}: vLLM reads no scales of a cache with {quantized.title}; choose kv=fp8_e5m2")
     if policy.key.dtype == "fp8_e5m2" and quantized.method in PAIRED:
         raise UserError(f"kv={policy.name}: vLLM takes no E5M2 with {quantized.title}; choose kv=fp8")
-    findings = [*scale_findings(found.layers), *found.problems] if any(layer.carried for layer in found.layers) else []
-    if scaled and findings:
+    if audit is None or not scaled or not any(layer.carried for layer in audit.layers):
+        return
+    findings = [*scale_findings(audit.layers), *audit.problems]
+    if findings:
         raise UserError(
             f"model.path: vLLM would not use the cache's scales of this checkpoint: {findings[0]}; correct or remove "
             "them; stage=audit lists all"
@@ -265,11 +270,26 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
         check_boundaries(job.policy, dtype, checkpoint.shape.layers)
         self._check_checkpoint(job, ", or judge quantized weights with backend=trtllm")
         if checkpoint.quantized is not None:
-            check_own_scales(job.policy, checkpoint.quantized, self.audit(checkpoint.path))
+            audit = self.audit(checkpoint.path) if self._is_audited() else None
+            check_own_scales(job.policy, checkpoint.quantized, audit)
         check_split(config.tensor_parallel_size, checkpoint.q_heads, checkpoint.shape.kv_heads)
         refuse_dtype(job.policy, dtype, self.interpreter)
         if job.judges:
             check_judging(config, self.interpreter)
+
+    def _is_audited(self) -> bool:
+        """Return whether the audit's rules are those of the installed release."""
+        return self.interpreter.is_among(RELEASES)
+
+    def warnings(self, info: CheckpointInfo) -> list[str]:
+        """Return the inherited warnings, and one if the scales of quantized weights were not audited."""
+        warnings = super().warnings(info)
+        if info.quantized is not None and not self._is_audited():
+            warnings.append(
+                f"warning: the scales of this checkpoint were not audited: the rules are those of vLLM "
+                f"{' and '.join(RELEASES)}, not of {self.interpreter.release}; the evaluation compares the loaded scales"
+            )
+        return warnings
 
     def audit(self, path: Path) -> Audit:
         """Return the scales that vLLM would load, computed from its rules; vLLM need not be installed."""

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,9 @@ from helpers.policies.shipped import SHIPPED, conf
 import stages.engines.interpreter
 import stages.engines.vllm
 from stages.checkpoints.description import inspect_checkpoint
+from stages.checkpoints.quantized import Quantized
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.backend import Job
+from stages.engines.backend import Audit, Job
 from stages.engines.interpreter.process import Interpreter, inspect_interpreter
 from stages.engines.vllm.backend import (
     PROGRAM,
@@ -32,7 +35,8 @@ from stages.engines.vllm.backend import (
     skipped_layers,
 )
 from stages.engines.vllm.engine import EVALUATED, VllmEngine
-from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.delivery import LayerDelivery
+from stages.policies.policy import SIDES, KVPolicy, KVShape
 
 EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 
@@ -126,6 +130,24 @@ def test_quantized_weights_are_refused_before_the_interpreter_starts(tiny_checkp
     job = Job(SHIPPED["fp8"], "fp8", inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(UserError, match=r"^weights=fp8: backend=vllm is given 16-bit weights"):
         VllmBackend(config_of("vllm", "/nowhere")).check_inputs(job)
+
+
+@pytest.mark.parametrize(("release", "audited"), [("0.26.0", False), ("0.32.1", True)])
+def test_scales_are_refused_only_on_releases_that_the_audit_describes(
+    release: str, audited: bool, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = interpreter(release=release, cache_dtypes=["fp8_e4m3"])
+    skipped = Audit("vLLM", [LayerDelivery(dict.fromkeys(SIDES, (0.5,)), dict.fromkeys(SIDES, (1.0,)))], ["layer 0: skipped"])
+    monkeypatch.setattr(VllmBackend, "interpreter", there)
+    monkeypatch.setattr(VllmBackend, "audit", lambda *_: skipped)
+    backend = VllmBackend(config_of("vllm", "python"))
+    weights = Quantized("compressed-tensors", "compressed-tensors FP8", (), "exact")
+    info = replace(inspect_checkpoint(tiny_checkpoint), quantized=weights)
+    with pytest.raises(UserError, match=r"^model\.path: vLLM would not use") if audited else nullcontext():
+        backend.check_inputs(Job(SHIPPED["fp8"], "none", info))
+    assert [line[:44] for line in backend.warnings(info)] == (
+        [] if audited else ["warning: the scales of this checkpoint were "]
+    )
 
 
 def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
