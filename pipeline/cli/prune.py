@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
 from rich.filesize import decimal
 from rich.markup import escape
@@ -109,7 +110,7 @@ def remove(root: Path, pieces: Sequence[Piece]) -> None:
         path = piece.path
         if piece.is_artifact:
             # the name of a temporary directory: a later command removes it if this process is killed
-            path = path.rename(path.with_name(f".{path.name}-prune{os.getpid()}"))
+            path = path.rename(path.with_name(f".{path.name}-prune{token_hex(8)}"))
         shutil.rmtree(path)
     for file in (root / POOL).glob("*"):
         if file.stat().st_nlink == 1:

@@ -38,6 +38,8 @@ from stages.evaluate.inputs.tokens import EncodedSample
 from stages.workloads.prompts import token_ids
 from stages.workloads.rendering import rendered
 
+TAIL_MARGIN = 8
+"""Tokens, beyond a stop string's bytes, at the end of an answer that are searched for the stop string."""
 MOST_PATH = 4095
 """Maximum characters of a path on Linux."""
 
@@ -226,11 +228,21 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 token = int(_finite(logits_V).argmax())
                 if token not in self._ends:
                     answers[i].append(token)
-                text = self.tokenizer.decode(answers[i], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                met = any(stop in text for stop in stops[i] if stop)
-                if token in self._ends or met or len(answers[i]) >= limits[i]:
+                if token in self._ends or len(answers[i]) >= limits[i] or self._has_stop(answers[i], stops[i]):
                     self.engine.release([live.pop(i)])
-                    yield i, postprocess_generated_text(text, stops[i], None)
+                    yield i, postprocess_generated_text(self._text(answers[i]), stops[i], None)
+
+    def _has_stop(self, answer: list[int], stops: Sequence[str]) -> bool:
+        """Return whether an answer contains a stop string, if none did without the last token.
+
+        The last tokens are decoded first. To decode the whole answer at every token would take quadratic time.
+        """
+        # A token has at least one byte of text, unless it is special. The margin covers such tokens and cut characters.
+        tail = answer[-max((len(stop.encode()) for stop in stops), default=0) - TAIL_MARGIN :]
+        return all(any(stop and stop in self._text(tokens) for stop in stops) for tokens in (tail, answer))
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _finite(logits: Any) -> Any:

@@ -100,9 +100,10 @@ class RegistryReader:
         return RegisteredModel(name, versions, {alias: str(number) for alias, number in model.aliases.items()}, model.tags)
 
     def engine_digest(self, version: Version) -> str | None:
-        """Return the digest of a version's engine, from the run that judged it; None if the run was deleted."""
+        """Return the digest of a version's engine, from the run that judged it; None if the run or its tag is missing."""
         with suppress(MlflowException):
-            return str(self.client.get_run(version.run_id).data.tags.get("engine_digest"))
+            digest: str | None = self.client.get_run(version.run_id).data.tags.get("engine_digest")
+            return digest
         return None
 
     def registered(self, identities: Collection[str]) -> list[RegisteredModel]:

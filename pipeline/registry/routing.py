@@ -248,8 +248,9 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
     decisions = dict[str, Move | str]()
     broken = []
     for workload, counted in snapshot.classes.items():
-        stays = f"stays at version {route_of(engines.model, workload).now}"
-        if stays != f"stays at version {counted.version}":
+        current = route_of(engines.model, workload).now
+        stays = f"stays at version {current}"
+        if counted.version != current:
             decisions[workload] = f"{stays}, since the snapshot is of version {counted.version}"
             continue
         readings = read_monitors(counted, limits)

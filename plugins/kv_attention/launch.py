@@ -309,7 +309,9 @@ def context_partials(
     tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, "query_starts": query_starts}
     check_launch(layout, new | tables, cache, rows="X")
     (tokens, q_heads, _), sequences = query.shape, len(lengths)
-    if query_starts is None and (not sequences or tokens % sequences):
+    if not sequences or not tokens:
+        raise ValueError(f"lengths and query need at least one sequence and one new token, got {sequences} and {tokens}")
+    if query_starts is None and tokens % sequences:
         raise ValueError(f"query_starts must be given: {tokens} tokens are not as many for each of {sequences} sequences")
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")

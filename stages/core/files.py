@@ -8,10 +8,10 @@ and so the champion.
 import contextlib
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from secrets import token_hex
 
 from stages.core.digest import file_digest
 from stages.core.threads import in_threads
@@ -51,7 +51,7 @@ def link_or_copy_all(names: Iterable[str], source: Path, target: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: concurrent readers find the old content or the new content, never a part."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.{token_hex(8)}")
     try:
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(path)
@@ -79,7 +79,7 @@ def _brought_in(root: Path, source: Path) -> Path:
     pool.mkdir(exist_ok=True)
     kept = pool / file_digest(source)
     if not kept.is_file() or file_digest(kept) != kept.name:
-        scratch = pool / f"{kept.name}.{os.getpid()}.{threading.get_ident()}"
+        scratch = pool / f"{kept.name}.{token_hex(8)}"
         try:
             shutil.copyfile(source, scratch)
             # The copy is hashed, because the owner may write to the source meanwhile.

@@ -77,12 +77,15 @@ def measure_once(
     if baseline is None:
         return MeasuredOnce(tests=EngineTests(free_answers=free), noise=noise, system=system)
     count = engine.full_pool_requests if config.full_pool is None else config.full_pool
+    full_pool = fill_pool_with_samples(engine, encoded, count, named)
+    # The last test, because it corrupts the engine for good.
+    control = must_fail_control(engine, encoded, stored_logprobs(baseline / LOGPROBS), named)
     return MeasuredOnce(
-        tests=EngineTests(free_answers=free, stress=stress, full_pool=fill_pool_with_samples(engine, encoded, count, named)),
+        tests=EngineTests(free_answers=free, stress=stress, full_pool=full_pool),
         noise=noise,
         system=system,
         coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
-        control=must_fail_control(engine, encoded, stored_logprobs(baseline / LOGPROBS), named),
+        control=control,
     )
 
 

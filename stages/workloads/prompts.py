@@ -31,8 +31,8 @@ def render_all(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
     and Gemma have no system role), system messages are prepended to the next user message. Without a template (base models)
     messages become lines `role: content`, and the last line is `assistant: `, which the answer completes.
     """
-    templated = [sample for sample in samples if sample.messages and tokenizer.chat_template]
-    texts = iter(rendered([partial(_chat, tokenizer, sample) for sample in templated]) if templated else ())
+    conversations = [sample for sample in samples if sample.messages and tokenizer.chat_template]
+    texts = iter(rendered([partial(_chat, tokenizer, sample) for sample in conversations]) if conversations else ())
     return [next(texts) if sample.messages and tokenizer.chat_template else _plain(sample) for sample in samples]
 
 
@@ -44,11 +44,11 @@ def _plain(sample: Sample) -> str:
 
 def _chat(tokenizer: Any, sample: Sample) -> str:
     try:
-        return templated(tokenizer, sample.messages)
+        return apply_template(tokenizer, sample.messages)
     except TemplateError:
         folded = _fold_system(sample.messages)
     try:
-        return templated(tokenizer, folded)
+        return apply_template(tokenizer, folded)
     except TemplateError as error:
         raise UserError(
             f"workloads: the tokenizer's chat_template refuses sample {sample.id} ({error}); "
@@ -56,7 +56,7 @@ def _chat(tokenizer: Any, sample: Sample) -> str:
         ) from error
 
 
-def templated(tokenizer: Any, messages: Sequence[Message]) -> str:
+def apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
     """Return a conversation as rendered by the chat template, up to the assistant's answer.
 
     Thinking is disabled if the template supports that: answers are short, and the whole answer is judged. Raises TemplateError.
@@ -81,7 +81,7 @@ def after_answer(tokenizer: Any) -> str:
 
     def conversation() -> str:
         try:
-            return templated(tokenizer, [("user", "Hello"), ("assistant", ANSWER), ("user", NEXT)])
+            return apply_template(tokenizer, [("user", "Hello"), ("assistant", ANSWER), ("user", NEXT)])
         except TemplateError:
             return ""
 

@@ -23,7 +23,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kv
 
 from lm_eval.api.instance import Instance
 
-from pipeline.lm_eval.model import KvgateLM
+from pipeline.lm_eval.model import TAIL_MARGIN, KvgateLM
 from stages.evaluate.distances.distance import log_softmax
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,6 +166,22 @@ def test_answers_are_greedy_and_end_before_a_stop_string_or_at_their_limit(bundl
     assert model.engine.memory().live_tokens == 0
     empty = model.generate_until(requests("generate_until", ("", {"max_gen_toks": 4})), disable_tqdm=True)
     assert len(empty) == 1
+
+
+def test_only_an_answers_end_is_searched_for_stop_strings(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm(bundles["fp16"])
+    decoded: list[int] = []
+    decode = model.tokenizer.decode
+
+    def record(ids: list[int], **options: Any) -> Any:
+        decoded.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(model.tokenizer, "decode", record)
+    model.generate_until(
+        requests("generate_until", ("Once there was a lighthouse keeper who", {"until": ["@@@"], "max_gen_toks": 40}))
+    )
+    assert max(decoded[:-1]) == 3 + TAIL_MARGIN < decoded[-1], "the whole answer is decoded once, at its end"
 
 
 def test_unsupported_requests_are_refused_with_their_fix(bundles: dict[str, Path]) -> None:

@@ -121,9 +121,9 @@ def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
 def _greeting(path: Path, tokenizer: Any) -> str:
     from jinja2 import TemplateError
 
-    from stages.workloads.prompts import templated
+    from stages.workloads.prompts import apply_template
 
     try:
-        return templated(tokenizer, [("user", "Hello")])
+        return apply_template(tokenizer, [("user", "Hello")])
     except TemplateError as error:
         raise refusal(path, f"its chat_template refuses a greeting ({short(error, 200)}); give another template") from None

@@ -13,8 +13,8 @@ def refuse_reference_only(policy: KVPolicy) -> None:
     for key, form in policy.formats:
         if form.code.reference_only:
             named, instead = ("dtype", []) if form.arithmetic == "kvgate" else ("arithmetic", ["arithmetic=kvgate"])
-            if form.arithmetic == "kvgate" or form.code.bits == 3:
-                instead.append(f"dtype=int{(form.code.bits + 1) // 4 * 4}")
+            if form.arithmetic == "kvgate":
+                instead.append(f"dtype=int{form.code.bits}")
             if form.rotation not in ("none", "hadamard"):
                 instead.append("rotation=hadamard")
             raise UserError(

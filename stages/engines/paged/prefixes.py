@@ -85,7 +85,7 @@ class PrefixCache:
             for number in range(kept, len(keys)):
                 self._engine._prefill(sequence, prompt[number * self._chunk : (number + 1) * self._chunk])
                 self._keep(keys[: number + 1], sequence)
-        except UserError:
+        except BaseException:
             self._engine.release([sequence])
             raise
         return sequence, len(keys) * self._chunk

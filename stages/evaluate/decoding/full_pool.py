@@ -39,7 +39,7 @@ def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], cou
         return None
     if not isinstance(engine, SupportsFullPool):
         return FullPool(requests_per_round=count)
-    return fill_pool(engine, list(requests(encoded, count, engine.max_tokens)), progress)
+    return fill_pool(engine, list(mixed_requests(encoded, count, engine.max_tokens)), progress)
 
 
 def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> FullPool:
@@ -94,7 +94,7 @@ def _noise(engine: Engine, requests: Sequence[ForcedRequest], calm: Sequence[Ser
     return max(noise) if np.isfinite(noise).all() else 0.0
 
 
-def requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> Iterator[Named]:
+def mixed_requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> Iterator[Named]:
     """Yield requests: the shortest samples of more than three pages, then mixtures of their beginnings and endings.
 
     So some prompts begin with a page that other prompts share, and continue with a page of their own.

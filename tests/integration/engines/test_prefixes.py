@@ -103,6 +103,18 @@ def test_kept_prefixes_make_room_for_live_sequences(int8: Path, prompts: list[li
     assert engine.pool.in_use[0] == 0
 
 
+def test_no_failure_leaves_a_sequence_with_pages(int8: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(int8, prefix_tokens=4096)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "_prefill", fail)
+    with pytest.raises(MemoryError):
+        engine.prefill([prompts[0]])
+    assert engine.pool.sequences == {}
+
+
 def test_prefixes_that_cannot_be_kept_are_refused(int8: Path) -> None:
     refusals = {
         "prefill_chunk must be a multiple of 64 where prefixes are kept, got 100": (100, 400),

@@ -167,6 +167,16 @@ def test_equal_numbers_of_new_tokens_need_no_starts() -> None:
     compare(case, launch.context_attention(case.layout, **arguments, scaling=0.1), 0.1)
 
 
+@pytest.mark.parametrize(("lengths", "counts"), [([], []), ([64], [0])])
+def test_no_sequence_or_no_new_token_is_refused(lengths: list[int], counts: list[int]) -> None:
+    case = case_of("fp8_e4m3 token", "int4 64", 1, 64, [64], counts=[1])
+    arguments = case.arguments | {name: case.arguments[name][: sum(counts)] for name in ("query", "key_new", "value_new")}
+    arguments |= {name: case.arguments[name][: len(lengths)] for name in ("lengths", "page_table")}
+    arguments["query_starts"] = torch.tensor([0, *counts], dtype=torch.int32)
+    with pytest.raises(ValueError, match="at least one sequence and one new token"):
+        launch.context_attention(case.layout, **arguments, scaling=0.1)
+
+
 def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
     """The pools consist of untouched memory, except for the last page."""
     torch.use_deterministic_algorithms(False)

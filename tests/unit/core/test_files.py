@@ -2,8 +2,11 @@
 
 import errno
 import os
+import secrets
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +87,35 @@ def test_a_file_takes_the_place_of_one_of_another_user_in_a_shared_work_director
     with pytest.raises(UnicodeEncodeError):
         write_whole(page, "\ud800")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "theirs.html"]
+
+
+def test_two_writers_with_the_same_process_id_do_not_disturb_each_other(
+    store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers over one work directory: the second writer begins and ends while the first one writes."""
+    page, artifacts = store / "page.html", store / "quantize" / "one"
+
+    def write_page() -> None:
+        write_whole(page, "PASS")
+
+    def link() -> None:
+        link_or_copy(owned, artifacts / secrets.token_hex(4))
+
+    for module, name, write in ((Path, "write_text", write_page), (shutil, "copyfile", link)):
+        second = iter([write])
+        sound: Any = getattr(module, name)
+
+        def interrupted(*given: Any, second: Any = second, sound: Any = sound, **options: Any) -> Any:
+            result = sound(*given, **options)
+            for other in second:
+                other()
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, interrupted)
+            write()
+    assert page.read_text() == "PASS"
+    assert len(list(artifacts.iterdir())) == 2
 
 
 def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:

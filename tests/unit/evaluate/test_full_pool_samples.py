@@ -9,7 +9,7 @@ from helpers.verdicts.reports import full_pool_line
 
 from stages.core.records import Sample, ServedRequest, no_progress
 from stages.engines.interface import ForcedRequest
-from stages.evaluate.decoding.full_pool import LEAST_LIMIT_KL, fill_pool_with_samples, requests
+from stages.evaluate.decoding.full_pool import LEAST_LIMIT_KL, fill_pool_with_samples, mixed_requests
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.engine_tests import FullPool
 
@@ -72,14 +72,14 @@ def test_another_requests_rows_are_found_above_the_noise(monkeypatch: pytest.Mon
 
 
 def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
-    named = list(requests(ITEMS, 24, None))
+    named = list(mixed_requests(ITEMS, 24, None))
     tokens = [request[0] for _, request in named]
     assert len({tuple(one) for one in tokens}) == 24
     for one, other in zip(tokens[:12], tokens[12:], strict=True):
         assert one[:96] == other[:96]
         assert one[128:] != other[128:]
     assert all(len(one) - first >= 64 for _, (one, first) in named)
-    assert all(len(one) < 210 for _, (one, _) in requests(ITEMS, 24, 210))
+    assert all(len(one) < 210 for _, (one, _) in mixed_requests(ITEMS, 24, 210))
 
 
 def test_the_gate_passes_only_a_pool_that_was_full() -> None:

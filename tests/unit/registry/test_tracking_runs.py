@@ -131,6 +131,9 @@ def test_the_same_engine_with_the_same_evidence_is_registered_once(store: Mlflow
     outputs = store.client.get_run(another_sweep.run_id).outputs
     assert outputs is not None
     assert [output.model_id for output in outputs.model_outputs] == [model.model_id]
+    assert store.engine_digest(found) == candidate.engine.digest
+    store.client.delete_tag(found.run_id, "engine_digest")
+    assert store.engine_digest(found) is None
 
 
 def test_other_evidence_is_another_version_and_no_failed_engine_is_the_candidate(store: MlflowStore, tmp_path: Path) -> None:
