@@ -149,7 +149,7 @@ def test_a_table_that_leads_outside_of_the_pool_is_refused(name: str, tokens: in
     session = case.session(native=True)
     for outside in (1 << 20, -1):
         case.inputs[name][-1] = outside
-        with pytest.raises(Exception, match="a table of the attention names a page outside of its pool"):
+        with pytest.raises(Exception, match="a block table names a page outside of its pool"):
             session.run()
 
 
@@ -162,7 +162,7 @@ def test_an_input_of_another_shape_than_the_policys_is_refused(name: str) -> Non
         if value.name == name:
             value.type.tensor_type.shape.dim[1].dim_value *= 2
     case.graph = lambda: graph  # type: ignore[method-assign]
-    with pytest.raises(Exception, match="another type or shape than the bundle's policy and model give it"):
+    with pytest.raises(Exception, match="does not have the type or shape of the bundle's policy and model"):
         case.session(native=True).run()
 
 

@@ -1,4 +1,4 @@
-"""Phrases that slow a reader, per 1,000 words of docstrings, comments, messages and Markdown, stay below a limit."""
+"""Phrases that slow a reader, per 1,000 words of docstrings, comments, messages, pages and Markdown, stay below a limit."""
 
 import ast
 import io
@@ -67,7 +67,19 @@ def comment_texts(source: str) -> Iterator[str]:
             above = []
 
 
-READERS = {".py": python_texts, ".md": markdown_texts}
+def c_texts(source: str) -> Iterator[str]:
+    """Yield comments, and strings of five words or more: messages."""
+    for comment, string in re.findall(r'/\*(.*?)\*/|"((?:\w+[ :,.]+){4,}.*?)"', source, re.DOTALL):
+        yield re.sub(r"\n \*", " ", comment) or string
+
+
+def page_texts(source: str) -> Iterator[str]:
+    """Yield a template's lines of text, with X for inserted values, without tags and statements."""
+    for line in re.sub(r"{#|#}", "", source).splitlines():
+        yield re.sub(r"<[^<>]*>|{%.*?%}", " ", re.sub(r"{{.*?}}", "X", line))
+
+
+READERS = {".py": python_texts, ".md": markdown_texts, ".c": c_texts, ".h": c_texts, ".jinja": page_texts}
 COMMENTED = {".yaml", ".yml", ".toml", ".in", ""}
 """Suffixes of files with comments after `#`."""
 

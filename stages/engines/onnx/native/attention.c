@@ -1,10 +1,10 @@
-/* Decode attention over the paged, quantized cache, as an operator of ONNX Runtime: kv.PagedAttention of functions.py in one
- * pass over the pages where they lie, with scores, softmax and sums in float32.
+/* Decode attention over the paged, quantized cache, as an operator of ONNX Runtime. It computes kv.PagedAttention of
+ * functions.py in one pass over the pages, without copying them, with scores, softmax and sums in float32.
  *
- * A sequence's tokens are in up to three regions: pages before the window, pages in it, and the exact copies of sinks and
- * recent tokens. Regions are cut into units of UNIT_PAGES pages, whatever the number of threads, and each unit of a KV head
- * results in a maximum, a sum and a weighted sum of values for each of its GROUP queries. Those of a sequence are joined in
- * their order, with the new token last, so that neither the threads nor the rest of the batch change a bit of the result.
+ * A sequence's tokens are in up to three regions: pages before the window, pages in the window, and the exact copies of sinks
+ * and recent tokens. Regions are cut into units of UNIT_PAGES pages. Each unit of a KV head yields a maximum, a sum and a
+ * weighted sum of values for each of its GROUP queries. The results of a sequence are joined in order, the new token last, so
+ * that neither the number of threads nor the other sequences of the batch change a bit of the result.
  *
  * native_rewrite.py writes the operator's inputs and attributes. */
 #include <math.h>
@@ -17,7 +17,7 @@ enum { UNIT_PAGES = 4, MAX_GROUPS = HEAD_DIM / 16 };
 
 enum { KEY, VALUE, WINDOW_KEY, WINDOW_VALUE, EXACT_KEY, EXACT_VALUE, SIDES };
 
-/* One stored copy of keys or values: attributes `side.N`, and the place of its first input; -1 when there is none. */
+/* One stored copy of keys or values: attributes `side.N`, and the index of its first input (-1: not stored). */
 typedef struct {
   int kind, groups, asymmetric, is_static, scale_heads, scale_channels, rotated, input;
 } Side;
@@ -25,26 +25,27 @@ typedef struct {
 typedef struct {
   const OrtApi *api;
   int windowed, half;
-  int head_dim, group, kv_heads, sink, recent; /* the attribute `sizes`, with the next one */
-  int slide; /* the latest tokens that the layer attends to, the new one included; 0: all */
-  float scaling, softcap; /* scores become softcap * tanh(score / softcap); 0 leaves them */
-  int page_table, lengths, window_base_table, window_table, window_starts, exact_slots, sinks; /* `tables`: inputs; -1: none */
+  int head_dim, group, kv_heads, sink, recent; /* attribute `sizes`, together with sliding_window */
+  int sliding_window; /* in tokens, including the new one; 0: none */
+  float scaling, softcap; /* scores become softcap * tanh(score / softcap); 0: no softcap */
+  /* Attribute `tables`: indices of inputs; -1: absent. */
+  int page_table, lengths, window_base_table, window_table, window_starts, exact_slots, sinks;
   Side sides[SIDES];
 } Layer;
 
-/* The inputs of one side. Stored scales and zeros are float16 a token and group, of NVFP4 E4M3, static ones float32. */
+/* The inputs of one side. Scales and zeros per token and group are float16 (NVFP4: E4M3), static ones float32. */
 typedef struct {
   const Side *side;
   const uint8_t *codes, *scales, *zeros;
   const float *static_scale, *static_zero;
-  int64_t blocks; /* pages of its pool, or exact buffers */
+  int64_t blocks; /* number of pages in the pool, or of exact buffers */
 } Store;
 
 typedef struct {
   int row, head, region, page, pages;
 } Unit;
 
-/* The result of a unit for one query: sums of values are relative to exp(maximum). */
+/* The result of a unit for one query. Both sums are relative to exp(maximum). */
 typedef struct {
   float maximum, sum, values[HEAD_DIM];
 } Partial;
@@ -52,7 +53,7 @@ typedef struct {
 typedef struct {
   const Layer *layer;
   const float *query;
-  const float *sinks; /* a learned score of each query head, which has no value; NULL: none */
+  const float *sinks; /* learned sinks, one score per query head; NULL: none */
   Store stores[SIDES];
   const int32_t *page_table, *lengths, *window_base_table, *window_table, *window_starts, *exact_slots;
   int64_t pages, window_pages;
@@ -60,12 +61,12 @@ typedef struct {
   Partial *partials;
 } Call;
 
-/* Whether stored scales enter on each vector, not on whole rows: there are several a token, or zeros. */
+/* Return whether stored scales apply to each vector instead of the row: a token has several scales, or zero points. */
 INLINE int by_vector(const Side *side) { return side->groups > 1 || (side->groups && side->asymmetric); }
 
 /* ---- one unit ---- */
 
-/* x times the orthonormal Hadamard matrix, in place: its own inverse. */
+/* Multiply x in place by the orthonormal Hadamard matrix, which is its own inverse. */
 static void hadamard(float *x) {
   for (int half = 1; half < HEAD_DIM; half *= 2)
     for (int i = 0; i < HEAD_DIM; i += 2 * half)
@@ -77,18 +78,19 @@ static void hadamard(float *x) {
   for (int i = 0; i < HEAD_DIM; i++) x[i] *= factor;
 }
 
-/* A static scale or zero of one channel; one may stand for all heads or all channels. */
+/* Return the static scale or zero of a channel. All heads or all channels may share one. */
 INLINE float parameter(const float *values, const Side *side, int head, int channel) {
   return values[(side->scale_heads > 1 ? head : 0) * side->scale_channels + (side->scale_channels > 1 ? channel : 0)];
 }
 
-/* The factor of a channel's codes, without stored scales. */
+/* Return the factor of a channel's codes, without the scales per token. */
 INLINE float channel_factor(const Store *store, int head, int channel) {
   float factor = unit(store->side->kind);
   return store->side->is_static ? factor * parameter(store->static_scale, store->side, head, channel) : factor;
 }
 
-/* The queries of a KV head as codes are multiplied with them, and what is added to every score of each. */
+/* Fold the scaling, the rotation and static key scales into the queries of a KV head. `bias` is the constant term of a
+ * query's scores. */
 static void prepare(const Call *call, const Store *keys, const Unit *unit, float (*query)[HEAD_DIM], float *bias) {
   const Side *side = keys->side;
   const float *from = call->query + ((size_t)unit->row * call->layer->kv_heads + unit->head) * GROUP * HEAD_DIM;
@@ -103,7 +105,7 @@ static void prepare(const Call *call, const Store *keys, const Unit *unit, float
   }
 }
 
-/* The sums of codes as sums of values. */
+/* Turn sums of codes into sums of values. */
 static void finish(const Store *values, const Unit *unit, Partial *partial) {
   const Side *side = values->side;
   for (int d = 0; d < HEAD_DIM; d++) {
@@ -113,7 +115,7 @@ static void finish(const Store *values, const Unit *unit, Partial *partial) {
   if (side->rotated) hadamard(partial->values);
 }
 
-/* A score within the softcap. -inf stays, of a token that does not count. */
+/* Apply the softcap. Masked scores stay -inf. */
 INLINE Vec capped(float softcap, Vec x) {
   if (!softcap) return x;
   Vec y = x / softcap, size = choose(y < 0, -y, y), shrunk = exp_vec(size * -2.0f);
@@ -121,7 +123,7 @@ INLINE Vec capped(float softcap, Vec x) {
   return choose(x < splat(-3e38f), x, choose(y < 0, -tanh, tanh) * softcap);
 }
 
-/* Moves from the maximum so far to that of the page's scores, which become weights, and adds their sum. */
+/* Online softmax: rescale to the new maximum, turn the page's scores into weights, and add their sum. */
 static void weigh(const Layer *layer, const PageView *page, float bias, float *scores, Partial *partial, float *sums) {
   Ints lanes;
   for (int i = 0; i < LANES; i++) lanes[i] = i;
@@ -130,7 +132,7 @@ static void weigh(const Layer *layer, const PageView *page, float bias, float *s
   for (int t = begin; t < page->last; t += LANES) {
     Vec x = capped(layer->softcap, load(scores + t) + bias);
     Ints counts = (lanes + t >= page->first) & (lanes + t < page->last);
-    x = choose(counts, x, splat(-INFINITY)); /* the block's other tokens weigh nothing */
+    x = choose(counts, x, splat(-INFINITY)); /* mask the block's other tokens */
     highest = choose(x > highest, x, highest);
     store(scores + t, x);
   }
@@ -150,23 +152,23 @@ static void weigh(const Layer *layer, const PageView *page, float bias, float *s
   for (int i = 0; i < LANES; i++) partial->sum += total[i];
 }
 
-/* Which pages a unit's region has: its tables, sides, and its tokens [first, last), counted from the region's first. */
+/* A region of a sequence: block tables, stores, and its valid tokens [first, last), counted from the region's start. */
 typedef struct {
   const Store *keys, *values;
-  const int32_t *key_table, *value_table; /* none for the exact copies, which are one block a row and head */
+  const int32_t *key_table, *value_table; /* NULL for exact copies: one block per row and head */
   int first, last;
 } Region;
 
 enum { BEFORE, INSIDE, EXACT, REGIONS };
 
-/* The first token that a layer attends to when a cache of this length gets a new token. */
+/* Return the first token that the layer attends to from a new token at position `length`. */
 INLINE int first_token(const Layer *layer, int length) {
-  return layer->slide && length >= layer->slide ? length + 1 - layer->slide : 0;
+  return layer->sliding_window && length >= layer->sliding_window ? length + 1 - layer->sliding_window : 0;
 }
 
 INLINE int larger(int a, int b) { return a > b ? a : b; }
 
-/* A region as new token `step` of a row attends to it; the first one attends to the most. */
+/* Return the part of a region that new token `step` attends to. Step 0 attends to the most cached tokens. */
 static Region find_region(const Call *call, int row, int number, int step) {
   const Layer *layer = call->layer;
   int length = call->lengths[row], end = length - layer->recent;
@@ -190,7 +192,7 @@ static Region find_region(const Call *call, int row, int number, int step) {
   return region;
 }
 
-/* Whether new token `step` reads a token from an exact slot. The slot of residue r holds the newest token of that residue. */
+/* Return whether new token `step` reads an exact slot. A recent slot holds the newest token with its index as residue. */
 static int exact_counts(const Layer *layer, int length, int slot, int step) {
   int low = first_token(layer, length + step);
   if (slot < layer->sink) return slot >= low && slot < length;
@@ -199,12 +201,12 @@ static int exact_counts(const Layer *layer, int length, int slot, int step) {
   return newest - age >= larger(layer->sink, low);
 }
 
-/* The codes of a page and KV head. */
+/* Return the codes of a page and KV head. */
 INLINE const uint8_t *block(const Layer *layer, const Store *store, int32_t page, int head) {
   return store->codes + ((size_t)page * layer->kv_heads + head) * PAGE * row_bytes(store->side->kind);
 }
 
-/* Bytes of the stored scales, or of the zeros, of a page and KV head. */
+/* Return the bytes of the scales, or of the zeros, of a page and KV head. */
 INLINE size_t scale_page_bytes(const Side *side) { return (size_t)PAGE * side->groups * scale_bytes(side->kind); }
 
 static void view_page(const Call *call, const Unit *unit, const Region *region, int page, PageView *view) {
@@ -275,7 +277,7 @@ static void attend_unit(void *argument, size_t number) {
 
 /* ---- one call ---- */
 
-/* Joins the partial results of one query with its new token: `partials` are GROUP apart. Returns them over the sum. */
+/* Combine the partial results of one query (stride GROUP) with the new token, and normalize. */
 static void join(const Partial *partials, int count, const Layer *layer, const float *sink, const float *query,
                  const float *key, const float *value, float *out) {
   float score = 0;
@@ -295,8 +297,7 @@ static void join(const Partial *partials, int count, const Layer *layer, const f
   for (int d = 0; d < HEAD_DIM; d++) out[d] /= sum;
 }
 
-/* Lists the units of all rows and heads, of up to `unit_pages` pages, those of one row and head after one another; returns
- * their number. */
+/* List the units of up to `unit_pages` pages of all rows and heads, ordered by row and head. Return their number. */
 static size_t list_units(const Call *call, int rows, int unit_pages, Unit *units) {
   size_t count = 0;
   for (int row = 0; row < rows; row++)

@@ -1,7 +1,7 @@
-/* Stored codes as vectors of floats, as many as a register of the processor holds.
+/* Conversion of stored codes to vectors of floats that fill a register.
  *
- * Vectors are the compilers' own, of GCC and Clang; intrinsics are only where these take many instructions for what the
- * processor has one for. A row is the codes of one token of one KV head. */
+ * The code uses the vector extensions of GCC and Clang, and intrinsics only where one instruction replaces several. A row is
+ * the codes of one token of one KV head. */
 #ifndef KVGATE_CODES_H
 #define KVGATE_CODES_H
 
@@ -13,7 +13,7 @@
 #error "compile with -DHEAD_DIM=channels of a head, a multiple of 16, and -DGROUP=query heads of a KV head"
 #endif
 
-/* Lanes of a vector, and vectors of sums that stay in registers beside what is read. */
+/* Lanes of a vector, and the number of vectors of sums that stay in registers. */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define AVX512
 enum { LANES = 16, SUMS = 16 };
@@ -29,7 +29,7 @@ enum { VECTORS = HEAD_DIM / LANES };
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
-/* The numbers of `native=` in stages/policies/table.py. INT8U and INT4U are the asymmetric formats, whose codes start at 0. */
+/* Numbers of `native=` in stages/policies/table.py. INT8U and INT4U are asymmetric: their codes start at 0. */
 enum { FP16, BF16, E4M3, E5M2, INT8, INT8U, INT4, INT4U, NVFP4, KINDS };
 
 INLINE Vec splat(float x) { return x - (Vec){0}; }
@@ -44,15 +44,16 @@ INLINE Vec load(const float *p) {
 
 INLINE void store(float *p, Vec x) { memcpy(p, &x, sizeof x); }
 
-/* LANES bytes or 16-bit numbers at any address as wider ones; float16 numbers as floats, and floats as these. Subnormal
- * float16 numbers are exact, also where the processor flushes subnormal floats. */
+/* Load LANES bytes or 16-bit numbers from any address and widen them; convert float16 to float32 and back. Subnormal float16
+ * numbers stay exact, even if the processor flushes subnormal floats. */
 #if defined(AVX512)
 INLINE Ints ints_from_bytes(const void *p) { return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(p)); }
 INLINE Ints ints_from_ubytes(const void *p) { return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
 INLINE Ints ints_from_uhalves(const void *p) { return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)); }
 INLINE Vec from_half(const void *p) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 INLINE void to_half(void *p, Vec x) { _mm256_storeu_si256(p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
-/* seeeemmm sign-extended and shifted by 7 is s s eeee mmm 0000000: without the second s a float16 of exponents 8 lower. */
+/* seeeemmm, sign-extended and shifted by 7, is s s eeee mmm 0000000. The mask clears the second s, which leaves a float16
+ * whose exponent is 8 too low. */
 INLINE Vec from_e4m3(const void *p) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(p));
   return (Vec)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xBFFF)));
@@ -73,20 +74,20 @@ INLINE Vec from_e4m3(const void *p) {
 INLINE Vec from_e5m2(const void *p) { return (Vec)_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(p)), 8)); }
 #endif
 
-/* Bytes of one token of one KV head. */
+/* Return the bytes of the codes of one token and KV head. */
 INLINE int row_bytes(int kind) {
   return kind == FP16 || kind == BF16 ? 2 * HEAD_DIM : kind == INT4 || kind == INT4U || kind == NVFP4 ? HEAD_DIM / 2 : HEAD_DIM;
 }
 
-/* Bytes of a stored scale: float16, of NVFP4 E4M3. */
+/* Return the bytes of a scale per token: float16, or E4M3 for NVFP4. */
 INLINE int scale_bytes(int kind) { return kind == NVFP4 ? 1 : 2; }
 
-/* What a widened code, or of NVFP4 its widened scale, must be multiplied by. */
+/* Return the factor of a widened code (NVFP4: of its widened block scale). */
 INLINE float unit(int kind) { return kind == E4M3 || kind == NVFP4 ? 256.0f : 1.0f; }
 
-/* Vector v of a row's channels, as numbers in `unit`. `kind` and `v` are constants wherever this is inlined.
+/* Return vector v of a row's channels, to be multiplied by `unit`. `kind` and `v` are compile-time constants.
  *
- * No code of the pool is NaN or infinite: the engine refuses a step whose keys or values are not finite before it stores any. */
+ * The pool has no NaN or infinite codes, because the engine refuses a step with keys or values that are not finite. */
 INLINE Vec widen(int kind, const uint8_t *row, int v) {
   if (kind == FP16) return from_half(row + 2 * LANES * v);
   if (kind == BF16) return (Vec)(ints_from_uhalves(row + 2 * LANES * v) << 16);
@@ -94,7 +95,7 @@ INLINE Vec widen(int kind, const uint8_t *row, int v) {
   if (kind == E5M2) return from_e5m2(row + LANES * v);
   if (kind == INT8) return __builtin_convertvector(ints_from_bytes(row + LANES * v), Vec);
   if (kind == INT8U) return __builtin_convertvector(ints_from_ubytes(row + LANES * v) ^ 0x80, Vec);
-  /* The low four bits of byte i hold channel i, the high ones channel D / 2 + i. */
+  /* The low four bits of byte i hold channel i, the high four bits channel D / 2 + i. */
   int high = v >= VECTORS / 2;
   Ints bits = ints_from_ubytes(row + LANES * (high ? v - VECTORS / 2 : v)) >> (high ? 4 : 0);
   if (kind == NVFP4) {
@@ -102,13 +103,13 @@ INLINE Vec widen(int kind, const uint8_t *row, int v) {
     const Vec e2m1 = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     return (Vec)_mm512_permutexvar_ps((__m512i)bits, (__m512)e2m1);
 #else
-    const Vec e2m1 = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6}; /* the look-up takes the low three bits, and the fourth is the sign */
+    const Vec e2m1 = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6}; /* indexed by the low three bits; the fourth is the sign */
     return (Vec)((Ints)_mm256_permutevar8x32_ps((__m256)e2m1, (__m256i)bits) ^ ((bits & 8) << 28));
 #endif
   }
-  /* Integers: the low ones are stored plus 8, the high ones signed. */
+  /* Integers: the low four bits are offset by 8, the high four bits are signed. */
 #if defined(AVX512)
-  /* One look-up in place of mask, subtraction and conversion: it takes the low four bits of every index. */
+  /* One look-up replaces mask, subtraction and conversion: it ignores the high bits of an index. */
   const Vec low = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const Vec signs = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
   Vec table = (high ? signs : low) - (kind == INT4 ? 8.0f : 0.0f);
@@ -118,9 +119,9 @@ INLINE Vec widen(int kind, const uint8_t *row, int v) {
 #endif
 }
 
-/* exp(x) for x <= 0 within 2 units in the last place; below -87 it is 0, and NaN stays NaN. */
+/* Return exp(x) for x <= 0, within 2 units in the last place. Below -87 it is 0; NaN stays NaN. */
 INLINE Vec exp_vec(Vec x) {
-  const float shift = 12582912.0f; /* 1.5 * 2**23: adding it rounds to a whole number */
+  const float shift = 12582912.0f; /* 1.5 * 2**23: adding it rounds to an integer */
   Ints tiny = x < splat(-87.0f);
   Vec n = (x * 1.44269504f + shift) - shift;
   Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -142,8 +143,8 @@ INLINE Vec exp_vec(Vec x) {
 #endif
 #define L LANES
 
-/* A vector of LANES sums, each over the lanes of one of LANES vectors. First each four lanes get a vector of their own:
- * those of tokens 4 j + i, j < LANES / 4, are folded into one vector, quarter i. Then the quarters are folded into one. */
+/* Sum the lanes of each of LANES vectors into one vector of LANES sums, in two steps: `quarter` folds the vectors of tokens
+ * 4 j + i (j < LANES / 4) into quarter i, and `fold_quarters` folds the four quarters into one vector. */
 INLINE Vec quarter(const Vec *sums) {
 #if defined(AVX512)
 #define FOLD_256(a, b) \

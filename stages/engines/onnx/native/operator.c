@@ -1,5 +1,5 @@
-/* The operator that ONNX Runtime calls: reads its attributes and inputs, and runs attention.c, or of several new
- * tokens a sequence prefill.c, on the session's own threads. */
+/* The operator that ONNX Runtime calls. It reads the attributes and inputs, and runs attention.c for one new token per
+ * sequence, or prefill.c for several, on the session's threads. */
 #include "prefill.c"
 
 #define TRY(call) \
@@ -16,15 +16,15 @@ static OrtStatus *integers(const OrtApi *api, const OrtKernelInfo *info, const c
   int64_t values[16] = {0};
   size_t found = count;
   TRY(ORT_INTS_ATTRIBUTE(api)(info, name, values, &found));
-  if (found != count) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: an attribute has another number of values");
+  if (found != count) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: an attribute has the wrong number of values");
   for (size_t i = 0; i < count; i++) out[i] = (int)values[i];
   return NULL;
 }
 
 #define REFUSE(api, text) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: " text)
 
-/* The address of an input, NULL for number -1. It is refused unless it has this element type and these dimensions, of which -1
- * is any and is then set to the one that it has: graphs come from bundles, and a bundle may come from anybody. */
+/* Read the address of an input; NULL for index -1. Check its element type and dimensions, where -1
+ * accepts any size and is replaced by this size. The check is needed because bundles are untrusted. */
 static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int index, int type, size_t rank, int64_t *dims,
                          void *address) {
   const OrtValue *value;
@@ -35,7 +35,7 @@ static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int
     size_t found_rank = 0;
     int found_type = ORT_UNDEFINED, fits;
     TRY(ORT_INPUT(api)(context, (size_t)index, &value));
-    if (!value) REFUSE(api, "an input of the attention is missing");
+    if (!value) REFUSE(api, "an attention input is missing");
     TRY(ORT_SHAPE(api)(value, &shape));
     OrtStatus *status = ORT_ELEMENT_TYPE(api)(shape, &found_type);
     if (!status) status = ORT_DIMENSIONS_COUNT(api)(shape, &found_rank);
@@ -47,14 +47,14 @@ static OrtStatus *tensor(const OrtApi *api, const OrtKernelContext *context, int
       if (dims[i] < 0) dims[i] = found[i];
       fits = dims[i] == found[i];
     }
-    if (!fits) REFUSE(api, "an input of the attention has another type or shape than the bundle's policy and model give it");
+    if (!fits) REFUSE(api, "an attention input does not have the type or shape of the bundle's policy and model");
     TRY(ORT_TENSOR_DATA(api)(value, &data));
   }
   memcpy(address, &data, sizeof data);
   return NULL;
 }
 
-/* Reads the inputs of one side; `blocks` is then the number of its pages or exact buffers. */
+/* Read the inputs of one side into `store`, with the number of its pages or exact buffers. */
 static OrtStatus *read_store(const Layer *layer, const OrtKernelContext *context, int number, Store *store) {
   static const int types[KINDS] = {ORT_FLOAT16, ORT_BFLOAT16, ORT_E4M3, ORT_E5M2, ORT_INT8,
                                    ORT_INT8,    ORT_INT8,     ORT_INT8, ORT_INT8};
@@ -77,7 +77,7 @@ static OrtStatus *read_store(const Layer *layer, const OrtKernelContext *context
   return NULL;
 }
 
-/* Whether every page that the units of a row read is in its table and in its pool, and its exact buffer in its own. */
+/* Return whether the units of a row read only pages within the tables and pools, and an existing exact buffer. */
 static int in_bounds(const Call *call, int row) {
   if (call->lengths[row] < 0 || (call->layer->windowed && call->window_starts[row] < 0)) return 0;
   for (int number = 0; number < REGIONS; number++) {
@@ -98,21 +98,21 @@ static int in_bounds(const Call *call, int row) {
   return 1;
 }
 
-/* `count` numbers as floats: where they lie, or widened into `to`. */
+/* Return `count` float32 values: `from` itself, or its float16 values converted into `to`. */
 static const float *floats(const Layer *layer, const void *from, size_t count, float *to) {
   if (!layer->half) return from;
   for (size_t i = 0; i < count; i += LANES) store(to + i, from_half((const uint16_t *)from + i));
   return to;
 }
 
-/* One new token a sequence, `rows` of them. */
+/* Decode one new token for each of `rows` sequences. */
 static OrtStatus *decode(Call *call, const OrtKernelContext *context, size_t rows, const float *keys, const float *values,
                          float *out) {
   const Layer *layer = call->layer;
   size_t heads = rows * layer->kv_heads, count = list_units(call, (int)rows, UNIT_PAGES, NULL);
   size_t partials = count * GROUP * sizeof(Partial);
   char *scratch = malloc(partials + count * sizeof(Unit) + 1);
-  if (!scratch) REFUSE(layer->api, "no memory for the partial results of attention");
+  if (!scratch) REFUSE(layer->api, "out of memory for the partial results of attention");
   Unit *units = (Unit *)(scratch + partials);
   list_units(call, (int)rows, UNIT_PAGES, units);
   call->units = units, call->partials = (Partial *)scratch;
@@ -131,20 +131,20 @@ static OrtStatus *decode(Call *call, const OrtKernelContext *context, size_t row
   return status;
 }
 
-/* `tokens` new tokens of each of `rows` sequences. */
+/* Prefill `tokens` new tokens of each of `rows` sequences. */
 static OrtStatus *prefill(Call *call, const OrtKernelContext *context, size_t rows, size_t tokens, const float *keys,
                           const float *values, float *out) {
   const Layer *layer = call->layer;
   size_t heads = rows * layer->kv_heads, cached = list_units(call, (int)rows, 1, NULL), chunk = (tokens + PAGE - 1) / PAGE;
   size_t chunks = (tokens + TOKENS - 1) / TOKENS, count = cached + heads * chunk;
   char *scratch = malloc(count * sizeof(Block) + cached * sizeof(Unit));
-  if (!scratch) REFUSE(layer->api, "no memory for the keys and values of a prompt");
+  if (!scratch) REFUSE(layer->api, "out of memory for the keys and values of a prompt");
   Unit *units = (Unit *)(scratch + count * sizeof(Block));
   list_units(call, (int)rows, 1, units);
   call->units = units;
   Prefill all = {*call, keys, values, out, (Block *)scratch, (int)tokens, (int)heads, (int)cached, (int)chunk, (int)chunks};
   OrtStatus *status = ORT_PARALLEL_FOR(layer->api)(context, widen_block, count, 0, &all);
-  /* As many batches as units: threads take the next one when they are free. */
+  /* One batch per unit, so that each thread takes the next unit when it is free. */
   if (!status) status = ORT_PARALLEL_FOR(layer->api)(context, attend_tokens, heads * chunks, heads * chunks, &all);
   free(scratch);
   return status;
@@ -173,7 +173,7 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   call.pages = table[1], call.window_pages = window_table[1];
   for (int i = 0; i < SIDES; i++) TRY(read_store(layer, context, i, &call.stores[i]));
   for (int row = 0; row < shape[0]; row++)
-    if (!in_bounds(&call, row)) REFUSE(api, "a table of the attention names a page outside of its pool");
+    if (!in_bounds(&call, row)) REFUSE(api, "a block table names a page outside of its pool");
 
   const int64_t out_shape[] = {shape[0], shape[2], shape[1], HEAD_DIM};
   OrtValue *out_value;
@@ -183,9 +183,9 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
 
   size_t rows = (size_t)shape[0], tokens = (size_t)shape[2], states = rows * tokens * layer->kv_heads * HEAD_DIM;
   if (!states) return NULL;
-  size_t queries = states * GROUP, of_sinks = sinks ? ((size_t)shape[1] + LANES - 1) / LANES * LANES : 0;
-  float *space = layer->half ? malloc((2 * queries + 2 * states + of_sinks) * sizeof(float)) : NULL;
-  if (layer->half && !space) REFUSE(api, "no memory for what attention reads as float32");
+  size_t queries = states * GROUP, sink_floats = sinks ? ((size_t)shape[1] + LANES - 1) / LANES * LANES : 0;
+  float *space = layer->half ? malloc((2 * queries + 2 * states + sink_floats) * sizeof(float)) : NULL;
+  if (layer->half && !space) REFUSE(api, "out of memory for float32 copies of the inputs");
   call.query = floats(layer, query, queries, space);
   const float *keys = floats(layer, key, states, space + queries);
   const float *values = floats(layer, value, states, space + queries + states);
@@ -193,8 +193,8 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   call.sinks = sinks;
   if (layer->half && sinks) {
     float *to = space + 2 * queries + 2 * states;
-    for (size_t i = 0; i < of_sinks; i += LANES) {
-      uint16_t halves[LANES] = {0}; /* the last ones may be fewer than a vector */
+    for (size_t i = 0; i < sink_floats; i += LANES) {
+      uint16_t halves[LANES] = {0}; /* the last vector may not be full */
       size_t count = (size_t)shape[1] - i < LANES ? (size_t)shape[1] - i : LANES;
       memcpy(halves, (const uint16_t *)sinks + i, count * sizeof *halves);
       store(to + i, from_half(halves));
@@ -235,14 +235,14 @@ static int last_version(const OrtCustomOp *op) { return INT32_MAX; }
 static const OrtCustomOp FLOAT_OPERATOR = OPERATOR(name_float, float_type);
 static const OrtCustomOp HALF_OPERATOR = OPERATOR(name_half, half_type);
 
-/* `create` reads an attribute's numbers into consecutive fields. */
-_Static_assert(offsetof(Layer, slide) == offsetof(Layer, head_dim) + 5 * sizeof(int), "`sizes` are 6 consecutive fields");
-_Static_assert(offsetof(Layer, sinks) == offsetof(Layer, page_table) + 6 * sizeof(int), "`tables` are 7 consecutive fields");
+/* `create` reads the numbers of an attribute into consecutive fields. */
+_Static_assert(offsetof(Layer, sliding_window) == offsetof(Layer, head_dim) + 5 * sizeof(int), "`sizes`: 6 consecutive fields");
+_Static_assert(offsetof(Layer, sinks) == offsetof(Layer, page_table) + 6 * sizeof(int), "`tables`: 7 consecutive fields");
 _Static_assert(sizeof(Side) == 8 * sizeof(int), "a side has 8 fields");
 
 static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {
   Layer *layer = calloc(1, sizeof *layer);
-  if (!layer) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: no memory for an operator");
+  if (!layer) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: out of memory for an operator");
   layer->api = api, layer->half = op == &HALF_OPERATOR;
   OrtStatus *status = ORT_FLOAT_ATTRIBUTE(api)(info, "scaling", &layer->scaling);
   if (!status) status = ORT_FLOAT_ATTRIBUTE(api)(info, "softcap", &layer->softcap);
@@ -250,7 +250,7 @@ static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKern
   if (!status) status = integers(api, info, "tables", 7, &layer->page_table);
   for (int i = 0; i < SIDES && !status; i++) status = integers(api, info, SIDE_NAMES[i], 8, (int *)&layer->sides[i]);
   if (!status && (layer->head_dim != HEAD_DIM || layer->group != GROUP))
-    status = ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: the kernel was compiled for other heads");
+    status = ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: the kernel was compiled for another head size or group");
   if (status) {
     free(layer);
     return status;
@@ -260,8 +260,8 @@ static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKern
   return NULL;
 }
 
-/* ONNX Runtime calls this when the library is registered with a session's options. The domain must outlive the session, which
- * does not own it, so that it stays for the life of the process: some hundred bytes a session. */
+/* Called by ONNX Runtime when the library is registered with a session's options. The domain must outlive the session, which
+ * does not own it, so it is never freed: a few hundred bytes per session. */
 __attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {
   const OrtApi *api = base->get_api(ORT_API_VERSION);
   if (!api) return ORT_CREATE_STATUS(base->get_api(1))(ORT_FAIL, "kvgate: ONNX Runtime 1.17 or later is needed");

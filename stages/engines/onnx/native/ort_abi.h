@@ -1,6 +1,6 @@
-/* The part of ONNX Runtime's C interface that a custom operator needs, declared from its documentation: wheels hold no headers.
+/* The part of ONNX Runtime's C interface that a custom operator needs, declared from its documentation, because wheels have no headers.
  *
- * OrtApi is a table of function pointers that releases only append to, so that a slot's number is its meaning for good
+ * OrtApi is a table of function pointers. Releases only append to it, so a slot's number never changes its meaning
  * (https://onnxruntime.ai/docs/api/c/struct_ort_api.html). Version 17 is the first with KernelContext_ParallelFor. */
 #ifndef KVGATE_ORT_ABI_H
 #define KVGATE_ORT_ABI_H
@@ -49,7 +49,7 @@ enum { ORT_REQUIRED = 0, ORT_VARIADIC = 2 };
 #define ORT_PARALLEL_FOR(api) \
   ORT_SLOT(api, 274, OrtStatus *(*)(const OrtKernelContext *, void (*)(void *, size_t), size_t, size_t, void *))
 
-/* The table that describes an operator; what follows get_start_version in later versions is not read for version 17. */
+/* The table that describes an operator. ONNX Runtime does not read the later fields from a table of version 17. */
 struct OrtCustomOp {
   uint32_t version;
   void *(*create_kernel)(const struct OrtCustomOp *, const OrtApi *, const OrtKernelInfo *);

@@ -1,24 +1,24 @@
-/* One page of codes: the scores of a KV head's queries with its keys, and the weighted sums of its values. */
+/* Attention over one page of codes: scores of a KV head's queries, and weighted sums of its values. */
 #include "codes.h"
 
 enum { PAGE = 64 };
 
-/* Queries whose sums over a page stay in registers, while each row is widened once for all of them. */
+/* Number of queries whose sums stay in registers, so that each row is widened once for all of them. */
 enum { BLOCK = GROUP * VECTORS <= (int)SUMS ? GROUP : VECTORS < (int)SUMS ? (int)SUMS / VECTORS : 1 };
 
-/* What one page of a unit is read from, and which of its tokens [first, last) count. */
+/* Pointers to a page's codes and scales, and its valid tokens [first, last). */
 typedef struct {
   const uint8_t *keys, *values, *key_scales, *key_zeros, *value_scales, *value_zeros;
   int first, last, rows;
-  const uint8_t *next_keys, *next_values; /* the blocks of the unit's next page, to be fetched meanwhile */
+  const uint8_t *next_keys, *next_values; /* codes of the unit's next page, to prefetch */
 } PageView;
 
-/* Stored scales or zeros of a page (PAGE, groups) as floats, in `unit`. */
+/* Convert the scales or zeros of a page (PAGE, groups) to floats, to be multiplied by `unit`. */
 INLINE void stored_floats(int kind, const uint8_t *from, int groups, float *to) {
   for (int i = 0; i < PAGE * groups; i += LANES) store(to + i, kind == NVFP4 ? from_e4m3(from + i) : from_half(from + 2 * i));
 }
 
-/* How stored scales enter: not at all or as a factor of a token's whole row, or on each vector, or with a zero each. */
+/* How stored scales apply: per row (or not at all), per vector, or per vector with a zero point. */
 enum { ROWS, SCALED, AFFINE };
 
 INLINE Vec dequantized(int kind, int mode, const uint8_t *row, int v, const float *scales, const float *zeros, const int *of) {
@@ -28,12 +28,12 @@ INLINE Vec dequantized(int kind, int mode, const uint8_t *row, int v, const floa
   return x;
 }
 
-/* Pages lie anywhere, so that the processor cannot guess the next one: its rows are asked for while this one's are read. */
+/* Prefetch a row of the next page. Pages are scattered, so the hardware cannot predict it. */
 INLINE void fetch(const uint8_t *row, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
-/* Scores (GROUP, PAGE) of the blocks of LANES tokens that hold tokens [first, last). `scales`, `zeros`: (PAGE, groups). */
+/* Compute scores (GROUP, PAGE) for tokens [first, last), rounded to blocks of LANES. `scales`, `zeros`: (PAGE, groups). */
 INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
                         const float *scales, const float *zeros, const float (*query)[HEAD_DIM], float (*scores)[PAGE]) {
   int of[VECTORS];
@@ -46,7 +46,7 @@ INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, con
 #pragma GCC unroll 4
       for (int j = 0; j < LANES / 4; j++) {
         int token = base + 4 * j + i;
-        if (token >= page->rows) token = page->rows - 1; /* the exact buffers end within a block */
+        if (token >= page->rows) token = page->rows - 1; /* exact buffers may end within a block */
         const uint8_t *row = codes + (size_t)token * row_bytes(kind);
         const float *scale = scales + (size_t)token * groups, *zero = zeros + (size_t)token * groups;
         fetch(page->next_keys + (row - codes), row_bytes(kind));
@@ -71,7 +71,7 @@ INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, con
   }
 }
 
-/* Adds the page's values, weighted by (GROUP, PAGE), to sums (GROUP, HEAD_DIM). */
+/* Add the page's values, weighted by (GROUP, PAGE), to sums (GROUP, HEAD_DIM). */
 INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
                         const float *scales, const float *zeros, const float (*weights)[PAGE], float (*sums)[HEAD_DIM]) {
   int of[VECTORS];
@@ -98,7 +98,7 @@ INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, con
     for (int v = 0; v < VECTORS; v++) store(sums[q] + LANES * v, total[q][v]);
 }
 
-/* Both for every query of the group, in blocks whose sums fit in registers: the last one may be smaller. */
+/* Run a page function for all queries of the group, in blocks whose sums fit in registers. The last block may be smaller. */
 #define IN_BLOCKS(page_function, kind, mode, rows, out) \
   do { \
     int q = 0; \
@@ -107,8 +107,8 @@ INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, con
     if (GROUP % BLOCK) page_function(kind, mode, GROUP % BLOCK, codes, page, groups, scales, zeros, rows + q, out + q); \
   } while (0)
 
-/* A function of its own for each kind of code and each way of scaling, and tables of them: by kind, and by whether scales enter
- * on whole rows or on each vector. */
+/* One function per kind of code and way of scaling, in tables indexed by the kind and by whether scales apply per row or per
+ * vector. */
 #define EACH_WAY(X) \
   X(FP16, ROWS) X(BF16, ROWS) X(E4M3, ROWS) X(E4M3, SCALED) X(E5M2, ROWS) X(E5M2, SCALED) X(INT8, ROWS) X(INT8, SCALED) \
   X(INT8U, ROWS) X(INT8U, AFFINE) X(INT4, ROWS) X(INT4, SCALED) X(INT4U, ROWS) X(INT4U, AFFINE) X(NVFP4, ROWS) X(NVFP4, SCALED)

@@ -1,28 +1,29 @@
 /* Attention of a prompt's chunk: all queries of a KV head over blocks of PAGE tokens, in float32.
  *
- * First every block that the chunk attends to, of the cache and of the chunk itself, is widened once. Then each unit of up to
- * TOKENS new tokens goes through the blocks in order, with an online softmax a query: scores and weighted sums are products of
- * small matrices, whose sums stay in registers. Neither the threads nor the rest of the batch change a bit of the result. */
+ * First, each block that the chunk attends to, in the cache and in the chunk itself, is widened once. Then each unit of up to
+ * TOKENS new tokens attends to the blocks in order, with an online softmax per query. Scores and weighted sums are products
+ * of small matrices, whose sums stay in registers. Neither the number of threads nor the other sequences of the batch change a
+ * bit of the result. */
 #include "attention.c"
 
-/* New tokens of a unit, whose queries, scores and sums fit into a core's second-level cache. */
+/* New tokens per unit: their queries, scores and sums fit into a core's L2 cache. */
 enum { TOKENS = GROUP > 96 ? 1 : GROUP < 3 ? 64 : 192 / GROUP };
 
-/* Rows and vectors of a product whose sums stay in registers; a unit's queries are filled up to whole rows. */
+/* Vectors and rows of a product whose sums stay in registers; a unit's queries are padded to a multiple of TALL. */
 enum { WIDE = 4, TALL = (int)SUMS / WIDE, QUERIES = (TOKENS * GROUP + TALL - 1) / TALL * TALL };
 
-/* A block as floats. Tokens that it does not have are zeros. */
+/* A block as floats. Missing tokens are zeros. */
 typedef struct {
   float keys[HEAD_DIM][PAGE], values[PAGE][HEAD_DIM];
 } Block;
 
 typedef struct {
-  Call call; /* `query` and `units`: those of all new tokens, and the blocks of the cache */
+  Call call; /* with the queries of all new tokens; its units are the cached blocks */
   const float *keys, *values;
   float *out;
   Block *blocks;
-  int tokens, heads;         /* new tokens a sequence, and KV heads of all of them */
-  int cached, chunk, chunks; /* blocks of the cache in all, blocks of new tokens a head, and units of new tokens a head */
+  int tokens, heads;         /* new tokens per sequence, and KV heads of all sequences */
+  int cached, chunk, chunks; /* all cached blocks; blocks of new tokens per head; units of new tokens per head */
 } Prefill;
 
 /* ---- blocks ---- */
@@ -60,7 +61,7 @@ static void widen_page(const Store *from, int head, const uint8_t *codes, const 
   memset(to + rows, 0, sizeof *to * (size_t)(PAGE - rows));
 }
 
-/* Block `number`: those of the cache are listed as units of one page, and those of new tokens follow. */
+/* Widen block `number`: the cached blocks come first, then the blocks of new tokens. */
 static void widen_block(void *argument, size_t number) {
   const Prefill *prefill = argument;
   const Call *call = &prefill->call;
@@ -87,7 +88,7 @@ static void widen_block(void *argument, size_t number) {
 
 /* ---- products ---- */
 
-/* c (TALL, wide vectors) = a (TALL, inner) times b (inner, wide vectors), added to c or in its place. */
+/* Compute a (TALL, inner) times b (inner, wide vectors), and add it to c (TALL, wide vectors) or store it there. */
 INLINE void product(int wide, int inner, const float *a, int a_step, const float *b, int b_step, float *c, int c_step,
                     int add) {
   Vec sums[TALL][WIDE];
@@ -110,7 +111,7 @@ INLINE void product(int wide, int inner, const float *a, int a_step, const float
     for (int v = 0; v < wide; v++) store(c + r * c_step + LANES * v, sums[r][v]);
 }
 
-/* The same for `rows` rows, a multiple of TALL, and `vectors` vectors. */
+/* Compute a product of `rows` rows, a multiple of TALL, and `vectors` vectors. */
 INLINE void matrix_product(int rows, int vectors, int inner, const float *a, int a_step, const float *b, float *c, int c_step,
                            int add) {
   int width = vectors * LANES;
@@ -126,7 +127,8 @@ INLINE void matrix_product(int rows, int vectors, int inner, const float *a, int
 
 /* ---- one unit ---- */
 
-/* Which tokens [first, last) of a block new token `step` attends to; `unit` is the block's, NULL for new ones from `start`. */
+/* Find the tokens [first, last) of a block that new token `step` attends to. `unit` is NULL for a block of new tokens, which
+ * begins at `start`. */
 static void find_span(const Call *call, const Unit *unit, int start, int step, PageView *span) {
   const Layer *layer = call->layer;
   Region region = {0};
@@ -139,7 +141,7 @@ static void find_span(const Call *call, const Unit *unit, int start, int step, P
   span->first = larger(region.first - start, 0), span->last = region.last - start < PAGE ? region.last - start : PAGE;
 }
 
-/* Adds a block to the partial results of a unit's queries: those of `count` new tokens from `first` on, GROUP a token. */
+/* Add a block to the partial results of a unit's queries: GROUP for each of `count` new tokens from `first` on. */
 static void attend_block(const Call *call, const Block *block, const Unit *unit, int start, int first, int count,
                          const float (*query)[HEAD_DIM], float (*scores)[PAGE], Partial *partials) {
   PageView spans[TOKENS] = {{0}};
@@ -178,7 +180,7 @@ static void attend_block(const Call *call, const Block *block, const Unit *unit,
   matrix_product(rows, VECTORS, PAGE, scores[0], PAGE, block->values[0], partials[0].values, STEP, 1);
 }
 
-/* Unit `number`: later tokens, which attend to more, come first, so that threads end together. */
+/* Attend from the new tokens of unit `number`. Later tokens attend to more and start first, to balance the threads. */
 static void attend_tokens(void *argument, size_t number) {
   const Prefill *prefill = argument;
   const Call *call = &prefill->call;
