@@ -9,7 +9,7 @@ from stages.core.records import Number, Record, finite
 from stages.core.strict import StrictModel
 from stages.policies.delivery import ScaleChangeKind
 
-RULES = 24
+RULES = 25
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 MOST_SAMPLES = 1_000_000
@@ -107,7 +107,7 @@ class Gate(StrEnum):
     MEAN_KL = "max_mean_kl", "Mean KL"
     TOP10_OVERLAP = "min_top10_overlap", "Top-10 overlap"
     RUINED = "max_ruined_share", "Ruined requests"
-    FAR_TOKENS = "max_p999_kl", "Far tokens"
+    FAR_TOKENS = "max_far_token_share", "Far tokens"
     NOISE_FLOOR = "noise_floor", "A/A noise", False
     MUST_FAIL_CONTROL = "must_fail_control", "Must-fail control", False
     CONFORMANCE = "conformance", "Conformance", False

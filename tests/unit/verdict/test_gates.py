@@ -128,7 +128,7 @@ CASES = {
         first(10, mean_kl=9.0), "INCONCLUSIVE", "max_ruined_share",
         "all: requests with a mean KL above 0.15: 10 of 512, share by document 0.01953"),
     "40 ruined requests": Case(first(40, mean_kl=9.0), "FAIL", "max_ruined_share max_mean_kl"),
-    "single tokens that are far off": Case(every(4, far_tokens=10), "FAIL", "max_p999_kl"),
+    "single tokens that are far off": Case(every(4, far_tokens=10), "FAIL", "max_far_token_share"),
     "prose beside answers": Case(every_class() + prose(24)),
     "broken prose beside answers": Case(every_class() + prose(3, mean_kl=3.0), "FAIL", "max_mean_kl"),
     "fewer documents than anyone should trust": Case(
@@ -212,7 +212,7 @@ def test_no_samples_are_asked_for_that_would_not_help(rows: Rows, needed: dict[s
 
 
 @pytest.mark.parametrize(
-    ("rows", "gate"), [(every(100, far_tokens=10), "max_p999_kl"), (every_class() + prose(4), "max_mean_kl")]
+    ("rows", "gate"), [(every(100, far_tokens=10), "max_far_token_share"), (every_class() + prose(4), "max_mean_kl")]
 )
 def test_what_too_few_documents_could_show_can_fail_and_has_no_line_otherwise(rows: Rows, gate: str) -> None:
     outcome = verdict(rows)

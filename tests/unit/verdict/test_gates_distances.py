@@ -15,7 +15,7 @@ from stages.verdict.report import SampleRow
 SHAPES = load()
 LIMIT = GATES.max_mean_kl
 EMPTY = report([])
-DISTANCES = ("max_mean_kl", "min_top10_overlap", "max_ruined_share", "max_p999_kl")
+DISTANCES = ("max_mean_kl", "min_top10_overlap", "max_ruined_share", "max_far_token_share")
 RUNS = 400
 
 
