@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.chain.run import Run
+from pipeline.chain.job_run import Run
 from pipeline.config.compose import plan
 from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.inputs.tokens import read_encoded
 from stages.policies.policy import FP16_POLICY
 from stages.verdict.bets import Array
-from stages.verdict.gate import GateInput
+from stages.verdict.figures import GateInput
 from stages.verdict.gates.answers import accuracy, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, Thresholds

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from pipeline.chain import serving
+from pipeline.chain.job_run import Run, open_store
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
-from pipeline.chain.run import Run, open_store
 from pipeline.cli import console, tables
 from pipeline.cli.progress import show_progress
 from pipeline.cli.prune import prune

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from pipeline.chain.actions import CHECKS_AHEAD
 from pipeline.chain.inputs import checks
-from pipeline.chain.run import Run
+from pipeline.chain.job_run import Run
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import verdict_lines

@@ -219,10 +219,10 @@ class EngineSteps(Artifacts):
             "python": platform.python_version(),  # some workloads quote this Python's documentation
             "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
         }
-        recipe = Recipe("tune", ("stages.planning.tune",), content, inputs, (*TORCH, "numpy", "scipy"))
+        recipe = Recipe("tune", ("stages.planning.tune_search",), content, inputs, (*TORCH, "numpy", "scipy"))
         with self.making(recipe, resumable=True) as entry:
             if entry.artifact is None:
-                from stages.planning.tune import tune
+                from stages.planning.tune_search import tune
 
                 scales = [KVScales.model_validate_json((made.path / SCALES_FILE).read_bytes()) for made in quantized]
                 tune(

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from rich.markup import escape
 
 from pipeline.chain.engine_steps import EngineSteps
-from pipeline.chain.run import Run
+from pipeline.chain.job_run import Run
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.grids import Column, Grid
 from pipeline.cli.progress import show_progress
@@ -36,7 +36,7 @@ from stages.core.files import write_whole
 from stages.engines.backend import Job
 from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import Judged, recommend
-from stages.planning.tuning import TUNE_FILE, TuneReport
+from stages.planning.tune_records import TUNE_FILE, TuneReport
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 
 from pipeline.chain import advice, serving
 from pipeline.chain.actions import ACTIONS
+from pipeline.chain.job_run import Run
 from pipeline.chain.launching import LauncherRefusal, launch, start
-from pipeline.chain.run import Run
 from pipeline.chain.showing import compare_in_mlflow, remove_page, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.junit import JUNIT, write_junit

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from rich.markup import escape
 
-from pipeline.chain.run import Run
+from pipeline.chain.job_run import Run
 from pipeline.chain.showing import compare_in_mlflow, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from pipeline import __version__
-from pipeline.chain.run import open_store
+from pipeline.chain.job_run import open_store
 from pipeline.cli import console
 from pipeline.cli.tables import comparison
 from pipeline.config.config import Config

@@ -16,7 +16,7 @@ from stages.checkpoints.places import checkpoint_label
 from stages.core.files import ARTIFACTS
 from stages.core.strict import PathText, StrictModel, absolute
 from stages.engines.config import BackendConfig, backend_configs
-from stages.planning.tuning import TuneConfig
+from stages.planning.tune_records import TuneConfig
 from stages.planning.use import CapacityConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy

@@ -9,7 +9,7 @@ from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.override_syntax import differing
 from stages.core.errors import UserError
-from stages.planning.tuning import check_uniform
+from stages.planning.tune_records import check_uniform
 from stages.policies.policy import KVPolicy, KVShape
 
 

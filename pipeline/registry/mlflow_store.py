@@ -29,7 +29,7 @@ from mlflow.artifacts import download_artifacts
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from pipeline.registry import pages
+from pipeline.registry import run_content
 from pipeline.registry.reaching import check_reachable, reached
 from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
@@ -192,9 +192,11 @@ class MlflowStore(RegistryReader):
                 stack.enter_context(locked_at_once(lock))
             status = "FAILED"
             try:
-                tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": pages.UNDECIDED}
+                tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": run_content.UNDECIDED}
                 run_id = self._create_run(kv, {name: redact_text(text) for name, text in tags.items()})
-                self.client.log_batch(run_id, params=[Param(name, value) for name, value in pages.flat_params(config).items()])
+                self.client.log_batch(
+                    run_id, params=[Param(name, value) for name, value in run_content.flat_params(config).items()]
+                )
                 yield run_id
                 status = "FINISHED"
             except (KeyboardInterrupt, SystemExit):
@@ -219,7 +221,7 @@ class MlflowStore(RegistryReader):
 
         `run_id` is the candidate's run, which has the sweep, and the lock that both runs share.
         """
-        metrics = pages.baseline_metrics(candidate)
+        metrics = run_content.baseline_metrics(candidate)
         if not metrics:
             return
         own = self.client.get_run(run_id).data.tags
@@ -227,7 +229,9 @@ class MlflowStore(RegistryReader):
         query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
         with locked(self.lock, "logging the baseline"):
             if not self.client.search_runs([self.experiment_id], query, max_results=1):
-                baseline = self._create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": pages.UNDECIDED})
+                baseline = self._create_run(
+                    "fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": run_content.UNDECIDED}
+                )
                 self._log(baseline, {}, metrics)
                 self.client.set_terminated(baseline, "FINISHED")
 
@@ -235,7 +239,7 @@ class MlflowStore(RegistryReader):
         """Log files as artifacts of a run, with secrets removed. The run may have ended."""
         with tempfile.TemporaryDirectory() as scratch:
             for path in files:
-                pages.copy_redacted(path, Path(scratch) / path.name)
+                run_content.copy_redacted(path, Path(scratch) / path.name)
             self.client.log_artifacts(run_id, scratch)
 
     def _log(self, run_id: str, tags: Mapping[str, str], metrics: Mapping[str, float], model_id: str | None = None) -> None:
@@ -250,8 +254,8 @@ class MlflowStore(RegistryReader):
     def register(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
         """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its version."""
         version, model_id = self._add_version(candidate, run_id)
-        tables = {name: table for name, table in pages.run_tables(candidate, rows).items() if table}
-        model, about = self.location.model_name, pages.description(candidate)
+        tables = {name: table for name, table in run_content.run_tables(candidate, rows).items() if table}
+        model, about = self.location.model_name, run_content.description(candidate)
         fetch = f"mlflow artifacts download --artifact-uri models:/{model}/{version} --dst-path engine"
         tags = {
             "verdict": candidate.verdict,
@@ -259,14 +263,14 @@ class MlflowStore(RegistryReader):
             **candidate.citations,
             "model_version": version,
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
-            "mlflow.runColor": pages.COLOURS.get(candidate.verdict, pages.UNDECIDED),
+            "mlflow.runColor": run_content.COLOURS.get(candidate.verdict, run_content.UNDECIDED),
             "mlflow.note.content": f"{about}\n\nRegistered as version {version} of `{model}`:\n\n```sh\n{fetch}\n```",
             # MLflow's own `log_table` sends eight requests per table.
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
-        self._log(run_id, tags, pages.candidate_metrics(candidate), model_id)
+        self._log(run_id, tags, run_content.candidate_metrics(candidate), model_id)
         for name, table in tables.items():
-            self.client.log_text(run_id, pages.table_text(table), name)
+            self.client.log_text(run_id, run_content.table_text(table), name)
         self.attach(run_id, [candidate.report.path])
         self._show_baseline(run_id, candidate)
         return candidate.model_copy(update={"run_id": run_id, "version": version})
@@ -288,7 +292,7 @@ class MlflowStore(RegistryReader):
                 version = version_of(versions[0])
             else:
                 model = self._log_model(candidate, run_id, {**tags, **candidate.citations})
-                place, said = model.artifact_location, redact_text(pages.description(candidate))
+                place, said = model.artifact_location, redact_text(run_content.description(candidate))
                 created = self.client.create_model_version(
                     model_name, place, run_id, tags, description=said, model_id=model.model_id
                 )
@@ -315,7 +319,7 @@ class MlflowStore(RegistryReader):
         status: Literal["READY", "FAILED"] = "FAILED"
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                pages.collect_evidence(candidate, Path(scratch))
+                run_content.collect_evidence(candidate, Path(scratch))
                 self.client.log_model_artifacts(model.model_id, scratch)
             if self.location.log_bundle:
                 self.client.log_model_artifacts(model.model_id, str(candidate.engine.path), "engine")

@@ -20,7 +20,7 @@ from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import LayerInput
 from stages.evaluate.distances.distance import Array, Distributions, LogProbs, kl_from_logprobs, logprobs_of
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
-from stages.planning.tuning import MAX_LENGTH, TuneConfig
+from stages.planning.tune_records import MAX_LENGTH, TuneConfig
 from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.policies.scales import KVScales
 from stages.quantize.calibration import texts_from_file

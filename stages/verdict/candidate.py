@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.core.files import ARTIFACTS
 from stages.core.strict import StrictModel
-from stages.verdict.gate import ALL, kept
+from stages.verdict.figures import ALL, kept
 from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.thresholds import Check, Gate, Status, Verdict
 

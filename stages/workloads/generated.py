@@ -10,7 +10,7 @@ from functools import lru_cache
 from stages.core.records import Sample
 from stages.workloads.conversation import Slot, Split
 from stages.workloads.documentation import excerpt
-from stages.workloads.pages import QUESTIONS
+from stages.workloads.documents import QUESTIONS
 from stages.workloads.trained import facts_dialogue, opening_and_continuation, retrieval, text_to_copy, tool_call
 
 WORKLOADS: dict[str, Callable[[Slot], Sample]] = {

@@ -2,7 +2,7 @@
 
 A document is prose from Python's documentation or from the user's texts, with a list of records in each third: codes, homes,
 and wares as JSON. Documents of all lengths have the same number of records, so only the distances grow. Every asked code has
-more than 20 similar codes. Answers repeat sentences or records of the conversation, as in `stages.workloads.pages`, so that
+more than 20 similar codes. Answers repeat sentences or records of the conversation, as in `stages.workloads.documents`, so that
 small models can answer. Only the probability of the values counts (`Sample.results`).
 """
 
@@ -16,7 +16,7 @@ from stages.core.records import Sample
 from stages.workloads import documentation
 from stages.workloads.config import LONG
 from stages.workloads.conversation import Message, Slot, Split, compact_json, words
-from stages.workloads.pages import HOMES, PLACES, RESIDENTS, VEHICLES, WARES, Fact
+from stages.workloads.documents import HOMES, PLACES, RESIDENTS, VEHICLES, WARES, Fact
 
 KEYS = [*PLACES, *VEHICLES, *words("farm shop hotel bank school church museum station bridge garden")]
 """Words with a code. A model of 135M parameters confuses keys of two words, such as "red gate" and "blue gate"."""

@@ -9,7 +9,7 @@ from helpers.commands.tiny_model import pipeline
 from pipeline.config.policies import load_policies
 from stages.checkpoints.loading import load_causal_lm
 from stages.planning.tune_measure import MEASURED, SEARCH, Bench, Text
-from stages.planning.tuning import TuneReport
+from stages.planning.tune_records import TuneReport
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import KVScales
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.gate import ALL, NONE_OF, Figure, GateInput
+from stages.verdict.figures import ALL, NONE_OF, Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, Check, Gate, Status, Thresholds, Verdict

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
-from stages.verdict.gate import ALL, Figure, GateInput, by_workload, kept, means
+from stages.verdict.figures import ALL, Figure, GateInput, by_workload, kept, means
 from stages.verdict.report import Acceptance, Accuracy, SampleRow
 from stages.verdict.thresholds import MARGIN, MOST_SAMPLES, Check, Gate, LineStatus, Thresholds
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stages.verdict.bets import OUTLIER, Mean
-from stages.verdict.gate import ALL, Figure, GateInput, by_workload, means
+from stages.verdict.figures import ALL, Figure, GateInput, by_workload, means
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Gate, Thresholds
 

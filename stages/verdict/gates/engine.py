@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from stages.policies.delivery import describe_changes
 from stages.verdict.conformance import bounded, describe
-from stages.verdict.gate import GateInput
+from stages.verdict.figures import GateInput
 from stages.verdict.thresholds import Check, Gate, LineStatus, Status, Thresholds
 
 SHOWN = 4

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from stages.core.records import Sample
-from stages.verdict.gate import ALL, NONE_OF, GateInput, by_workload
+from stages.verdict.figures import ALL, NONE_OF, GateInput, by_workload
 from stages.verdict.gates.distances import shows_none_ruined
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import FAR_KL, Check, Gate, Thresholds

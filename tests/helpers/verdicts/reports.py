@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stages.verdict.engine_tests import EngineTests, FreeAnswers, FullPool
-from stages.verdict.gate import by_workload
+from stages.verdict.figures import by_workload
 from stages.verdict.gates import decide
 from stages.verdict.report import (
     Acceptance,

@@ -15,8 +15,8 @@ from bad_input.forks import Commands
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
 
+from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy, show_capacity
-from pipeline.chain.run import Run
 from stages.core.errors import GateRefusal
 
 

@@ -9,7 +9,7 @@ from helpers.registry.candidates import judged_candidate
 
 from pipeline.chain import actions, runner, serving
 from pipeline.chain.dry import preview
-from pipeline.chain.run import Run
+from pipeline.chain.job_run import Run
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.stages import STAGES

@@ -15,7 +15,7 @@ from helpers.registry.stores import make_artifact
 from pipeline.chain import actions, runner
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.run import Run
+from pipeline.chain.job_run import Run
 from pipeline.config.compose import plan
 from pipeline.evidence.reading import USER_INPUTS
 from pipeline.registry import summary

@@ -11,7 +11,7 @@ from helpers.registry.stores import make_artifact
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.run import Run
+from pipeline.chain.job_run import Run
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import reachable_modules

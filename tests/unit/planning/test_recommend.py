@@ -12,8 +12,8 @@ from helpers.policies.shipped import SHIPPED
 from helpers.registry.judged_engine import config_of, judged_engine
 from helpers.verdicts.reports import report as make_report
 
+from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy
-from pipeline.chain.run import Run
 from pipeline.cli.tables import recommendation_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled

@@ -17,7 +17,7 @@ from helpers.registry.judged_engine import candidate_of, cited_tags, config_of, 
 from helpers.registry.signing_keys import key_pair, keys
 
 from pipeline.api import champion
-from pipeline.chain.run import Run
+from pipeline.chain.job_run import Run
 from pipeline.chain.serving import rollback
 from pipeline.chain.serving import verify as verify_stage
 from pipeline.config.compose import plan
@@ -119,7 +119,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(
     assert signature_finding(forged, trusted) == "differs, no trusted key signed it (ValueError Signature mismatch)"
     registry = MemoryRegistry(tmp_path)
     registry.versions = {"1": cited_tags(forged)}
-    monkeypatch.setattr("pipeline.chain.run.open_store", lambda *_: registry)
+    monkeypatch.setattr("pipeline.chain.job_run.open_store", lambda *_: registry)
     promotion = Run(config_of("stage=promote", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]"))
     with pytest.raises(GateRefusal, match=r"int8 is not promoted: signature: differs, no trusted key signed it"):
         promotion.engines().promote([candidate_of(forged)], "some-llm")
@@ -134,7 +134,7 @@ def test_a_rollback_and_a_champion_need_the_signature_of_a_trusted_key(
     previous = make_champion(monkeypatch, unsigned)
     registry = MemoryRegistry(tmp_path)
     registry.versions, registry.aliases = {"1": dict(previous.tags), "2": {}}, {"champion": "2", "previous": "1"}
-    monkeypatch.setattr("pipeline.chain.run.open_store", lambda *_: registry)
+    monkeypatch.setattr("pipeline.chain.job_run.open_store", lambda *_: registry)
     config = config_of("stage=rollback", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]")
     with pytest.raises(GateRefusal, match=r"version 1 does not serve again: signature: differs, identity\.sig is missing"):
         rollback(Run(config))

@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from pydantic import ValidationError
 
-from pipeline.chain.run import open_store
+from pipeline.chain.job_run import open_store
 from pipeline.config.tracking import ENVIRONMENT, Tracking
 from pipeline.registry.tracking import Location, compare_url, locate, server_command
 from stages.core.errors import UserError

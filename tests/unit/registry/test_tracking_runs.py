@@ -10,10 +10,10 @@ import pytest
 from helpers.registry.candidates import judged_candidate
 from helpers.verdicts.reports import row
 
-from pipeline.chain.run import open_store
+from pipeline.chain.job_run import open_store
 from pipeline.config.tracking import Tracking
 from pipeline.registry.mlflow_store import LOCK, MlflowStore, path_of
-from pipeline.registry.pages import COLOURS
+from pipeline.registry.run_content import COLOURS
 from pipeline.registry.tracking import Version, locate
 from stages.core.digest import files_digest, tree_files
 from stages.core.errors import UserError

@@ -13,7 +13,7 @@ from scipy.stats import t as student
 
 from stages.verdict import bets
 from stages.verdict.bets import Array, Mean, log_score
-from stages.verdict.gate import means
+from stages.verdict.figures import means
 
 RUNS = 2000
 LIMIT = 0.05

@@ -9,8 +9,8 @@ from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.evaluate.inputs.checks import judge, mentions, words_of
 from stages.workloads.documentation import SPLITS, pages
+from stages.workloads.documents import DIFFICULTIES, QUESTIONS
 from stages.workloads.generated import generate
-from stages.workloads.pages import DIFFICULTIES, QUESTIONS
 from stages.workloads.prompts import all_prompt_ids
 
 COUNT = 36

@@ -1,9 +1,9 @@
-"""Pages of plain sentences, and four kinds of questions about each page, for small chat models.
+"""Documents of plain sentences, and four kinds of questions about each document, for small chat models.
 
 A model of 135M parameters answers by repeating the sentence that begins like the question, if examples show it how. Therefore
 every fact is a sentence ("The code of the attic is 6466."), every question uses the sentence's words, and worked questions of
 several kinds come first. With fewer worked questions the model repeats a worked answer. The remaining errors are confusions of
-similar facts, so a page is more difficult if it has more similar sentences. All questions about a page begin with the same
+similar facts, so a document with more similar sentences is more difficult. All questions about a document begin with the same
 messages, which an engine can prefill once.
 """
 
@@ -38,13 +38,13 @@ class Size:
     """Number of facts, quotes and questions for a difficulty."""
 
     alike: int
-    """Facts per kind on the page."""
+    """Facts per kind in the document."""
     quotes: int
-    """Quotes on the page."""
+    """Quotes in the document."""
     told: int
-    """Facts per kind in SINGLE that the user states after the page."""
+    """Facts per kind in SINGLE that the user states after the document."""
     between: int
-    """Questions about the page between the user's facts and the question about such a fact."""
+    """Questions about the document between the user's facts and the question about such a fact."""
 
 
 SIZES = {
@@ -109,36 +109,36 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Page:
-    """A page with its facts and quotes, and the facts that the user adds in a conversation about the page."""
+class Document:
+    """A document with its facts and quotes, and the facts that the user adds in a conversation about the document."""
 
     slot: Slot
     text: str
     facts: list[Fact]
-    """Facts on the page, in the page's order."""
+    """Facts in the document, in order."""
     quotes: list[Fact]
     told: list[Fact]
-    """Facts that are not on the page; the user states them later."""
+    """Facts that are not in the document; the user states them later."""
     difficulty: str
     worked: list[Fact]
     """Facts of the worked questions, one per kind in SINGLE."""
 
     @property
     def messages(self) -> list[Message]:
-        """The page and its worked questions: the common beginning of all conversations about the page."""
+        """The document and its worked questions: the common beginning of all conversations about the document."""
         first, *others = self.worked
         opening: Message = ("user", f"{self.text}\n\n{first.question}")
         return [opening, ("assistant", first.sentence), *(message for fact in others for message in fact.turns)]
 
     def unasked(self, kinds: Sequence[str]) -> list[Fact]:
-        """Return the page's facts of the given kinds, except the facts of worked questions."""
+        """Return the document's facts of the given kinds, except the facts of worked questions."""
         return [fact for fact in self.facts if fact.kind in kinds and fact not in self.worked]
 
     def asking_for(self, fact: Fact, messages: list[Message], depth: float | None = None) -> Sample:
         """Return a sample whose conversation ends with the question for a fact.
 
         A wrong answer may mention the values of all other facts of the same kind. `depth` is the relative position of the
-        fact in the page, 0 to 1.
+        fact in the document, 0 to 1.
         """
         others = (other for other in self.facts + self.told + self.quotes if other.kind == fact.kind and other != fact)
         return Sample(
@@ -167,8 +167,8 @@ def _plain_sentences(paragraphs: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(s for s in plain if QUOTE_WORDS[0] <= len(s.split()) <= QUOTE_WORDS[1]))
 
 
-def make_page(slot: Slot) -> Page:
-    """Generate a page: facts in random order, then quotes with sentences from Python's documentation."""
+def make_document(slot: Slot) -> Document:
+    """Generate a document: facts in random order, then quotes with sentences from Python's documentation."""
     difficulty, rng = DIFFICULTIES[slot.index % len(DIFFICULTIES)], slot.rng("page")
     size = SIZES[difficulty]
     by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in DRAWS}
@@ -177,43 +177,47 @@ def make_page(slot: Slot) -> Page:
     told = [fact for known in by_kind.values() for fact in known[size.alike :]]
     for facts_in_random_order in (facts, worked, told):
         rng.shuffle(facts_in_random_order)
-    sentences = _plain_sentences(paragraph for page in documentation.pages(slot.split) for paragraph in page)
+    sentences = _plain_sentences(paragraph for document in documentation.pages(slot.split) for paragraph in document)
     said = zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True)
     quotes = [Fact("quote", speaker, (sentence,)) for speaker, sentence in said]
     text = "\n".join([*(fact.sentence for fact in facts), "", *(quote.sentence for quote in quotes)])
-    return Page(slot, text, facts, quotes, told, difficulty, worked)
+    return Document(slot, text, facts, quotes, told, difficulty, worked)
 
 
 def lookup(slot: Slot) -> Sample:
-    """Ask for one fact of the page, from the first, second or last third of its facts in turn."""
-    page, third = make_page(slot), slot.index // len(DIFFICULTIES) % 3
-    facts = page.unasked(SINGLE)
+    """Ask for one fact of the document, from the first, second or last third of its facts in turn."""
+    document, third = make_document(slot), slot.index // len(DIFFICULTIES) % 3
+    facts = document.unasked(SINGLE)
     fact = slot.rng().choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
-    return page.asking_for(fact, page.messages, page.text.index(fact.sentence) / len(page.text))
+    return document.asking_for(fact, document.messages, document.text.index(fact.sentence) / len(document.text))
 
 
 def extraction(slot: Slot) -> Sample:
     """Ask for a fact with two values."""
-    page = make_page(slot)
-    return page.asking_for(slot.rng().choice(page.unasked(DOUBLE)), page.messages)
+    document = make_document(slot)
+    return document.asking_for(slot.rng().choice(document.unasked(DOUBLE)), document.messages)
 
 
 def quotation(slot: Slot) -> Sample:
     """Ask for the sentence of a quoted speaker."""
-    page = make_page(slot)
-    return page.asking_for(slot.rng().choice(page.quotes), page.messages)
+    document = make_document(slot)
+    return document.asking_for(slot.rng().choice(document.quotes), document.messages)
 
 
 def recall(slot: Slot) -> Sample:
-    """State facts that are not on the page, ask about the page, then ask for a stated fact."""
-    page, rng = make_page(slot), slot.rng()
-    statements = "\n".join(fact.sentence for fact in page.told)
-    messages = [*page.messages, ("user", f"Please remember this as well.\n{statements}"), ("assistant", "I will remember it.")]
-    fact = rng.choice(page.told)
-    others = [other for other in page.unasked(SINGLE) if other.kind != fact.kind]
-    for between in rng.sample(others, SIZES[page.difficulty].between):
+    """State facts that are not in the document, ask about the document, then ask for a stated fact."""
+    document, rng = make_document(slot), slot.rng()
+    statements = "\n".join(fact.sentence for fact in document.told)
+    messages = [
+        *document.messages,
+        ("user", f"Please remember this as well.\n{statements}"),
+        ("assistant", "I will remember it."),
+    ]
+    fact = rng.choice(document.told)
+    others = [other for other in document.unasked(SINGLE) if other.kind != fact.kind]
+    for between in rng.sample(others, SIZES[document.difficulty].between):
         messages += between.turns
-    return page.asking_for(fact, messages)
+    return document.asking_for(fact, messages)
 
 
 QUESTIONS: dict[str, Callable[[Slot], Sample]] = {

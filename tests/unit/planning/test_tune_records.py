@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.policies import load_policies, policy_yaml
-from stages.planning.tune import fewest_bytes
-from stages.planning.tuning import MeasuredPolicy, choose, mixed_policy, mixed_scales
+from stages.planning.tune_records import MeasuredPolicy, choose, mixed_policy, mixed_scales
+from stages.planning.tune_search import fewest_bytes
 from stages.policies.policy import FP16_POLICY, SIDES, KVPolicy, KVShape, LayerOverride, Side
 from stages.policies.scales import KVScales, SideScales
 

@@ -19,7 +19,7 @@ from stages.core.records import Progress, finite
 from stages.engines.reference.model import shape_for
 from stages.evaluate.distances.distance import Array
 from stages.planning.tune_measure import CHECK, SEARCH, Bench, parts
-from stages.planning.tuning import (
+from stages.planning.tune_records import (
     TUNE_FILE,
     MeasuredPolicy,
     Place,

@@ -5,7 +5,7 @@ from pathlib import Path
 from helpers.registry.candidates import judged_candidate
 from helpers.verdicts.reports import answered, row, sliced, verdict
 
-from pipeline.registry.pages import FIRST, LIMIT, baseline_metrics, candidate_metrics, run_tables
+from pipeline.registry.run_content import FIRST, LIMIT, baseline_metrics, candidate_metrics, run_tables
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
