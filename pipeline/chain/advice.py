@@ -10,6 +10,7 @@ from pipeline.config.policies import load_policies
 from stages.core.errors import CannotBeJudged
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate, is_blind
+from stages.verdict.thresholds import Check
 from stages.workloads.config import LONG
 
 MOST_QUESTIONS = 100_000
@@ -83,32 +84,45 @@ def after_weak(config: Config, error: CannotBeJudged, base: Sequence[str], *, sw
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step with enough questions to decide these candidates, or with the reason why no number would decide."""
-    # Sorted: the largest number of a workload is its last.
-    needed = dict(sorted(item for candidate in undecided for item in candidate.samples_needed.items()))
-    still_open = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
-    titles = dict.fromkeys(check.gate.heading for check in still_open)
-    names, gates = (candidate.name for candidate in undecided), (title[0].lower() + title[1:] for title in titles)
-    state = f"{', '.join(names)}: open is {', '.join(gates)}"
-    stuck = [check.reason for check in still_open if not needed and check.bound is None]  # such as the engine's own noise
+    needed: dict[str, int] = {}
+    for candidate in undecided:
+        for name, count in candidate.samples_needed.items():
+            needed[name] = max(count, needed.get(name, 0))
+    open_checks = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
+    headings = dict.fromkeys(check.gate.heading[0].lower() + check.gate.heading[1:] for check in open_checks)
+    state = f"{', '.join(candidate.name for candidate in undecided)}: open is {', '.join(headings)}"
     following = config.gates.next_attempt
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
     alpha = config.gates.pass_alpha if following is None else following.pass_alpha
     factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
     questions = config.workloads.asking_more(needed, factor)
-    changes = questions.overrides
-    if following is not None and not (changes or questions.own_too_few):
-        stuck += [*(check.reason for check in still_open), "no check was recorded"]
-    if stuck:
-        return NextStep(why=f"{state}; more questions would not decide: {stuck[0]}; see docs/verdict.md#inconclusive-what-now")
+    more = bool(questions.overrides or questions.own_too_few)
+    reason = _reason_against_more(open_checks, counted=bool(needed), possible=more or following is None)
+    if reason is not None:
+        return NextStep(why=f"{state}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
     if following is None or questions.largest > MOST_QUESTIONS:
         step = _judge_finer(config, undecided, base, swept)
         return step.model_copy(update={"why": f"{state}, and another attempt would not decide it: {step.why}"})
     only_policies = all(key == "kv" for key in swept)
+    changes = [*questions.overrides, f"gates.attempt={following.attempt}"]
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
     add = f"; add questions to {config.workloads.jsonl}" if questions.own_too_few else ""
-    command = command_line(base, *changes, f"gates.attempt={following.attempt}", sweep=len(undecided) > 1 or not only_policies)
+    command = command_line(base, *changes, sweep=len(undecided) > 1 or not only_policies)
     return NextStep(why=f"{state}{add}; ask enough questions to decide it", command=command)
+
+
+def _reason_against_more(open_checks: Sequence[Check], *, counted: bool, possible: bool) -> str | None:
+    """Return the reason why more questions decide nothing, or None.
+
+    `counted`: whether any number of questions is known to decide. `possible`: whether more questions can be asked.
+    """
+    for check in open_checks:
+        if not counted and check.bound is None:  # such as the engine's own noise
+            return check.reason
+    if possible:
+        return None
+    return open_checks[0].reason if open_checks else "no check was recorded"
 
 
 def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:

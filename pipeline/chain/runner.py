@@ -7,6 +7,7 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 """
 
 import signal
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ from stages.core.files import store_of
 from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout
 from stages.engines.bundle import BUNDLE_FILE
+from stages.verdict.candidate import Candidate
 
 
 def holding(config: Config) -> AbstractContextManager[None]:
@@ -223,29 +225,18 @@ def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None
 
 def _conclude_verdicts(planned: Plan, last: summary.Summary, code: int, step: NextStep | None) -> int:
     """Conclude an evaluation or a sweep as `_conclude` does."""
-    config, sweeping, unfinished = planned.jobs[0], planned.sweeping, last.unfinished
+    config, sweeping = planned.jobs[0], planned.sweeping
     candidates = last.candidates if sweeping else last.candidates[:1]  # Python may judge several jobs in one sweep
     assert candidates or sweeping or code, "a job that ends well records its candidate"
     judged = candidates if sweeping or code == 0 else ()
     write_junit(config.work / JUNIT, last)
-    if candidates and sweeping:
-        tables.print_comparison(candidates)
-    if last.champion is None and candidates:  # else the promotion has shown the candidate
-        show_page(config, candidates, last, unfinished=unfinished)
-    elif last.champion is None:
-        remove_page(config.work)
-    if candidates and sweeping:
-        compare_in_mlflow(config, candidates, last.sweep)
+    _show_results(planned, last, candidates)
     if judged:
-        base, open_jobs = planned.arguments or (), sweeping and unfinished is not None
+        base, open_jobs = planned.arguments or (), sweeping and last.unfinished is not None
         step = advice.after_judging(config, judged, base, swept=planned.swept_keys, unfinished=open_jobs)
     if last.champion is None:
         next_steps.show(step)
-    refusal: Refusal | None = None
-    if sweeping and unfinished is not None:
-        refusal = MissingRequirement(f"{unfinished}; run it again to continue")
-    elif reason := planned.refusal([(candidate.name, candidate.verdict, candidate.checks) for candidate in judged]):
-        refusal = GateRefusal(reason)
+    refusal = _refusal(planned, last, judged)
     code = max(code, last.exit_code, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
     if sweeping:
         summary.note(config.work, last.sweep, exit_code=code)
@@ -256,3 +247,24 @@ def _conclude_verdicts(planned: Plan, last: summary.Summary, code: int, step: Ne
     if refusal is not None:
         raise refusal
     return code
+
+
+def _show_results(planned: Plan, last: summary.Summary, candidates: Sequence[Candidate]) -> None:
+    """Show a sweep's comparison and the report. If there is a champion, the promotion has shown it already."""
+    config, compares = planned.jobs[0], planned.sweeping and bool(candidates)
+    if compares:
+        tables.print_comparison(candidates)
+    if last.champion is None and candidates:
+        show_page(config, candidates, last, unfinished=last.unfinished)
+    elif last.champion is None:
+        remove_page(config.work)
+    if compares:
+        compare_in_mlflow(config, candidates, last.sweep)
+
+
+def _refusal(planned: Plan, last: summary.Summary, judged: Sequence[Candidate]) -> Refusal | None:
+    """Return the error of an unfinished sweep, or of candidates that did not pass; None if there is neither."""
+    if planned.sweeping and last.unfinished is not None:
+        return MissingRequirement(f"{last.unfinished}; run it again to continue")
+    reason = planned.refusal([(candidate.name, candidate.verdict, candidate.checks) for candidate in judged])
+    return GateRefusal(reason) if reason else None
