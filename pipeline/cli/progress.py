@@ -63,8 +63,8 @@ class Phases(ProgressColumn):
 def describe_task(task: Task) -> tuple[str, dict[str, object]]:
     """Return a task's label, units, rate and remaining time as text for people, and as fields for log collectors.
 
-    The rate is the mean without units from before a resumption. rich's own rate covers only the last 30
-    seconds, which is useless for slow steps.
+    The rate is the mean without units from before a resumption. rich's own rate covers only the last 30 seconds, which is
+    useless for slow steps.
     """
     seconds = task.elapsed or 0.0
     if task.total is None:

@@ -1,1 +1,1 @@
-"""Content-addressed artifacts: digests, the store, and the hardware that timings depend on."""
+"""Content-addressed artifacts: the store, its locks, and work directories."""

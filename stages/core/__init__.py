@@ -1,1 +1,1 @@
-"""Records, formats, policies and errors that every other package uses."""
+"""Errors, strict records, files, digests and hardware: modules that every other package uses."""

@@ -106,7 +106,6 @@ def fidelity(steps: StepStatistics) -> Fidelity:
 
     A NaN makes the summaries of its column null, because no token may be left out of a mean or a percentile.
     """
-
     mean = {name: float(values.mean()) for name, values in vars(steps).items()}
     p999, largest = (finite(value) for value in np.percentile(steps.kl, [99.9, 100]).tolist())
     return Fidelity(

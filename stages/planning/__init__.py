@@ -1,1 +1,1 @@
-"""Choice of a policy: configuration and records of the stages that search for policies or compare policies on paper."""
+"""Choice of a policy: capacity of a memory budget, recommendation from evidence, and search of policies."""

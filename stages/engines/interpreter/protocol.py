@@ -34,13 +34,13 @@ class EmptyAnswer(StrictModel):
 
 
 class Resolved(StrictModel):
-    """Answer to `facts` of SGLang: arguments as the library resolved them."""
+    """Answer to `validate`, and to `facts` of SGLang: arguments as the library resolved them."""
 
     arguments: dict[str, Any]
 
 
 class Pinned(Resolved):
-    """Answer to `validate`."""
+    """Answer to `validate` of TensorRT-LLM."""
 
     pinned: dict[str, Any]
     """The requested arguments, and further arguments that the release needs."""
