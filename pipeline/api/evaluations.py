@@ -55,7 +55,7 @@ class Evaluation:
         return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{held})"
 
 
-NOT_HERE = {
+COMMAND_LINE_ONLY = {
     "stage": "evaluate is stage=evaluate",
     "dry": "evaluate judges; python -m pipeline stage=evaluate dry=true shows the work",
     "log": "controls a command's output; verbose=True prints it here",
@@ -87,7 +87,7 @@ def evaluate(
         >>> result = evaluate("/models/Qwen3-0.6B", kv="int8", workdir="/data/kvgate")  # doctest: +SKIP
         >>> result.verdict, result.report.overall.fidelity.kl_mean  # doctest: +SKIP
     """
-    for key, why in NOT_HERE.items():
+    for key, why in COMMAND_LINE_ONLY.items():
         if key in overrides:
             raise UserError(f"{key}={overrides[key]}: {why}; leave it out")
     own = [key for key in overrides if key.startswith("kv.")]

@@ -159,7 +159,7 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
     try:
         inspect_checkpoint(path)
     except UserError:
-        return {}, ["the model's weights are not here: evidence is taken to be about it by its name and its bytes a token"]
+        return {}, ["the model's weights are not here: evidence is taken to be about it by its name and its bytes per token"]
     return {"checkpoint": EngineSteps(config, Store(config.artifacts)).checkpoint_digest}, []
 
 
@@ -191,8 +191,8 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         return replace(judged, problem=problem or "its report is missing")
     size, expected = report.system.kib_per_token, policy.bytes_per_token(model) / 1024
     if size is None or abs(size - expected) > SIZE_TOLERANCE * expected:
-        of = f"{'unknown' if size is None else f'{size:g}'} KiB a token, and this one has {expected:g}"
-        return replace(judged, problem=f"it is of a model with {of}")
+        judged_size = "unknown" if size is None else f"{size:g}"
+        return replace(judged, problem=f"its model has {judged_size} KiB per token, this model {expected:g}")
     try:
         verdict = decide(report, evidence.rows, config.gates)
     except UserError as error:

@@ -157,7 +157,8 @@ def _refuse_override(override: str) -> None:
         raise UserError(f"{short(key)}: holds a null character; leave it out")
     if len(key) > MOST_KEY or len(value) > MOST_VALUE:
         raise UserError(
-            f"{short(key)}: has {len(override):,} characters, a key may have {MOST_KEY}, a value {MOST_VALUE:,}; give less"
+            f"{short(key)}: is too long ({len(override):,} characters; a key may have {MOST_KEY}, a value {MOST_VALUE:,}); "
+            "shorten it"
         )
     if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
         raise UserError(f"{short(key)}: holds a number of more than {MOST_DIGITS:,} digits; give a shorter one")
@@ -174,7 +175,7 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
         raise UserError(explain_hydra(error, overrides)) from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
-        raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deep; give less") from None
+        raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deeply; use fewer levels") from None
 
 
 def _parse(overrides: Sequence[str], places: list[str], parser: OverridesParser) -> tuple[list[Override], list[str]]:
@@ -314,11 +315,11 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
             try:
                 choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MOST_JOBS + 1)]
             except ValueError as error:  # from Python's range()
-                raise UserError(f"{as_typed(str(o.input_line))}: {error}; give values that the sweep is over") from None
+                raise UserError(f"{as_typed(str(o.input_line))}: {error}; list the values to sweep") from None
         else:
             choices[key] = [str(o.input_line) if o.is_delete() else f"{key}={o.get_value_element_as_str()}"]
         if not choices[key]:
-            raise UserError(f"{as_typed(str(o.input_line))}: there is no such option; give values that the sweep is over")
+            raise UserError(f"{as_typed(str(o.input_line))}: there is no such option; list the values to sweep")
     if prod(map(len, choices.values())) > MOST_JOBS:
         swept = " ".join(as_typed(str(o.input_line)) for o in overrides if o.is_sweep_override())
         raise UserError(f"{swept}: more than {MOST_JOBS:,} jobs; make several sweeps")

@@ -167,9 +167,9 @@ def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
     """Yield keys and digests that are not their manifest's, and inputs from elsewhere."""
     for link in identity.chain:
         if json_digest(link.parts) != link.key:
-            yield link, "its config, inputs, code or libraries are not its key's"
+            yield link, "its key does not match its config, inputs, code or libraries"
         if files_digest(link.files) != link.digest:
-            yield link, "its table of files is not its digest's"
+            yield link, "its digest does not match its table of files"
     provided = set[str]().union(*(link.provides() for link in identity.chain))
     converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
     for link in identity.chain:
@@ -179,7 +179,7 @@ def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
             else:  # a quantized checkpoint with the same digest must not replace the converted one
                 known = name != "checkpoint" or not converted or digest in converted
             if not known:
-                yield link, f"its input {name} {digest[:12]} is nothing of this chain"
+                yield link, f"its input {name} {digest[:12]} is not an artifact of this chain"
 
 
 def _round_problems(identity: Identity) -> Iterator[tuple[Link, str]]:

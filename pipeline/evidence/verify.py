@@ -126,7 +126,7 @@ def _check_seal(directory: Path) -> list[Finding]:
     if (directory / MANIFEST).is_file():
         sealed = (read_manifest(directory) or {"files": {}})["files"].get(IDENTITY_FILE)
         if sealed != digest:
-            return [Finding("identity", "differs", f"sha256 {digest} is not what was sealed, {sealed}")]
+            return [Finding("identity", "differs", f"sha256 {digest} differs from the sealed {sealed}")]
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]
 
 
@@ -215,7 +215,7 @@ def _check_verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
     except UserError as error:
         return Finding(VERDICT_CHECK, "differs", str(error))
     if verdict.status != recorded.status:
-        detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
+        detail = f"recorded {recorded.status}, decided again: {verdict.status}: {verdict.reasons[0]}"
         return Finding(VERDICT_CHECK, "differs", detail)
     apart: Any = {"checks": {"__all__": {"reason"}}}  # reasons have rounded numbers; the exact numbers are compared
     both = (_values("verdict", each.model_dump(exclude=apart)) for each in (recorded, verdict))

@@ -297,4 +297,4 @@ def choose_champion(candidates: Sequence[Candidate], left: Mapping[str, str] = M
 
 
 def _stays_back(candidate: Candidate, when: str) -> str:
-    return f"was rolled back at {when}: judge it anew, on other samples, or ask for it with promote.name='{candidate.name}'"
+    return f"was rolled back at {when}: judge it again on other samples, or request it with promote.name='{candidate.name}'"

@@ -63,7 +63,7 @@ def route_of(model: RegisteredModel, workload: str) -> Route:
     return Route(model.aliases.get(alias), model.aliases.get(f"{alias}{PREVIOUS}"))
 
 
-def way_back(model: RegisteredModel, workload: str, why: str) -> Move:
+def move_to_previous(model: RegisteredModel, workload: str, why: str) -> Move:
     """Return the move to the previous engine of a class. Raises GateRefusal if this engine cannot serve.
 
     The engine was proven when it was routed. It is not replayed, because a broken engine must not wait for that.
@@ -86,7 +86,7 @@ def _make_together(registry: "MlflowStore", moves: Sequence[Move]) -> None:
         model = registry.read()
         for move in moves:
             if route_of(model, move.workload) != move.before:
-                raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left unchanged; run it again")
+                raise GateRefusal(f"{alias_of(move.workload)}: another command moved it; nothing was changed; run it again")
         for workload, before, after, _, back in moves:
             left = model.left(workload)
             versions = left | {str(before.now)} if back else left - {after.now}
@@ -225,7 +225,7 @@ def roll_back(engines: Engines, workload: str) -> Iterator[str]:
     if route_of(engines.model, workload).now is None:
         raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
     try:
-        move = way_back(engines.model, workload, "by hand")
+        move = move_to_previous(engines.model, workload, "by hand")
     except GateRefusal as error:
         raise UserError(f"routing.rollback={workload}: {error}") from error
     make_moves(engines.registry, [move])
@@ -275,7 +275,7 @@ def _decide(engines: Engines, workload: str, readings: Sequence[Reading], why: s
     broken = {reading.kind for reading in readings if reading.status == "broken"}
     # Under memory pressure, requests are slow because they wait for memory. The previous engine would hold even less.
     if "quality" in broken or broken == {"latency"}:
-        return way_back(engines.model, workload, why)
+        return move_to_previous(engines.model, workload, why)
     if "memory" not in broken:
         return None
     before = route_of(engines.model, workload)

@@ -81,12 +81,12 @@ def main(writing: int, parent: int) -> None:
                 function(*paths, progress=lambda *update: answers.write(pickle.dumps(update)), **options)
                 answers.write(pickle.dumps(None))
             except Exception as error:
-                answers.write(_told(error))
+                answers.write(_pickled_error(error))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _told(error: Exception) -> bytes:
+def _pickled_error(error: Exception) -> bytes:
     """Pickle an exception. A defect gets its traceback as a note, because pickling drops the traceback."""
     if isinstance(error, Refusal):
         return pickle.dumps(error)

@@ -99,7 +99,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "this machine's memory is used up; free some, or lower workloads.batch_size and workloads.load"
     if isinstance(error, OF_INPUT):
-        return f"an input is nested too deep, or is not text ({text}); correct it; {hint}"
+        return f"an input is nested too deeply, or is not text ({text}); correct it; {hint}"
     if _is_of(STORES, error):
         return f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"
     ended = f"the cluster ended this job ({detail}); raise hydra.launcher.timeout_min, and run it again to continue"

@@ -122,7 +122,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_json(content: bytes) -> Any:
     """Return the value in the user's JSON file.
 
-    Raises Unreadable if the content is not JSON, is nested too deep, or holds an unusable number or text.
+    Raises Unreadable if the content is not JSON, is nested too deeply, or holds an unusable number or text.
     """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
@@ -132,7 +132,7 @@ def parse_json(content: bytes) -> Any:
     except UnicodeDecodeError:
         raise Unreadable("is not UTF-8; save it as UTF-8") from None
     except RecursionError:
-        raise Unreadable("is nested too deep; correct it") from None
+        raise Unreadable("is nested too deeply; correct it") from None
     except ValueError as error:  # not JSON, or an integer of thousands of digits
         raise Unreadable(f"is not JSON ({error}); correct it") from None
     return value

@@ -181,7 +181,7 @@ def _first(one: Judged) -> str:
 def _missing(one: Judged, use: CapacityConfig) -> list[str]:
     """Return the gaps between the use and the evidence, each with the samples or keys that would close the gap."""
     if one.limits is None:
-        return ["its report does not say how far it holds: judge it again"]
+        return ["its report records no limits: judge it again"]
     missing: list[str] = []
     tokens, batch = one.limits.tokens or 0, one.limits.batch or 0
     if whole_pages(tokens) < use.longest:

@@ -204,7 +204,7 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
     if not judged:
         mean = sum(or_infinite(request.engine.kl_mean) for request in engine.requests) / count
         return (
-            f"{policy} has arithmetic of its own, so this is only shown: KL {mean:.1e} from the reference engine, "
+            f"{policy} uses its own arithmetic; the distance is reported, not judged: KL {mean:.1e} from the reference engine, "
             f"at most {largest:.1e}"
         )
     deviating = sum(times > 1 for times in ranked)

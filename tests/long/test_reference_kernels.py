@@ -186,8 +186,8 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
 
     before = state()
     for grow, message in (
-        (lambda: cache.reserve(handles, 500), "9 pages of 64 tokens are needed, in addition to the 1 that are moved"),
-        (cache.start, "2 exact buffers, one a sequence, are needed, in addition to the 1 that are moved"),
+        (lambda: cache.reserve(handles, 500), "9 pages of 64 tokens are needed, while the present 1 are copied"),
+        (cache.start, "2 exact buffers, one a sequence, are needed, while the present 1 are copied"),
     ):
         for room in range(2):
             with monkeypatch.context() as patch:

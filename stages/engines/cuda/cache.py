@@ -182,7 +182,7 @@ class KernelCache(SequencePages):
         what = f"pages of {PAGE_TOKENS} tokens" if kind == "paged" else "exact buffers, one a sequence,"
         raise UserError(
             f"backend.device={self.device.type}: its memory is too small: {needed} {what} are needed, "
-            f"in addition to the {allocator.capacity} that are moved; run fewer or shorter sequences at once"
+            f"while the present {allocator.capacity} are copied; run fewer or shorter sequences at once"
         )
 
     def _larger(self, group: LayerGroup, kind: Literal["paged", "exact"], capacity: int) -> dict[str, Tensor]:

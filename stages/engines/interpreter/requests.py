@@ -60,7 +60,7 @@ class _Sequence:
     rows: Logits = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """Logits: row r follows `decoded` and `ahead[:r]`."""
 
-    def foresaw(self, token: int) -> bool:
+    def has_logits_after(self, token: int) -> bool:
         """Whether the logits after the token are known."""
         return len(self.rows) > 1 and self.ahead[0] == token
 
@@ -159,7 +159,9 @@ class RequestEngine(Engine, Generic[B, C]):
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]
         fetched = [
-            (state, [*state.decoded, token]) for state, token in zip(states, tokens, strict=True) if not state.foresaw(token)
+            (state, [*state.decoded, token])
+            for state, token in zip(states, tokens, strict=True)
+            if not state.has_logits_after(token)
         ]
         requests = []
         for state, decoded in fetched:
@@ -261,7 +263,7 @@ class RequestEngine(Engine, Generic[B, C]):
         return worker
 
 
-class ShowingEngine(RequestEngine[B, C]):
+class InspectableEngine(RequestEngine[B, C]):
     """A request engine whose library also returns the cached bytes of a request."""
 
     def __init__(self, bundle: Path, config: C) -> None:

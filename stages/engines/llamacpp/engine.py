@@ -11,14 +11,14 @@ from stages.core.records import MemoryReport, StoredCopy
 from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Generation
-from stages.engines.interpreter.requests import Bytes, ShowingEngine, WorkerRequest
+from stages.engines.interpreter.requests import Bytes, InspectableEngine, WorkerRequest
 from stages.engines.llamacpp.backend import GGUF, PROGRAM, LlamaCppBundle, LlamaCppFacts, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.policies.formats import Format
 from stages.policies.policy import PAGE_TOKENS, Side
 
 
-class LlamaCppEngine(ShowingEngine[LlamaCppBundle, LlamaCppConfig]):
+class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
     """An engine that sends requests to llama.cpp and reads the cache from its saved state."""
 
     program = PROGRAM

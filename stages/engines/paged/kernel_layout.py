@@ -57,10 +57,10 @@ def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Ite
     """Yield the reasons why the kernels do not support a layer: first its formats', then the model's."""
     if policy.window is not None:
         tokens = policy.window.tokens
-        yield f"kv.window.tokens={tokens}: the CUDA kernels read one copy of a token, so window must be null"
+        yield f"kv.window.tokens={tokens}: the CUDA kernels do not support kv.window; set kv.window=null"
     if policy.eviction is not None:
         tokens = policy.eviction.window_tokens
-        yield f"kv.eviction.window_tokens={tokens}: the CUDA kernels read every page of a sequence, so eviction must be null"
+        yield f"kv.eviction.window_tokens={tokens}: the CUDA kernels do not support kv.eviction; set kv.eviction=null"
     for side, form in policy.sides(layer).items():
         key = policy.format_key(side, layer)
         if form.rotation != "none":
@@ -73,7 +73,7 @@ def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Ite
             yield f"{key}.dtype={form.dtype}: the CUDA kernels hold {plural} as {_list(dtypes)}"
             return
         if form.code.reference_only:
-            yield f"{key}.arithmetic={form.arithmetic}: the CUDA kernels have kvgate's alone"
+            yield f"{key}.arithmetic={form.arithmetic}: the CUDA kernels implement only arithmetic=kvgate"
         if form.granularity not in codes.granularities:
             yield f"{key}.granularity={form.granularity}: the CUDA kernels hold {form.dtype} {_list(codes.granularities)}"
         elif form.group_size is not None and form.group_size not in codes.group_sizes:

@@ -16,7 +16,7 @@ from stages.engines.base import LOGIT_STEP
 from stages.engines.interface import ForcedRequest
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
-from stages.engines.interpreter.requests import Bytes, ShowingEngine, whole
+from stages.engines.interpreter.requests import Bytes, InspectableEngine, whole
 from stages.engines.vllm.backend import PROGRAM, VllmBundle, VllmFacts, on_cpu
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
@@ -42,7 +42,7 @@ LEAST_CACHE = 2 << 30
 of the reference engine."""
 
 
-class VllmEngine(ShowingEngine[VllmBundle, VllmConfig]):
+class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
     """An engine that sends requests to vLLM and reads scales and codes from its cache."""
 
     program = PROGRAM

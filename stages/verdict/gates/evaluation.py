@@ -53,7 +53,7 @@ def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     asked, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
     for name, answered in sorted(evidence.report.planned_workloads.items()):
         if name not in (judged if answered else asked):
-            yield Check.of(Gate.MIN_SAMPLES, name, "INCONCLUSIVE", "no sample of it was run yet; a later round has them", 0)
+            yield Check.of(Gate.MIN_SAMPLES, name, "INCONCLUSIVE", "none of its samples ran yet; they are in a later round", 0)
     if not judged:
         count, least = len({row.document for row in evidence.rows}), thresholds.min_samples
         text = f"no sample has an answer to judge, {count} documents have distances; gates.min_samples is {least}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
-from stages.engines.interpreter.requests import RequestEngine, ShowingEngine
+from stages.engines.interpreter.requests import InspectableEngine, RequestEngine
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.replay import Replay
@@ -42,8 +42,8 @@ def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
 
 
 def assert_reads_what_it_stored(
-    engine: ShowingEngine[Any, Any], checkpoint: Path, text: list[int], number: int, rows: np.ndarray, *, first: int = FIRST,
-    rounding: float = BFLOAT16, floor: float = 1e-6,
+    engine: InspectableEngine[Any, Any], checkpoint: Path, text: list[int], number: int, rows: np.ndarray, *,
+    first: int = FIRST, rounding: float = BFLOAT16, floor: float = 1e-6,
 ) -> Replay:  # fmt: skip
     """Assert that the reference engine, reading the engine's stored cache, gives the engine's `rows` up to rounding.
 

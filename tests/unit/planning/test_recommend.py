@@ -120,7 +120,7 @@ def test_the_recommended_policy_has_the_most_live_tokens_with_covering_evidence(
         ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with workloads.samples.copy=9 gates.attempt=2"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"long_2048": 106}}, [], "with workloads.length_documents=16 gates.at"),
         ({"status": "INCONCLUSIVE", "attempt": 20}, [], "gates.attempt=20 was the last attempt"),
-        ({"limits": None}, [], "its report does not say how far it holds"),
+        ({"limits": None}, [], "its report records no limits"),
         ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are needed"),
         ({"forks": 0}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),
     ],
@@ -232,7 +232,7 @@ def test_only_policies_that_the_backend_serves_are_suggested(
 
 def test_altered_samples_and_those_of_another_shape_are_no_evidence(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
-    assert "it is of a model with 1.03125 KiB a token, and this one has 1.28906" in reason(refused(tmp_path, *asked), "int8")
+    assert "its model has 1.03125 KiB per token, this model 1.28906" in reason(refused(tmp_path, *asked), "int8")
     (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")
     samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
     assert "no evidence that counts: report: samples.jsonl: differs" in reason(refused(tmp_path, *asked), "int8")

@@ -164,7 +164,7 @@ def test_a_rollback_returns_once_and_the_engine_comes_back_after_a_new_evaluatio
     with pytest.raises(UserError, match="no previous champion"):
         registry.engines().rollback()
     assert promote(registry, one, two).message == "int8 (version 1) is the champion already"
-    with pytest.raises(GateRefusal, match=r"fp8: PASS, but it was rolled back at .*: judge it anew, .*promote\.name='fp8'"):
+    with pytest.raises(GateRefusal, match=r"fp8: PASS, but it was rolled back at .*: judge it again.*promote\.name='fp8'"):
         promote(registry, two)
     assert registry.aliases == {"champion": "1"}
     assert "it had been rolled back at" in promote(registry, two, name="fp8").message

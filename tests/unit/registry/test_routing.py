@@ -88,7 +88,7 @@ def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(
         return locked(path, purpose)
 
     monkeypatch.setattr(routing, "locked", after_somebody_else)
-    with pytest.raises(GateRefusal, match="route-copy was moved meanwhile"):
+    with pytest.raises(GateRefusal, match="route-copy: another command moved it"):
         fleet.routed(**BOTH)
     assert fleet.moves == []
 

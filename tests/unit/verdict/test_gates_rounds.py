@@ -134,7 +134,7 @@ def test_a_planned_workload_that_was_not_asked_yet_keeps_the_verdict_open() -> N
     assert verdict(rows, planned_rounds=len(PLAN), planned_workloads=planned).status == "PASS"
     outcome = verdict(rows, planned_rounds=len(PLAN), planned_workloads=planned | {"legal": True})
     assert outcome.status == "INCONCLUSIVE"
-    assert outcome.reasons == ["legal: no sample of it was run yet; a later round has them"]
+    assert outcome.reasons == ["legal: none of its samples ran yet; they are in a later round"]
 
 
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=64)
