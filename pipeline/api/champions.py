@@ -53,12 +53,12 @@ def champion(
     if not isinstance(model, str | Path):
         raise UserError(f"model={model!r}: is not a model; give the registered one, or the checkpoint")
     # The configuration of a command that only reads.
-    given = {"stage": "verify", "bundle": workdir, "workdir": workdir, "tracking.uri": tracking_uri}
-    config = compose({**given, "signing.trusted": list(trusted)})
-    own = None if samples is None else Path(samples).expanduser()
+    settings = {"stage": "verify", "bundle": workdir, "workdir": workdir, "tracking.uri": tracking_uri}
+    config = compose({**settings, "signing.trusted": list(trusted)})
+    samples_path = None if samples is None else Path(samples).expanduser()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgate-")))
-        loaded = load(_fetch_verified(config, str(model), scratch, own), threads=threads)
+        loaded = load(_fetch_verified(config, str(model), scratch, samples_path), threads=threads)
         loaded.downloaded = stack.pop_all()
     return loaded
 
@@ -72,18 +72,18 @@ def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | N
     if not location.exists:
         raise UserError(f"{location} cannot be used: there is no such file; give the store that a promotion wrote to")
     reader = RegistryReader(location)
-    found = reader.champion(names)
-    if found is None:
+    version = reader.champion(names)
+    if version is None:
         raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")
-    champion_name, why = f"version {found.number}, the champion of {model}", ""
+    champion_name, why = f"version {version.number}, the champion of {model}", ""
     evidence: Evidence | None = None
     try:
-        evidence = registered_evidence(identities(config.artifacts), found)
+        evidence = registered_evidence(identities(config.artifacts), version)
     except GateRefusal as error:  # another work directory judged it, or an older kvgate
         why = f" ({error})"
     if evidence is None or evidence.engine is None:
-        copy = reader.download(found, scratch)
-        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
+        copy = reader.download(version, scratch)
+        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != version.identity_digest:
             raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
         try:
             evidence = read_evidence(copy)
@@ -94,13 +94,13 @@ def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | N
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
-        asked = evidence.identity.workloads_file
-        if samples is not None and asked is None:
+        workloads_file = evidence.identity.workloads_file
+        if samples is not None and workloads_file is None:
             raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
-        if samples is not None and asked is not None:  # where the evidence expects them
+        if samples is not None and workloads_file is not None:  # where the evidence expects them
             content = own_content("samples", samples)
-            (copy / asked).parent.mkdir(exist_ok=True)
-            (copy / asked).write_bytes(content)
+            (copy / workloads_file).parent.mkdir(exist_ok=True)
+            (copy / workloads_file).write_bytes(content)
     require_same(champion_name, replay(evidence, config.signing))
     assert evidence.engine is not None, "a replay without the engine is missing something"
     return evidence.engine

@@ -67,11 +67,11 @@ class LoadedEngine:
         """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise UserError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 1")
-        listed = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], str | Sequence)
-        several: Sequence[Any] = prompt if listed and not isinstance(prompt, str) else [prompt]
-        tokens = [self._prompt_ids(one, max_new_tokens) for one in several]
+        is_batch = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], str | Sequence)
+        several: Sequence[Any] = prompt if is_batch and not isinstance(prompt, str) else [prompt]
+        tokens = [self._prompt_ids(prompt_item, max_new_tokens) for prompt_item in several]
         generated = self.engine.generate(tokens, max_new_tokens, self.tokenizer.ends)
-        answers = [str(self.tokenizer.text(one)) for one in generated]
+        answers = [str(self.tokenizer.text(tokens_of_answer)) for tokens_of_answer in generated]
         return answers if several is prompt else answers[0]
 
     def _prompt_ids(self, prompt: Any, max_new_tokens: int) -> list[int]:
@@ -150,8 +150,8 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     values: dict[str, object] = {"stage": "build", "backend": name}
     described = backend_configs().get(str(name))
     if threads is not None or (described is not None and described.in_process):
-        asked = os.environ.get(THREADS, "")
-        usual = int(asked) or None if asked.isascii() and asked.isdigit() else None
+        threads_text = os.environ.get(THREADS, "")
+        usual = int(threads_text) or None if threads_text.isascii() and threads_text.isdigit() else None
         values["backend.threads"] = threads if threads is not None else usual
     config = compose({**values, **overrides})
     with required_libraries():

@@ -51,8 +51,8 @@ class Evaluation:
         return self.candidate.engine.path
 
     def __repr__(self) -> str:
-        held = f" {self.candidate.covered}" if self.candidate.covered is not None else ""
-        return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{held})"
+        covered = f" {self.candidate.covered}" if self.candidate.covered is not None else ""
+        return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{covered})"
 
 
 COMMAND_LINE_ONLY = {
@@ -90,9 +90,9 @@ def evaluate(
     for key, why in COMMAND_LINE_ONLY.items():
         if key in overrides:
             raise UserError(f"{key}={overrides[key]}: {why}; leave it out")
-    own = [key for key in overrides if key.startswith("kv.")]
-    if isinstance(kv, KVPolicy) and own:
-        raise UserError(f"{own[0]}: the policy is given whole; set it there")
+    policy_keys = [key for key in overrides if key.startswith("kv.")]
+    if isinstance(kv, KVPolicy) and policy_keys:
+        raise UserError(f"{policy_keys[0]}: the policy is given whole; set it there")
     chosen = {} if isinstance(kv, KVPolicy) else {"kv": kv}
     shipped = isinstance(model, str) and model in {path.stem for path in (CONF / "model").glob("*.yaml")}
     config = compose({"stage": "evaluate", "model" if shipped else "model.path": model, **chosen, **overrides})
@@ -104,7 +104,7 @@ def evaluate(
     sweep = summary.new_sweep()
     with nullcontext() if verbose else console.silent():
         try:
-            run(Plan([config], ([f"{key}={overrides[key]}" for key in own],)), sweep)
+            run(Plan([config], ([f"{key}={overrides[key]}" for key in policy_keys],)), sweep)
         except GateRefusal:
             if not summary.load(config.work, sweep).candidates:  # refused without being judged
                 raise

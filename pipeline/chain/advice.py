@@ -54,9 +54,9 @@ def after_judging(
     elif "INCONCLUSIVE" not in verdicts:
         return _judge_finer(config, candidates, base, swept)
     elif config.workloads.is_first_look:
-        kept = [part for part in base if part.lstrip("+").replace("'", "") not in FIRST_LOOK]
-        asked = [] if len(kept) < len(base) else ["workloads.conformance_samples=2"]
-        why, command = "judge it in full", command_line(kept, *asked, sweep=sweep)
+        remaining = [part for part in base if part.lstrip("+").replace("'", "") not in FIRST_LOOK]
+        conformance = [] if len(remaining) < len(base) else ["workloads.conformance_samples=2"]
+        why, command = "judge it in full", command_line(remaining, *conformance, sweep=sweep)
     else:
         undecided = [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]
         return _ask_more(config, undecided, base, swept)
@@ -128,9 +128,9 @@ def _reason_against_more(open_checks: Sequence[Check], *, counted: bool, possibl
 def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
     shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
-    least = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
+    min_bytes = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
     ladder = load_policies("kv", config.backend.finer)
-    finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > least and policy.name not in names), None)
+    finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > min_bytes and policy.name not in names), None)
     if finer is not None:
         still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
         first = ["gates.attempt=1"] if config.gates.attempt > 1 else []  # of another candidate

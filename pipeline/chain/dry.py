@@ -140,10 +140,10 @@ def preview(planned: Plan) -> int:
 
 
 def _print(foreseen: Preview, *, sweeping: bool) -> None:
-    rows, made = list[list[Value]](), set[str]()
+    rows, printed = list[list[Value]](), set[str]()
     for job, title, artifact in foreseen.artifacts:
-        rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in made else "made"])
-        made.add(artifact.key)
+        rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in printed else "made"])
+        printed.add(artifact.key)
     if rows:
         console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
         counts = Counter(word for *_, word in rows)

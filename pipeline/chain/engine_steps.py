@@ -85,8 +85,8 @@ class EngineSteps(Artifacts):
 
     @property
     def shape(self) -> KVShape:
-        given = self.given
-        return inspect_gguf(given).info.shape if given.is_file() else inspect_checkpoint(given).shape
+        model_path = self.given
+        return inspect_gguf(model_path).info.shape if model_path.is_file() else inspect_checkpoint(model_path).shape
 
     @cached_property
     def checkpoint_digest(self) -> str:
@@ -152,13 +152,13 @@ class EngineSteps(Artifacts):
         calibrated = [] if self._carries_scales(policy) else [form for _, form in policy.formats if form.scale == "calibrated"]
         inputs = self._quantized_inputs()
         extremes = {rotation: self.extremes(rotation) for rotation in sorted({form.rotation for form in calibrated})}
-        inputs |= {f"extremes {rotation}": made.digest for rotation, made in extremes.items()}
+        inputs |= {f"extremes {rotation}": artifact.digest for rotation, artifact in extremes.items()}
         config = {**self._quantizing, "kv": policy.model_dump()}
         with self.making(Recipe("quantize", ("stages.quantize.run",), config, inputs, MODELOPT), policy) as entry:
             if entry.artifact is None:
                 from stages.quantize.run import scale_cache
 
-                paths = {rotation: made.path for rotation, made in extremes.items()}
+                paths = {rotation: artifact.path for rotation, artifact in extremes.items()}
                 scale_cache(self.checkpoint, entry.scratch, policy=policy, extremes=paths)
         return entry.made
 
@@ -212,7 +212,9 @@ class EngineSteps(Artifacts):
         inputs = {"checkpoint": weights.digest_under("checkpoint")}
         if texts is not None:
             inputs["jsonl"] = self.digest_of(texts)
-        inputs |= {f"scales {policy.name}": made.files[SCALES_FILE] for policy, made in zip(policies, quantized, strict=True)}
+        inputs |= {
+            f"scales {policy.name}": artifact.files[SCALES_FILE] for policy, artifact in zip(policies, quantized, strict=True)
+        }
         content = {
             "tune": options.model_dump(exclude={"policies"}),
             "seed": self.config.seed,
@@ -224,7 +226,7 @@ class EngineSteps(Artifacts):
             if entry.artifact is None:
                 from stages.planning.tune_search import tune
 
-                scales = [KVScales.model_validate_json((made.path / SCALES_FILE).read_bytes()) for made in quantized]
+                scales = [KVScales.model_validate_json((artifact.path / SCALES_FILE).read_bytes()) for artifact in quantized]
                 tune(
                     weights.path / "checkpoint",
                     entry.scratch,

@@ -114,10 +114,10 @@ def _check_model(config: Config, opened: set[Path]) -> None:
 def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
     """Refuse a quantized checkpoint if the backend supports plain weights only."""
     if checkpoint.quantized is not None and not backend.takes_quantized:
-        others = " or ".join(name for name, config in backend_configs().items() if config.takes_quantized)
+        backends = " or ".join(name for name, config in backend_configs().items() if config.takes_quantized)
         raise UserError(
             f"model.path={checkpoint.path}: the weights are quantized ({checkpoint.quantized.title}), and backend="
-            f"{backend.name} takes plain ones; use backend={others}, or give the unquantized checkpoint"
+            f"{backend.name} takes plain ones; use backend={backends}, or give the unquantized checkpoint"
         )
 
 
@@ -196,15 +196,15 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
     speculation = config.workloads.speculation
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))
-    given = config.workloads.own is not None or config.workloads.gsm8k > 0
-    if not given and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
+    brings_questions = config.workloads.own is not None or config.workloads.gsm8k > 0
+    if not brings_questions and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
     from stages.evaluate.inputs.samples import load_samples
 
     samples = load_samples(config.workloads.model_copy(update={"lengths": []}))  # `_check_lengths` checks long documents
     for token in tokens_beyond(checkpoint) if checkpoint.path.is_dir() else ():
         for sample in samples:
-            if any(token in text for text in (sample.prompt, sample.reference, *(said for _, said in sample.messages))):
+            if any(token in text for text in (sample.prompt, sample.reference, *(content for _, content in sample.messages))):
                 raise UserError(
                     f"workloads: sample {sample.id} holds {short(token)}, a token outside the model's vocabulary; leave it out"
                 )
@@ -238,28 +238,30 @@ def check_draft(path: str, target: Path) -> None:
         check_opens(drafter)
     except Refusal as error:
         raise type(error)(str(error).replace("model.path=", key)) from None
-    wanted, unused = _vocabulary(target, f"model.path={target}")
+    expected, unused = _vocabulary(target, f"model.path={target}")
     offered, _ = _vocabulary(draft, f"{key}{path}")
-    tokens = (wanted | offered).keys() - unused
-    different = next((token for token in sorted(tokens) if wanted.get(token) != offered.get(token)), None)
+    tokens = (expected | offered).keys() - unused
+    different = next((token for token in sorted(tokens) if expected.get(token) != offered.get(token)), None)
     if different is not None:
-        ids = [f"token {known[different]}" if different in known else "no token" for known in (offered, wanted)]
+        ids = [
+            f"token {vocabulary[different]}" if different in vocabulary else "no token" for vocabulary in (offered, expected)
+        ]
         raise UserError(
             f"{key}{path}: its tokenizer differs from model.path's: {different!r} is {ids[0]} in the draft and {ids[1]} in "
             "the target; give a draft with the same tokenizer"
         )
 
 
-def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
+def _vocabulary(path: Path, key: str) -> tuple[dict[str, int], set[str]]:
     """Return the token ids of a checkpoint or a GGUF, and the unused tokens that only pad a GGUF's list."""
     if path.is_file():
-        listed = inspect_gguf(path).vocabulary
-        unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}
-        return {token: number for number, token in enumerate(listed.tokens)}, unused
+        tokens = inspect_gguf(path).vocabulary
+        unused = {token for token, kind in zip(tokens.tokens, tokens.types, strict=True) if kind == UNUSED}
+        return {token: number for number, token in enumerate(tokens.tokens)}, unused
     from stages.evaluate.inputs.tokens import vocabulary
 
     try:
         return vocabulary(path), set()
     except Exception as error:  # tokenizers raises bare exceptions
         detail = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{named}: its tokenizer cannot be loaded ({detail})") from error
+        raise UserError(f"{key}: its tokenizer cannot be loaded ({detail})") from error

@@ -62,12 +62,12 @@ def start(planned: Plan) -> None:
     """Start the programs that a sweep's launcher needs."""
     if planned.launcher != RAY:
         return
-    others = psutil.Process().children(recursive=True)
+    earlier = psutil.Process().children(recursive=True)
     try:
         with show_progress("starting ray"):
             start_ray(planned.launcher_config)
     except BaseException:
-        end_workers(others)
+        end_workers(earlier)
         raise
 
 
@@ -77,7 +77,7 @@ def launch(planned: Plan, run_job: Callable[[DictConfig], T]) -> list[T]:
     Hydra sends `run_job` to the job's machine and composes the configuration there again, because some defaults depend on the
     machine.
     """
-    others = psutil.Process().children(recursive=True)
+    earlier = psutil.Process().children(recursive=True)
     try:
         with _stdout_inherited(), initialized():
             state = GlobalHydra.instance()
@@ -92,7 +92,7 @@ def launch(planned: Plan, run_job: Callable[[DictConfig], T]) -> list[T]:
                 returned = Plugins.instance().instantiate_launcher(context, run_job, composed).launch(jobs, initial_job_idx=0)
         return [job.return_value for job in returned]  # raises the job's exception
     except BaseException:
-        end_workers(others)
+        end_workers(earlier)
         raise
     finally:
         _end_ray()
@@ -105,13 +105,13 @@ def _stdout_inherited() -> Iterator[None]:
         results = sys.stdout.fileno()
     except UnsupportedOperation:  # stdout is not a file, such as in a notebook
         results = 1
-    before = os.dup(1)
+    stdout_copy = os.dup(1)
     os.dup2(results, 1)
     try:
         yield
     finally:
-        os.dup2(before, 1)
-        os.close(before)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def start_ray(launcher: Mapping[str, Any]) -> None:
@@ -162,11 +162,11 @@ def launcher_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def end_workers(others: Collection[psutil.Process]) -> None:
+def end_workers(earlier: Collection[psutil.Process]) -> None:
     """Stop the processes of jobs that would outlive the command. `others` are processes that existed before."""
     _end_ray()
     workers = []
-    for worker in set(psutil.Process().children(recursive=True)).difference(others):
+    for worker in set(psutil.Process().children(recursive=True)).difference(earlier):
         with suppress(psutil.NoSuchProcess):
             # a resource tracker ignores signals, ends by itself after the command, and removes leftovers of killed workers
             if not any("resource_tracker" in argument for argument in worker.cmdline()):

@@ -79,10 +79,10 @@ def recommend_policy(run: Run) -> None:
         unserved = _find_unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
     dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments
-    kept = [part for part in run.arguments if not part.lstrip("+~").startswith(dropped)]
+    remaining = [part for part in run.arguments if not part.lstrip("+~").startswith(dropped)]
     for line in (
         *tables.budget_lines(capacity)[:3],
-        *tables.recommendation_lines(recommendation, [*kept, *_question_keys(config)]),
+        *tables.recommendation_lines(recommendation, [*remaining, *_question_keys(config)]),
     ):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)
@@ -123,8 +123,8 @@ def _question_keys(config: Config) -> list[str]:
     if longest <= LONGEST_DEFAULT:
         return []
     limit = [] if key is None else [f"backend.{key}={longest}"]
-    asked = config.workloads.jsonl or config.workloads.lengths
-    return limit if asked else [f"workloads.lengths=[{longest}]", *limit]
+    questions = config.workloads.jsonl or config.workloads.lengths
+    return limit if questions else [f"workloads.lengths=[{longest}]", *limit]
 
 
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
@@ -136,10 +136,10 @@ def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
 
 def _require_room(capacity: Capacity) -> None:
     needed = capacity.use.concurrency
-    most = max(capacity.policies, key=lambda entry: (entry.requests, -entry.mix_bytes))
-    if most.requests < needed:
+    roomiest = max(capacity.policies, key=lambda entry: (entry.requests, -entry.mix_bytes))
+    if roomiest.requests < needed:
         raise GateRefusal(
-            f"capacity.concurrency={needed}: no policy admits this many requests, {most.name} {most.requests} as the most; "
+            f"capacity.concurrency={needed}: no policy admits this many requests, {roomiest.name} at most {roomiest.requests}; "
             "give more memory, shorter capacity.contexts, or ask fewer"
         )
 

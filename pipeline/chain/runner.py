@@ -72,10 +72,10 @@ def run(planned: Plan, sweep: str) -> int:
     jobs = JobRunner(sweep, planned.names, planned.arguments or (), sweeping, beside_others=planned.launcher != BASIC)
     with holding(config):  # held between the jobs of a sweep too
         start(planned)
-        before = None
+        previous = None
         if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
             command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
-            before = summary.begin(config.work, sweep, planned.names, command=command)
+            previous = summary.begin(config.work, sweep, planned.names, command=command)
         code, step = 0, None
         try:
             if sweeping:
@@ -89,7 +89,7 @@ def run(planned: Plan, sweep: str) -> int:
         except LauncherRefusal:
             if config.facts.judges:
                 with warn_on_error(f"{summary.FILE} of the last command is not restored"):
-                    summary.forget(config.work, sweep, before)
+                    summary.forget(config.work, sweep, previous)
             raise
         except Exception as error:  # from the only job, or from the launcher
             if sweeping:

@@ -53,12 +53,12 @@ def promote(run: Run) -> None:
 def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
     """Return the candidates of the configured model in a summary. Raises UserError if there are none."""
     model = config.model.label
-    listed = [candidate for candidate in last.candidates if candidate.model == model]
-    if not listed:
-        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
-        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+    candidates = [candidate for candidate in last.candidates if candidate.model == model]
+    if not candidates:
+        models = ", ".join(sorted({candidate.model for candidate in last.candidates}))
+        hint = f"the last ones are of {models}: give their model.path" if models else "run stage=evaluate first"
         raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
-    return listed
+    return candidates
 
 
 def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
@@ -68,13 +68,13 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     the summary would report this job as unfinished.
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
-    listed = candidates_of(config, last)
-    names = [candidate.name for candidate in listed]
+    judged = candidates_of(config, last)
+    names = [candidate.name for candidate in judged]
     if name is not None and name not in names:
         raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, names)}")
     engines = run.engines()
     with show_progress("replaying the evidence"):
-        move = engines.promote(listed, model, name)
+        move = engines.promote(judged, model, name)
     candidates = move.candidates
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(config.work, last.sweep, champion=move.champion)

@@ -54,28 +54,28 @@ class VerdictSteps:
         policy = self.config.kv
         if self.too_few is not None:
             console.say(f"[yellow]note:[/] these questions {self.too_few} (docs/questions.md#my-questions)")
-        made = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
+        artifacts = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self.note_length(self._encoded)
-        answers = made[answers_input(1)] = self.round(FP16_POLICY, 1)
+        answers = artifacts[answers_input(1)] = self.round(FP16_POLICY, 1)
         if answers.exists:
             from stages.evaluate.decoding.stored import read_round, require_able
 
             require_able(self._in_round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
-        made["baseline_once"] = self.once(FP16_POLICY, answers)
-        made["engine"] = self.chain.bundle(policy)
-        candidate = made[round_input(1)] = self.round(policy, 1, answers)
-        made["once"] = self.once(policy, candidate, answers)
+        artifacts["baseline_once"] = self.once(FP16_POLICY, answers)
+        artifacts["engine"] = self.chain.bundle(policy)
+        candidate = artifacts[round_input(1)] = self.round(policy, 1, answers)
+        artifacts["once"] = self.once(policy, candidate, answers)
         for number in range(2, self._rounds + 1):
             # A dry run cannot decide on rounds that are still to be run, so it expects every further round.
-            if all(artifact.exists for artifact in made.values()) and self._is_decided(made):
+            if all(artifact.exists for artifact in artifacts.values()) and self._is_decided(artifacts):
                 break
-            answers = made[answers_input(number)] = self.round(FP16_POLICY, number)
-            made[round_input(number)] = self.round(policy, number, answers)
+            answers = artifacts[answers_input(number)] = self.round(FP16_POLICY, number)
+            artifacts[round_input(number)] = self.round(policy, number, answers)
         self._pair = None
-        with self.chain.making(self.recipe("evaluate", "joining", made), policy) as entry:
+        with self.chain.making(self.recipe("evaluate", "joining", artifacts), policy) as entry:
             if entry.artifact is None:
-                self._join(made).write(entry.scratch)
+                self._join(artifacts).write(entry.scratch)
         return entry.made
 
     @cached_property
@@ -194,8 +194,8 @@ class VerdictSteps:
         """Device of the reference engine: `cpu` or `cuda`."""
         from stages.engines.reference.device import reference_device
 
-        given = self.chain.given
-        size = given.stat().st_size if given.is_file() else weight_bytes(inspect_checkpoint(given))
+        model_path = self.chain.given
+        size = model_path.stat().st_size if model_path.is_file() else weight_bytes(inspect_checkpoint(model_path))
         return reference_device(self.config.reference.device, size)
 
     def load(self, policy: KVPolicy) -> "EnginePair":
@@ -233,21 +233,21 @@ class VerdictSteps:
                 f"tokens; give {key}={judged}, or workloads.lengths=[{limit}] ({long_cost(limit)})"
             )
 
-    def _join(self, made: Mapping[str, Artifact]) -> "JoinedEvaluation":
+    def _join(self, artifacts: Mapping[str, Artifact]) -> "JoinedEvaluation":
         from stages.evaluate.decoding.stored import MeasuredOnce, read_round
         from stages.evaluate.inputs.tokens import workloads_digest
         from stages.evaluate.joining import join
 
-        ran = [number for number in range(1, self._rounds + 1) if round_input(number) in made]
-        rounds = [(read_round(made[answers_input(n)].path), read_round(made[round_input(n)].path)) for n in ran]
-        once = MeasuredOnce.read(made["baseline_once"].path), MeasuredOnce.read(made["once"].path)
-        digests = {name: made[name].digest for name in ("engine", "baseline")}
+        ran = [number for number in range(1, self._rounds + 1) if round_input(number) in artifacts]
+        rounds = [(read_round(artifacts[answers_input(n)].path), read_round(artifacts[round_input(n)].path)) for n in ran]
+        once = MeasuredOnce.read(artifacts["baseline_once"].path), MeasuredOnce.read(artifacts["once"].path)
+        digests = {name: artifacts[name].digest for name in ("engine", "baseline")}
         return join(self._encoded, rounds, once, self.config.workloads, samples=workloads_digest(self._encoded), **digests)
 
-    def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
+    def _is_decided(self, artifacts: Mapping[str, Artifact]) -> bool:
         """Return whether the gates need no further round."""
         with show_progress("deciding whether to ask more"):
-            joined = self._join(made)
+            joined = self._join(artifacts)
             return is_final(decide(joined.report, joined.rows, self.config.gates), joined.report)
 
     @cached_property

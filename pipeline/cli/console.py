@@ -199,8 +199,8 @@ def event(level: int, text: str, **fields: object) -> None:
 def step(title: str, path: Path, seconds: float | None) -> None:
     """Report an artifact. `seconds`: how long it took; None if it was reused."""
     took = "reused" if seconds is None else f"{seconds:.1f} s"
-    known = {"step": title, "artifact": path, "seconds": seconds, "reused": seconds is None}
-    event(logging.INFO, f"{title:<24} {took:>8}  {path}", **known)
+    fields = {"step": title, "artifact": path, "seconds": seconds, "reused": seconds is None}
+    event(logging.INFO, f"{title:<24} {took:>8}  {path}", **fields)
 
 
 def warning(text: str) -> None:
@@ -223,9 +223,9 @@ def ended_by(problem: Exception) -> None:
 @contextmanager
 def silent() -> Iterator[None]:
     """Print neither results nor progress while the block runs."""
-    before = out.quiet, err.quiet
+    previous = out.quiet, err.quiet
     out.quiet = err.quiet = True
     try:
         yield
     finally:
-        out.quiet, err.quiet = before
+        out.quiet, err.quiet = previous

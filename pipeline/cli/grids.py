@@ -67,8 +67,8 @@ class Grid:
             side: Literal["left", "right"] = "right" if numbers else "left"
             least_width = widest if numbers else min(widest, TEXT_WIDTH)
             table.add_column(heading, justify=side, no_wrap=numbers, overflow="fold", min_width=least_width)
-        least = sum((column.min_width or 0) + 1 for column in table.columns)
-        table.width = least if least > width else None
+        min_width = sum((column.min_width or 0) + 1 for column in table.columns)
+        table.width = min_width if min_width > width else None
         for row in rows:
             table.add_row(*(Text(text, style=self.styles.get(text, "")) for text in row))
         return table

@@ -23,8 +23,8 @@ def write_junit(path: Path, last: Summary) -> None:
     if missing > 0:
         suite = SubElement(root, "testsuite", {"name": "jobs"})
         case = SubElement(suite, "testcase", {"classname": "kvgate.jobs", "name": "every job gives a verdict"})
-        said = f"{missing} of {len(last.names)} jobs gave no verdict; the sweep's exit code is {last.exit_code}"
-        SubElement(case, "error", {"type": f"exit code {last.exit_code}", "message": said}).text = said
+        message = f"{missing} of {len(last.names)} jobs gave no verdict; the sweep's exit code is {last.exit_code}"
+        SubElement(case, "error", {"type": f"exit code {last.exit_code}", "message": message}).text = message
     for element in (root, *root):
         for name, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):
             element.set(name, str(len(list(element.iter(kind)))))

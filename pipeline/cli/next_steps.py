@@ -36,8 +36,8 @@ def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str
     changed = {"log", *map(key_of, changes)}
     launcher = () if sweep else ("hydra/launcher", "hydra.launcher")
     keys = [(part, key_of(part)) for part in base]
-    kept = [part for part, key in keys if not {key, key.partition(".")[0]} & changed and not key.startswith(launcher)]
-    arguments = shlex.join([*(["-m"] if sweep else []), *kept, *changes])
+    remaining = [part for part, key in keys if not {key, key.partition(".")[0]} & changed and not key.startswith(launcher)]
+    arguments = shlex.join([*(["-m"] if sweep else []), *remaining, *changes])
     return f"{'python' if same else shlex.quote(str(running))} -m pipeline {arguments}".rstrip()
 
 

@@ -76,9 +76,9 @@ def describe_task(task: Task) -> tuple[str, dict[str, object]]:
     if new <= 0 or seconds <= 0 or task.finished:
         return f"{text}, {duration(seconds)} so far", fields
     rate = new / seconds
-    left = (task.remaining or 0.0) / rate
+    remaining = (task.remaining or 0.0) / rate
     pace = f"{rate:,.{0 if rate >= 10 else 2}f}/s"
-    return f"{text}, {pace}, {duration(left)} left", fields | {"rate": round(rate, 3), "seconds_left": round(left, 1)}
+    return f"{text}, {pace}, {duration(remaining)} left", fields | {"rate": round(rate, 3), "seconds_left": round(remaining, 1)}
 
 
 def duration(seconds: float) -> str:

@@ -86,8 +86,8 @@ def make_plan(config: Config) -> PrunePlan:
         for version in model.versions.values()
         if version.identity_digest in inventory.lineages and inventory.identity_places[version.identity_digest] <= removed
     )
-    kept = [piece for piece in inventory.pieces if piece.place in users]
-    freed_bytes = distinct_bytes(inventory.pieces) - distinct_bytes(kept)
+    needed = [piece for piece in inventory.pieces if piece.place in users]
+    freed_bytes = distinct_bytes(inventory.pieces) - distinct_bytes(needed)
     return PrunePlan(tuple(removable), freed_bytes, dict(Counter(users.values())), unpromotable)
 
 

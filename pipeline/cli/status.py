@@ -58,8 +58,8 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
         digest = version.identity_digest
         covered = judged[digest].covered if digest in judged else None
         notes = ", ".join(filter(None, (covered, _missing(digest, inventory))))
-        made = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
-        rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), made, notes])
+        date = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
+        rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), date, notes])
     columns = list(map(Column, ("alias", "version", "engine", "verdict", "registered", "holds")))
     console.show("aliases", Grid(f"{model.name}: versions {len(model.versions)}", columns, rows, COLOURS))
     champion = aliases.get("champion")
@@ -68,8 +68,8 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
         return
     if PROMOTED_AT in champion.tags:
         time, user = champion.tags[PROMOTED_AT].replace("T", " ")[:16], champion.tags.get(PROMOTED_BY)
-        before = model.versions.get(champion.tags.get(PROMOTED_OVER, ""))
-        console.say(escape(f"  champion: promoted {time} UTC by {user}{'' if before is None else f', over {before}'}"))
+        previous = model.versions.get(champion.tags.get(PROMOTED_OVER, ""))
+        console.say(escape(f"  champion: promoted {time} UTC by {user}{'' if previous is None else f', over {previous}'}"))
     if "previous" not in aliases:
         console.say("  no previous champion: stage=rollback has nothing to return to")
 

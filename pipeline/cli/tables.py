@@ -57,19 +57,19 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
 
 def comparison(candidates: Sequence[Candidate]) -> Grid:
     """Return a table with the memory, quality and speed of every engine, baselines first."""
-    shown = [
-        (column, own, base)
-        for column, own, base in MEASURES
-        if "acceptance" not in own or any(own in engine.metrics for engine in candidates)
+    measured = [
+        (column, metric, base)
+        for column, metric, base in MEASURES
+        if "acceptance" not in metric or any(metric in engine.metrics for engine in candidates)
     ]
     baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     rows: list[list[Value]] = []
     for judged in reversed(baselines.values()):
         name = "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
-        rows.append([name, BASELINE, *(_metric_of(judged, base) for *_, base in shown)])
+        rows.append([name, BASELINE, *(_metric_of(judged, base) for *_, base in measured)])
     for judged in candidates:
-        rows.append([judged.name, judged.verdict, *(_metric_of(judged, own) for _, own, _ in shown)])
-    columns = (POLICY, Column("verdict"), *(column for column, *_ in shown))
+        rows.append([judged.name, judged.verdict, *(_metric_of(judged, metric) for _, metric, _ in measured)])
+    columns = (POLICY, Column("verdict"), *(column for column, *_ in measured))
     return Grid("KV caches against the FP16-KV engine, on the decode path", columns, rows, COLOURS)
 
 
@@ -93,12 +93,12 @@ def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
     """
     look = first_look and candidate.verdict == "INCONCLUSIVE"
     passed = candidate.verdict == "PASS"
-    *kept, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
-    own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
-    saved = f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
+    *figures, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
+    kib, base = (candidate.metrics.get(f"{prefix}kib_per_token") for prefix in ("memory/", "baseline/"))
+    saved = f", FP16 {base:.3f}: the same memory holds {base / kib:.2f} times the tokens" if kib and base else ""
     blind = "the answers do not depend on the cache; " if is_blind(candidate.checks) else ""
-    first, *others = candidate.reasons or ("no reason was recorded",)
-    lines = [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]
+    first, *more_reasons = candidate.reasons or ("no reason was recorded",)
+    lines = [f"  why: {blind}{escape(first)}{f' (and {len(more_reasons)} more in the report)' if more_reasons else ''}"]
     if passed:
         lines = [f"  holds {escape(candidate.covered)}"] if candidate.covered is not None else []
     if look:
@@ -106,44 +106,44 @@ def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
     title = "FIRST LOOK" if look else candidate.verdict
     console.result(
         "verdict",
-        f"[{COLOURS[candidate.verdict]}]{title}[/] {escape(candidate.name)}: {'; '.join(kept)}",
+        f"[{COLOURS[candidate.verdict]}]{title}[/] {escape(candidate.name)}: {'; '.join(figures)}",
         f"  {memory}{saved}",
         *lines,
         candidate=candidate.name,
         **{name: getattr(candidate, name) for name in ("model", "backend", "verdict", "reasons", "covered")},
         engine=candidate.engine.digest,
         report=candidate.report.path,
-        metrics={column.key: _metric_of(candidate, own) for column, own, _ in MEASURES},
+        metrics={column.key: _metric_of(candidate, metric) for column, metric, _ in MEASURES},
     )
 
 
 def _few_questions(candidate: Candidate) -> list[str]:
     """Return clauses with the number of questions that would decide, and the memory; empty if the verdict is decided, or if no
     number would decide it."""
-    needed, asked = candidate.samples_needed, candidate.metrics.get("quality/samples")
-    if candidate.verdict != "INCONCLUSIVE" or not needed or asked is None:
+    needed, samples = candidate.samples_needed, candidate.metrics.get("quality/samples")
+    if candidate.verdict != "INCONCLUSIVE" or not needed or samples is None:
         return []
     counts = ", ".join(f"{count:,} {'of each kind' if name == 'all' else f'of {name}'}" for name, count in needed.items())
-    return [f"{asked:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
+    return [f"{samples:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
 
 
 def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
     """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
-    champion = next((one for one in candidates if one.name == move.champion), None)
-    return {one.name: _reason(one, champion) for one in candidates if one is not champion}
+    champion = next((candidate for candidate in candidates if candidate.name == move.champion), None)
+    return {candidate.name: _reason(candidate, champion) for candidate in candidates if candidate is not champion}
 
 
 def _reason(candidate: Candidate, champion: Candidate | None) -> str:
     """Return the reason why `promotion.choose_champion` did not take a candidate."""
     if candidate.verdict != "PASS" or champion is None:
         return f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
-    tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
-    if tokens < most:
-        return f"passed, but the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
+    tokens, best_tokens = promotion.live_tokens(candidate), promotion.live_tokens(champion)
+    if tokens < best_tokens:
+        return f"passed, but the same memory holds fewer tokens ({tokens:,.0f} against {best_tokens:,.0f})"
     if is_least_preferred(candidate.backend) and not is_least_preferred(champion.backend):
         return "passed, but the reference engine does not serve where another engine holds the same number of tokens"
-    kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
-    return f"passed, but its mean KL is no lower ({kl:.1e} against {least:.1e}) at equally many tokens in the same memory"
+    kl, best_kl = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
+    return f"passed, but its mean KL is no lower ({kl:.1e} against {best_kl:.1e}) at equally many tokens in the same memory"
 
 
 KIB, MIB = 1024, 1024**2
@@ -191,18 +191,18 @@ def budget_lines(capacity: Capacity) -> list[str]:
 def policy_line(capacity: Capacity, name: str) -> list[str]:
     """Return a line with the memory per request under a policy, its saving and the requests that fit; empty if unlisted."""
     entries = {entry.name: entry for entry in capacity.policies}
-    own, base = entries.get(name), entries.get("fp16")
-    if own is None or base is None:
+    chosen, base = entries.get(name), entries.get("fp16")
+    if chosen is None or base is None:
         return []
     use = capacity.use
     count = sum(context.requests for context in use.contexts)
-    each, exact = (entry.mix_bytes / count / GIB for entry in (own, base))
+    each, exact = (entry.mix_bytes / count / GIB for entry in (chosen, base))
     lengths = " or ".join(f"{context.tokens:,}" for context in use.contexts)
     mean = " in the mean" if len(use.contexts) > 1 else ""
     where = " on each GPU" if use.tensor_parallel > 1 else ""
     return [
         f"[bold]{escape(name)}[/]: a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less "
-        f"than under FP16; {own.requests:,} requests fit, under FP16 {base.requests:,}"
+        f"than under FP16; {chosen.requests:,} requests fit, under FP16 {base.requests:,}"
     ]
 
 
@@ -239,15 +239,17 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
         )
         lines += [f"  {escape(reason)}" for reason in chosen.reasons[:1]]
         lines.append(f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})")
-    least = 0 if chosen is None else chosen.live_tokens
-    unjudged = [one for one in recommendation.passed_over if one.reason == NO_EVIDENCE]
-    more = [one for one in unjudged if one.live_tokens >= least]
-    unserved = [one for one in recommendation.passed_over if one.reason == NOT_SERVED]
-    for one in (one for one in recommendation.passed_over if one not in (*unjudged, *unserved)):
-        lines.append(f"  not {escape(one.name)} ({one.live_tokens:,}): {escape(one.reason)}")
+    min_tokens = 0 if chosen is None else chosen.live_tokens
+    unjudged = [entry for entry in recommendation.passed_over if entry.reason == NO_EVIDENCE]
+    more = [entry for entry in unjudged if entry.live_tokens >= min_tokens]
+    unserved = [entry for entry in recommendation.passed_over if entry.reason == NOT_SERVED]
+    for entry in (entry for entry in recommendation.passed_over if entry not in (*unjudged, *unserved)):
+        lines.append(f"  not {escape(entry.name)} ({entry.live_tokens:,}): {escape(entry.reason)}")
     if more:
-        lines.append(f"  {NO_EVIDENCE}: {escape(', '.join(f'{one.name} ({one.live_tokens:,})' for one in more))}; make it with")
-        shipped = ",".join(one.name for one in more if " " not in one.name)  # others are variants
+        lines.append(
+            f"  {NO_EVIDENCE}: {escape(', '.join(f'{entry.name} ({entry.live_tokens:,})' for entry in more))}; make it with"
+        )
+        shipped = ",".join(entry.name for entry in more if " " not in entry.name)  # others are variants
         lines.append(f"    {escape(command_line(base, 'stage=evaluate', f'kv={shipped}', sweep=',' in shipped))}")
     if len(more) < len(unjudged):
         lines.append(f"  and {len(unjudged) - len(more)} more that have no evidence and hold fewer live tokens")

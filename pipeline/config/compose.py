@@ -239,14 +239,17 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     """Compose a job's configuration, including its node `hydra`, and replace `auto` by the options that suit the model."""
     composed = _composed(overrides)
-    left = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
+    open_groups = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
     if (
-        left
+        open_groups
         and STAGES.get(composed.get("stage"), StageFacts()).makes
         and not is_tiny(str(OmegaConf.select(composed, "model.path")))
     ):
-        suiting = [f"{group}={SUITING[group][1]}" for group in left]
-        overrides = [*(override for override in overrides if override not in [f"{group}={AUTO}" for group in left]), *suiting]
+        suiting = [f"{group}={SUITING[group][1]}" for group in open_groups]
+        overrides = [
+            *(override for override in overrides if override not in [f"{group}={AUTO}" for group in open_groups]),
+            *suiting,
+        ]
         composed = _composed(overrides)
     return overrides, composed
 

@@ -139,8 +139,8 @@ class Config(StrictModel):
             if value not in (None, False):
                 only = " and ".join(f"stage={name}" for name, stage in STAGES.items() if key in stage.reads)
                 raise ValueError(f"{key}={written(value)}: only {only} read{'' if ' and ' in only else 's'} it; leave it out")
-        given = [key for key in self.facts.reads if attrgetter(key)(self) is not None]
-        if self.facts.needs is not None and len(given) != 1:
+        keys = [key for key in self.facts.reads if attrgetter(key)(self) is not None]
+        if self.facts.needs is not None and len(keys) != 1:
             raise ValueError(self.facts.needs)
         return self
 

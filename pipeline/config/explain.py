@@ -49,7 +49,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         elif problem["type"] == "value_error":  # messages of kvgate's validators begin with the key
             lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
         elif problem["type"] == "literal_error":
-            choices = ["".join(found) for found in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
+            choices = ["".join(groups) for groups in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
             lines.append(
@@ -66,8 +66,8 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
     if any(isinstance(part, int) for part in location):  # items of a list need not have all keys
         return "unknown key; leave it out"
     siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) if location[:-1] else composed
-    known = [str(key) for key in siblings if key not in (name, "hydra")]
-    return f"unknown key{suggest(name, known) or '; leave it out'}"
+    choices = [str(key) for key in siblings if key not in (name, "hydra")]
+    return f"unknown key{suggest(name, choices) or '; leave it out'}"
 
 
 def suggest(value: str, choices: Sequence[str]) -> str:

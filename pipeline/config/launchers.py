@@ -52,13 +52,13 @@ NOT_CODE = re.compile(r"(runtime|overrides|searchpath|mode|job\.(name|override_d
 """Keys below `hydra` that differ between compositions without harm."""
 
 
-def refuse_code(hydra: DictConfig, own: DictConfig) -> None:
+def refuse_code(hydra: DictConfig, shipped: DictConfig) -> None:
     """Refuse what files of --config-dir set below `hydra`: Hydra would import and call it, or a launcher would run it.
 
     `own` is the same node composed without these files. Interpolations are not resolved.
     """
-    given, expected = (dict(leaves(OmegaConf.to_container(node))) for node in (hydra, own))
-    for key in {**expected, **given}:
-        if not NOT_CODE.match(key) and given.get(key) != expected.get(key):
+    composed, expected = (dict(leaves(OmegaConf.to_container(node))) for node in (hydra, shipped))
+    for key in {**expected, **composed}:
+        if not NOT_CODE.match(key) and composed.get(key) != expected.get(key):
             fix = "give it on the command line, or leave it out" if key.startswith("launcher.") else "leave it out"
             raise UserError(f"hydra.{key}: is set by a file, and could name code; {fix}")

@@ -15,17 +15,17 @@ from stages.policies.policy import KVPolicy, KVShape
 
 def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
     """Return the policies of conf/kv with the given names. Raises UserError, which names `key`, for an unknown name."""
-    known = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
+    choices = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
     for name in names:
-        if name not in known:
-            raise UserError(f"{key}={name}: no such policy in conf/kv{suggest(name, known)}")
+        if name not in choices:
+            raise UserError(f"{key}={name}: no such policy in conf/kv{suggest(name, choices)}")
     return [KVPolicy.model_validate(OmegaConf.to_container(OmegaConf.load(CONF / "kv" / f"{name}.yaml"))) for name in names]
 
 
-def check_name(policy: KVPolicy, shown: str = "") -> None:
+def check_name(policy: KVPolicy, title: str = "") -> None:
     """Refuse a policy that differs from the shipped policy of the same name, unless its display name includes the
     difference."""
-    says = shown not in ("", policy.name) and "kv.name=" not in shown
+    says = title not in ("", policy.name) and "kv.name=" not in title
     if not says and (CONF / "kv" / f"{policy.name}.yaml").is_file() and policy not in load_policies("kv.name", [policy.name]):
         raise UserError(f"kv.name={policy.name}: is the name of a shipped policy with other formats; give another name")
 
@@ -42,7 +42,7 @@ def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
     by_name = {policy.name: policy for policy in shipped_policies()}
     policies = list(by_name.items())
     for policy in others:
-        if any(policy == listed for _, listed in policies):
+        if any(policy == shipped for _, shipped in policies):
             continue
         origin = by_name.get(policy.name)
         changes = [] if origin is None else differing("kv", policy.model_dump(mode="json"), origin.model_dump(mode="json"))

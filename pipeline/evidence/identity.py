@@ -188,8 +188,8 @@ def _read(path: Path, record: type[R]) -> R:
 
 def make_identity(config: Config, chain: Sequence[Link], verdict: Verdict) -> Identity:
     """Build the identity of a judged engine."""
-    own = config.workloads.own
-    name = own.name if own is not None and own.is_file() else "documents.txt"
+    samples_path = config.workloads.own
+    name = samples_path.name if samples_path is not None and samples_path.is_file() else "documents.txt"
     return Identity(
         schema_version=3,
         kvgate=__version__,
@@ -198,7 +198,7 @@ def make_identity(config: Config, chain: Sequence[Link], verdict: Verdict) -> Id
         backend=config.backend.name,
         chain=list(chain),
         # The copy keeps the file's name, because samples without an id are named after their file.
-        workloads_file=f"workloads/{name}" if own is not None else None,
+        workloads_file=f"workloads/{name}" if samples_path is not None else None,
         gates=config.gates,
         verdict=verdict,
         signer=config.signing.signer,

@@ -121,14 +121,14 @@ def identities(store: Path) -> dict[str, Path]:
     return {file_digest(path): path.parent for path in paths if path.is_file()}
 
 
-def registered_evidence(known: Mapping[str, Path], version: Version) -> Evidence:
+def registered_evidence(directories: Mapping[str, Path], version: Version) -> Evidence:
     """Return the evidence that a version cites, from `identities`. Raises GateRefusal if it is missing or unreadable."""
-    if version.identity_digest not in known:
+    if version.identity_digest not in directories:
         raise GateRefusal(
             f"{version} has no evidence in this workdir; judge it with stage=evaluate, or give the workdir that judged it"
         )
     try:
-        evidence = read_evidence(known[version.identity_digest])
+        evidence = read_evidence(directories[version.identity_digest])
     except UserError as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     if evidence.report is None:
@@ -159,8 +159,8 @@ def lineage(identity: Identity) -> list[Finding]:
     """Check that every artifact's key and digest match its manifest, and that its inputs are artifacts of the chain."""
     titles = ", ".join(link.title for link in identity.chain)
     problems = [*_problems(identity), *_round_problems(identity)]
-    found = [Finding(f"chain: {link.title}", "differs", detail) for link, detail in problems]
-    return found or [Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")]
+    findings = [Finding(f"chain: {link.title}", "differs", detail) for link, detail in problems]
+    return findings or [Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")]
 
 
 def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
@@ -187,9 +187,9 @@ def _round_problems(identity: Identity) -> Iterator[tuple[Link, str]]:
     evaluation = identity.link("evaluation")
     by_digest = {link.digest: link for link in identity.chain}
     for name, digest in evaluation.inputs.items():
-        link, of = by_digest.get(digest), measured_role(name)
-        if link is not None and of is not None and link.inputs.get(of) != identity.link(of).digest:
-            yield link, f"is a round of another {of}"
+        link, role = by_digest.get(digest), measured_role(name)
+        if link is not None and role is not None and link.inputs.get(role) != identity.link(role).digest:
+            yield link, f"is a round of another {role}"
     for number in takewhile(lambda number: round_input(number) in evaluation.inputs, count(1)):
         compared = by_digest.get(evaluation.inputs[round_input(number)])
         if compared is None or compared.inputs.get("answers") != evaluation.inputs.get(answers_input(number)):

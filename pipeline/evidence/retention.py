@@ -76,15 +76,15 @@ def distinct_bytes(pieces: Iterable[Piece]) -> int:
 
 def _piece(root: Path, kind: str, path: Path) -> Piece:
     files = dict[tuple[int, int], int]()
-    made = 0.0
+    newest = 0.0
     for folder, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):  # another process finished or removed it
                 about = Path(folder, name).lstat()
-                made = max(made, about.st_mtime)
+                newest = max(newest, about.st_mtime)
                 if stat.S_ISREG(about.st_mode):
                     files[about.st_dev, about.st_ino] = about.st_size
-    return Piece(path.relative_to(root).as_posix(), kind, path, files, made)
+    return Piece(path.relative_to(root).as_posix(), kind, path, files, newest)
 
 
 REGISTERED_LAST = "candidate"

@@ -75,7 +75,7 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
 
 
 def registered_engine(
-    known: Mapping[str, Path], signing: SigningConfig, gates: Thresholds | None, version: Version
+    directories: Mapping[str, Path], signing: SigningConfig, gates: Thresholds | None, version: Version
 ) -> RegisteredEngine:
     """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
 
@@ -84,7 +84,7 @@ def registered_engine(
     Raises:
         GateRefusal: the evidence is missing or unreadable, or other rules decided.
     """
-    evidence = registered_evidence(known, version)
+    evidence = registered_evidence(directories, version)
     identity, report, store = evidence.identity, evidence.report, evidence.directory.parent.parent
     assert report is not None, "registered_evidence checks it"
     record = dict[str, Any]()
@@ -173,8 +173,8 @@ def _check_samples(evidence: Evidence, engine: Path, report: EvaluationReport) -
             from stages.evaluate.inputs.samples import load_samples
             from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds, workloads_digest
 
-            asked = encode_rounds(load_samples(config), BundleTokenizer(engine), config)
-        return _compare(SAMPLES_CHECK, report.workloads_digest, workloads_digest(asked))
+            encoded = encode_rounds(load_samples(config), BundleTokenizer(engine), config)
+        return _compare(SAMPLES_CHECK, report.workloads_digest, workloads_digest(encoded))
     except MissingRequirement as error:
         return Finding(SAMPLES_CHECK, "missing", str(error), library_missing=True)
     except UserError as error:

@@ -150,8 +150,8 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             (self.tok_encode(request.args[0]) or [self.prefix_token_id])[limit - self.max_length :]
             for request, limit in zip(requests, limits, strict=True)
         ]
-        found = self._answers(prompts, limits, [setting["until"] for setting in settings])
-        answers = dict(tqdm(found, total=len(prompts), desc="kvgate: answers", disable=disable_tqdm))
+        completed = self._answers(prompts, limits, [setting["until"] for setting in settings])
+        answers = dict(tqdm(completed, total=len(prompts), desc="kvgate: answers", disable=disable_tqdm))
         for i, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, answers[i])
         return [answers[i] for i in range(len(prompts))]

@@ -96,7 +96,9 @@ class RegistryReader:
     def model(self, name: str) -> RegisteredModel:
         """Return a registered model. Raises MlflowException if it does not exist."""
         model = self.client.get_registered_model(name)  # search_model_versions returns versions without their aliases
-        versions = {str(one.version): version_of(one) for one in self.client.search_model_versions(f"name = '{name}'")}
+        versions = {
+            str(version.version): version_of(version) for version in self.client.search_model_versions(f"name = '{name}'")
+        }
         return RegisteredModel(name, versions, {alias: str(number) for alias, number in model.aliases.items()}, model.tags)
 
     def engine_digest(self, version: Version) -> str | None:
@@ -120,7 +122,7 @@ class RegistryReader:
         for digest in sorted(identities):
             if not any(digest == version.identity_digest for model in models.values() for version in model.versions.values()):
                 citing = self.client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")
-                for name in {str(found.name) for found in citing}:
+                for name in {str(entry.name) for entry in citing}:
                     read(name)
         return [models[name] for name in sorted(models)]
 
@@ -157,8 +159,8 @@ class MlflowStore(RegistryReader):
             with reached(location):
                 self.experiment_id = self._experiment()
             with suppress(MlflowException):  # it exists already
-                said = "Engines with a quantized KV cache; the alias champion serves."
-                self.client.create_registered_model(location.model_name, description=said)
+                description = "Engines with a quantized KV cache; the alias champion serves."
+                self.client.create_registered_model(location.model_name, description=description)
         self._locks = location.runs / self.experiment_id
         with locked(self.lock, "closing runs"):  # of dead processes; other work directories' runs are unknown
             for lock in self._locks.glob("*"):
@@ -224,13 +226,13 @@ class MlflowStore(RegistryReader):
         metrics = run_content.baseline_metrics(candidate)
         if not metrics:
             return
-        own = self.client.get_run(run_id).data.tags
-        tags = {"sweep": own["sweep"], "baseline_digest": candidate.baseline.digest, "verdict": "baseline"}
+        tags_of_run = self.client.get_run(run_id).data.tags
+        tags = {"sweep": tags_of_run["sweep"], "baseline_digest": candidate.baseline.digest, "verdict": "baseline"}
         query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
         with locked(self.lock, "logging the baseline"):
             if not self.client.search_runs([self.experiment_id], query, max_results=1):
                 baseline = self._create_run(
-                    "fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": run_content.UNDECIDED}
+                    "fp16: baseline", {**tags, LOCK: tags_of_run[LOCK], "mlflow.runColor": run_content.UNDECIDED}
                 )
                 self._log(baseline, {}, metrics)
                 self.client.set_terminated(baseline, "FINISHED")
@@ -292,9 +294,9 @@ class MlflowStore(RegistryReader):
                 version = version_of(versions[0])
             else:
                 model = self._log_model(candidate, run_id, {**tags, **candidate.citations})
-                place, said = model.artifact_location, redact_text(run_content.description(candidate))
+                place, description = model.artifact_location, redact_text(run_content.description(candidate))
                 created = self.client.create_model_version(
-                    model_name, place, run_id, tags, description=said, model_id=model.model_id
+                    model_name, place, run_id, tags, description=description, model_id=model.model_id
                 )
                 version = version_of(created)
             registered = json.dumps([{"name": model_name, "version": version.number}])
@@ -308,8 +310,8 @@ class MlflowStore(RegistryReader):
         if candidate.verdict != "FAIL":
             self.set_alias("candidate", version)
             return
-        found = self.read().pointed_at.get("candidate")
-        if found is not None and found.run_id and self.engine_digest(found) == candidate.engine.digest:
+        nominated = self.read().pointed_at.get("candidate")
+        if nominated is not None and nominated.run_id and self.engine_digest(nominated) == candidate.engine.digest:
             self.set_alias("candidate", None)
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> LoggedModel:
@@ -391,8 +393,8 @@ def _check_files(location: Location, address: str) -> None:
         )
 
 
-def version_of(found: Any) -> Version:
+def version_of(entry: Any) -> Version:
     """Convert MLflow's version to a `Version`."""
     return Version(
-        str(found.version), dict(found.tags), str(found.run_id or ""), found.creation_timestamp / 1000, str(found.source or "")
+        str(entry.version), dict(entry.tags), str(entry.run_id or ""), entry.creation_timestamp / 1000, str(entry.source or "")
     )

@@ -104,24 +104,24 @@ def quality_holds(readings: Sequence[Reading]) -> bool:
     return {reading.status for reading in readings if reading.kind == "quality"} == {"holds"}
 
 
-def _share_reading(kind: Literal["latency", "quality"], name: str, counted: GoodRequests, least: float) -> Reading:
+def _share_reading(kind: Literal["latency", "quality"], name: str, counted: GoodRequests, min_share: float) -> Reading:
     from scipy.special import betaincinv
 
     good, bad = counted.good, counted.of - counted.good
     lower = float(betaincinv(good, bad + 1, MONITOR_ALPHA)) if good else 0.0
     upper = float(betaincinv(good + 1, bad, 1 - MONITOR_ALPHA)) if bad else 1.0
     bounds = f"{100 * (1 - MONITOR_ALPHA):g} % bounds {lower:.4f} to {upper:.4f}"
-    text = f"{good:,} of {counted.of:,}, {bounds}, least {least:g}"
-    return Reading(kind, name, "broken" if upper < least else "holds" if lower >= least else "unknown", text)
+    text = f"{good:,} of {counted.of:,}, {bounds}, least {min_share:g}"
+    return Reading(kind, name, "broken" if upper < min_share else "holds" if lower >= min_share else "unknown", text)
 
 
 def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
-    latency, memory, most = snapshot.latency, snapshot.memory, limits.max_live_share
+    latency, memory, max_share = snapshot.latency, snapshot.memory, limits.max_live_share
     readings = [_share_reading("latency", f"latency within {latency.limit_ms:g} ms", latency, limits.min_within_limit)]
     if snapshot.json_validity is not None:
         readings.append(_share_reading("quality", "JSON validity", snapshot.json_validity, limits.min_json_validity))
     if snapshot.canaries is not None:
         readings.append(_share_reading("quality", "canaries", snapshot.canaries, limits.min_canary_accuracy))
-    pressure = memory.live_tokens / memory.max_tokens > most
-    tokens = f"{memory.live_tokens:,} of {memory.max_tokens:,} tokens live, pressure above {most:.0%}"
+    pressure = memory.live_tokens / memory.max_tokens > max_share
+    tokens = f"{memory.live_tokens:,} of {memory.max_tokens:,} tokens live, pressure above {max_share:.0%}"
     return [*readings, Reading("memory", "memory", "broken" if pressure else "holds", tokens)]

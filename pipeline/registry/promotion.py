@@ -96,11 +96,11 @@ def require_same(what: str, findings: Sequence[Finding]) -> None:
         GateRefusal: some part differs.
         MissingRequirement: no part differs, but some part is missing.
     """
-    named = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
-    if named["differs"]:
-        raise GateRefusal(f"{what} differs from the judged engine: {', '.join(named['differs'])}")
-    if named["missing"]:
-        raise MissingRequirement(f"{what} could not be verified, missing: {', '.join(named['missing'])}")
+    names = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
+    if names["differs"]:
+        raise GateRefusal(f"{what} differs from the judged engine: {', '.join(names['differs'])}")
+    if names["missing"]:
+        raise MissingRequirement(f"{what} could not be verified, missing: {', '.join(names['missing'])}")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Engines:
             self._engines_read[version.number] = self.read(version)
         return self._engines_read[version.number]
 
-    def promote(self, listed: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
+    def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
 
         Of the `listed` candidates, which a summary provides, only the version numbers count. The present champion stays if no
@@ -174,7 +174,7 @@ class Engines:
             GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
             MissingRequirement: the replay needs a library that is not installed.
         """
-        registry, candidates = self.registry, self._judge_again(listed, model, name)
+        registry, candidates = self.registry, self._judge_again(judged, model, name)
         best = choose_champion(candidates, {} if name is not None else self._rollback_times(self.model))
         rival = self._incumbent(candidates) if name is None else None
         compared = tuple(candidates if rival is None else [*candidates, rival])
@@ -202,14 +202,14 @@ class Engines:
             registry.set_alias("champion", best.version)
         over = f" over version {old}" if old is not None else ""
         note = f"; it had been rolled back at {since}" if since is not None else ""
-        held = f", {best.covered}" if best.covered is not None else ""
-        message = f"{best.name} (version {best.version}) is the champion{over}{note}{held}"
+        covered = f", {best.covered}" if best.covered is not None else ""
+        message = f"{best.name} (version {best.version}) is the champion{over}{note}{covered}"
         return PromotionMove(best.name, message, compared)
 
-    def _judge_again(self, listed: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
+    def _judge_again(self, candidates: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
         """Return the listed candidates, read from their artifacts and decided again."""
         judged: dict[str, Candidate] = {}
-        for entry in listed:
+        for entry in candidates:
             version = self.model.versions.get(entry.version)
             if version is None:
                 lost = f"version {entry.version} is not in the registry"
@@ -273,14 +273,14 @@ class Engines:
         return PromotionMove(version.name, f"{version.name} (version {previous}) is the champion again, version {bad} is not")
 
 
-def choose_champion(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingProxyType({})) -> Candidate:
+def choose_champion(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] = MappingProxyType({})) -> Candidate:
     """Return the best candidate that passed. Raises GateRefusal if all are excluded.
 
     The candidate with the most live tokens wins. Between equals, other engines win over the reference engine, then the lowest
     mean KL wins. `left` has the digests of reports whose engines were rolled back; these candidates are excluded.
     """
     best = max(
-        (candidate for candidate in candidates if candidate.verdict == "PASS" and candidate.report.digest not in left),
+        (candidate for candidate in candidates if candidate.verdict == "PASS" and candidate.report.digest not in rolled_back),
         key=lambda c: (live_tokens(c), not is_least_preferred(c.backend), -c.metric("quality/kl_mean"), c.name),
         default=None,
     )
@@ -291,7 +291,7 @@ def choose_champion(candidates: Sequence[Candidate], left: Mapping[str, str] = M
     lines = []
     for candidate in candidates:
         why = f" ({candidate.reasons[0]})" if candidate.reasons else ""
-        why = f", but it {_stays_back(candidate, left[candidate.report.digest])}" if candidate.verdict == "PASS" else why
+        why = f", but it {_stays_back(candidate, rolled_back[candidate.report.digest])}" if candidate.verdict == "PASS" else why
         lines.append(f"{candidate.name}: {candidate.verdict}{why}")
     raise GateRefusal(f"no candidate passed: {'; '.join(lines)}")
 

@@ -88,9 +88,9 @@ def _make_together(registry: "MlflowStore", moves: Sequence[Move]) -> None:
             if route_of(model, move.workload) != move.before:
                 raise GateRefusal(f"{alias_of(move.workload)}: another command moved it; nothing was changed; run it again")
         for workload, before, after, _, back in moves:
-            left = model.left(workload)
-            versions = left | {str(before.now)} if back else left - {after.now}
-            if versions != left:
+            rolled_back = model.left(workload)
+            versions = rolled_back | {str(before.now)} if back else rolled_back - {after.now}
+            if versions != rolled_back:
                 registry.set_left(workload, versions)
             alias = alias_of(workload)
             if after.previous not in (None, before.previous):
@@ -137,7 +137,7 @@ def step_down(
     """Return the first smaller engine that is proven for the class. Yields rejections; raises GateRefusal if there is none."""
     larger = list[RegisteredEngine]()
     broken = set[str]()
-    left = engines.model.left(workload)
+    rolled_back = engines.model.left(workload)
     for version in engines.model.versions.values():
         if version.tags.get("verdict") != "PASS" or version.number == now.candidate.version:
             continue
@@ -148,7 +148,7 @@ def step_down(
             continue
         if engine.candidate.baseline.digest != now.candidate.baseline.digest:
             continue
-        if version.number in left:
+        if version.number in rolled_back:
             broken.add(engine.candidate.report.digest)
         if step(now, engine).gained > 0:
             larger.append(engine)
@@ -181,12 +181,12 @@ def prove(engine: RegisteredEngine, workload: str) -> None:
 def _find_engine(engines: Engines, workload: str, name: str) -> RegisteredEngine:
     """Return the latest version with this name, or the version with this number."""
     key, versions = f"routing.routes.{workload}={name}", engines.model.versions.values()
-    named = [version for version in versions if name in (version.number, version.name)]
-    if not named:
-        known = ", ".join(sorted({version.tags.get("kv", "") for version in versions} - {""})) or "none"
-        raise UserError(f"{key}: no registered engine has this name; there are {known}")
+    matches = [version for version in versions if name in (version.number, version.name)]
+    if not matches:
+        choices = ", ".join(sorted({version.tags.get("kv", "") for version in versions} - {""})) or "none"
+        raise UserError(f"{key}: no registered engine has this name; there are {choices}")
     try:
-        return engines.find(max(named, key=lambda version: int(version.number)))
+        return engines.find(max(matches, key=lambda version: int(version.number)))
     except GateRefusal as error:
         raise GateRefusal(f"{key}: {error}") from error
 
@@ -198,13 +198,13 @@ def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
         UserError: kvgate knows no such class, and no named engine was judged on it; or no engine has a name.
         GateRefusal: an engine is not proven for its class.
     """
-    named = {workload: _find_engine(engines, workload, name) for workload, name in routes.items()}
-    judged = set[str]().union(*(engine.workloads for engine in named.values()))
-    for workload in named.keys() - {*get_args(Workload), *judged}:
+    engines_of = {workload: _find_engine(engines, workload, name) for workload, name in routes.items()}
+    judged = set[str]().union(*(engine.workloads for engine in engines_of.values()))
+    for workload in engines_of.keys() - {*get_args(Workload), *judged}:
         choices = ", ".join(sorted(judged or get_args(Workload)))
         raise UserError(f"routing.routes.{workload}: no such class; these engines were judged on {choices}")
     moves, lines = [], []
-    for workload, engine in named.items():
+    for workload, engine in engines_of.items():
         try:
             prove(engine, workload)
         except (GateRefusal, MissingRequirement) as error:

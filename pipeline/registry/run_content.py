@@ -86,16 +86,16 @@ def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def baseline_metrics(candidate: Candidate) -> dict[str, float]:
     """Return the metrics of the FP16 engine's run, which MLflow charts next to its candidates under the same names."""
-    found = {}
+    metrics = {}
     for name, value in candidate.metrics.items():
         group, _, rest = name.partition("/")
         if group == "baseline":
-            found[f"{'memory' if rest.startswith('kib') else 'perf'}/{rest}"] = value
+            metrics[f"{'memory' if rest.startswith('kib') else 'perf'}/{rest}"] = value
         elif name == "noise/kl_mean":
-            found |= {KL: value, **_logarithm(value)}
+            metrics |= {KL: value, **_logarithm(value)}
         elif name.endswith("_baseline"):
-            found[f"{name.removesuffix('baseline')}candidate"] = value
-    return {"quality/recovery": 1.0, **{name: found[name] for name in (*FIRST, *THEN) if name in found}} if found else {}
+            metrics[f"{name.removesuffix('baseline')}candidate"] = value
+    return {"quality/recovery": 1.0, **{name: metrics[name] for name in (*FIRST, *THEN) if name in metrics}} if metrics else {}
 
 
 def _logarithm(kl: float | None) -> dict[str, float]:
@@ -107,26 +107,26 @@ def candidate_metrics(candidate: Candidate) -> dict[str, float]:
 
     `accuracy_loss` is added for every pair of accuracies: the lost fraction, negative for a gain.
     """
-    found = {**candidate.metrics, **_logarithm(candidate.metrics.get(KL))}
-    for name, before in candidate.metrics.items():
+    metrics = {**candidate.metrics, **_logarithm(candidate.metrics.get(KL))}
+    for name, baseline in candidate.metrics.items():
         prefix, ending, rest = name.partition("accuracy_baseline")
-        after = found.get(f"{prefix}accuracy_candidate")
-        if ending and not rest and after is not None:
-            found[f"{prefix}accuracy_loss"] = before - after
-    parts = (name.split("/") for name in found)
+        accuracy = metrics.get(f"{prefix}accuracy_candidate")
+        if ending and not rest and accuracy is not None:
+            metrics[f"{prefix}accuracy_loss"] = baseline - accuracy
+    parts = (name.split("/") for name in metrics)
     workloads = sorted({part[1] for part in parts if len(part) == 3 and part[0] == "quality" and part[2] == "kl_mean"})
     order = [*FIRST, *THEN, *(f"quality/{workload}/{name}" for workload in workloads for name in BY_WORKLOAD)]
-    return {name: found[name] for name in [name for name in order if name in found][:LIMIT]}
+    return {name: metrics[name] for name in [name for name in order if name in metrics][:LIMIT]}
 
 
 def description(candidate: Candidate) -> str:
     """Return the description of a run and its version: verdict, figures and the first reasons, in Markdown without HTML."""
-    held = f" {candidate.covered}" if candidate.covered is not None else ""
+    covered = f" {candidate.covered}" if candidate.covered is not None else ""
     where = f"`{candidate.name}` on {candidate.backend}, against the FP16-KV engine"
-    head = f"**{candidate.verdict}**{held}: {where}, {'; '.join(candidate.figures)}."
+    head = f"**{candidate.verdict}**{covered}: {where}, {'; '.join(candidate.figures)}."
     reasons = ["- " + " ".join(reason.split()).replace("<", "&lt;") for reason in candidate.reasons[:REASONS]]
-    left = len(candidate.reasons) - REASONS
-    reasons += [f"- and {left} more, in `report.html`"] if left > 0 else []
+    hidden = len(candidate.reasons) - REASONS
+    reasons += [f"- and {hidden} more, in `report.html`"] if hidden > 0 else []
     return "\n\n".join(filter(None, (head, "\n".join(reasons))))
 
 

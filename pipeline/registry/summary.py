@@ -82,18 +82,18 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     """
     if sweep is None:
         return _read(workdir, FILE) or Summary()
-    found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
-    if found is None:
+    loaded = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
+    if loaded is None:
         ids = sweeps(workdir)
         latest = f"; give one, such as {', '.join(ids[-3:])}" if ids else "; leave it out"
         raise UserError(f"promote.sweep={sweep}: there is no such sweep in {workdir / FOLDER}{latest}")
-    return found
+    return loaded
 
 
 def last_judged(workdir: Path) -> Summary | None:
     """Return the summary of the last sweep with candidates; None if no sweep has candidates."""
     summaries = (load(workdir, sweep) for sweep in reversed(sweeps(workdir)))
-    return next((found for found in summaries if found.candidates), None)
+    return next((item for item in summaries if item.candidates), None)
 
 
 def _read(workdir: Path, name: str) -> Summary | None:
@@ -102,7 +102,9 @@ def _read(workdir: Path, name: str) -> Summary | None:
     try:
         summary = Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
         if summary.model_fields_set == Summary.model_fields.keys():  # `{}` is not a sweep without candidates
-            return summary.model_copy(update={"candidates": tuple(one.below(workdir) for one in summary.candidates)})
+            return summary.model_copy(
+                update={"candidates": tuple(candidate.below(workdir) for candidate in summary.candidates)}
+            )
     except Unreadable as error:
         if not os.path.lexists(workdir / name):
             return None
@@ -136,37 +138,37 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None =
 
     Return the summary in `summary.json` before, for `forget`; None if there was no file.
     """
-    before: list[Summary | None] = []
+    previous: list[Summary | None] = []
 
     def change(old: Summary) -> Summary:
-        before.append(_read(workdir, FILE))  # under the lock, since another command may be writing it
+        previous.append(_read(workdir, FILE))  # under the lock, since another command may be writing it
         about = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
         return old.model_copy(update=about)
 
     _update(workdir, sweep, change)
-    return before[0]
+    return previous[0]
 
 
-def forget(workdir: Path, sweep: str, before: Summary | None) -> None:
+def forget(workdir: Path, sweep: str, previous: Summary | None) -> None:
     """Remove the summary of a sweep that started no job, and restore the summary that `begin` returned."""
     with locked(workdir / f".{FILE}.lock", FILE):
         (workdir / FOLDER / f"{sweep}.json").unlink()
         if load(workdir).sweep != sweep:  # another command has written it since
             return
-        if before is None:
+        if previous is None:
             (workdir / FILE).unlink()
         else:
-            write_whole(workdir / FILE, before.model_dump_json(indent=2) + "\n")
+            write_whole(workdir / FILE, previous.model_dump_json(indent=2) + "\n")
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     """Add a judged candidate to its sweep's summary. It replaces the candidate of the same model and name."""
 
     def change(old: Summary) -> Summary:
-        candidates = {(known.model, known.name): known for known in (*old.candidates, candidate)}
+        candidates = {(item.model, item.name): item for item in (*old.candidates, candidate)}
         # Concurrent jobs end in any order.
         places = {name: place for place, name in reversed(list(enumerate(old.names)))}
-        ordered = sorted(candidates.values(), key=lambda known: places.get(known.name, len(places)))
+        ordered = sorted(candidates.values(), key=lambda item: places.get(item.name, len(places)))
         return old.model_copy(update={"candidates": tuple(ordered)})
 
     return _update(workdir, sweep, change)

@@ -103,9 +103,9 @@ class Store:
 
     def _sweep(self) -> None:
         for directory in self.root.glob("[!.]*/.*-*"):
-            made = SCRATCH.fullmatch(directory.name)
-            if made is not None:
-                _remove_abandoned(directory, directory.with_name(made[1]))
+            match = SCRATCH.fullmatch(directory.name)
+            if match is not None:
+                _remove_abandoned(directory, directory.with_name(match[1]))
         for directory in (self.root / PARTIAL).glob("*/*"):
             target = self.root / Recipe.place(directory.parent.name, directory.name)
             with suppress(OSError):  # another process may sweep too

@@ -21,9 +21,9 @@ FOLDERS = (ARTIFACTS, "mlartifacts", "summaries", "sweep")
 FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock")
 
 
-def check_contents(work: Path, given: str) -> None:
+def check_contents(work: Path, key: str) -> None:
     """Refuse a work directory that is a file, or that has a file in the place of a folder or the reverse."""
-    name = f"workdir={given}"
+    name = f"workdir={key}"
     if os.path.lexists(work) and not work.is_dir():
         raise UserError(f"{name}: is not a directory; give one, or a path that does not exist yet")
     for kind, names, is_kind in (("directory", FOLDERS, Path.is_dir), ("file", FILES, Path.is_file)):
@@ -32,15 +32,15 @@ def check_contents(work: Path, given: str) -> None:
                 raise UserError(f"{name}: {inside} in it is not a {kind}; move it away")
 
 
-def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
+def check_workdir(work: Path, key: str, *, writes: bool = True) -> None:
     """Refuse a work directory that cannot be written to, without creating anything.
 
     With `writes`, a nameless temporary file is written as a test. Otherwise only the permissions are checked.
     """
-    name = f"workdir={given}"
+    name = f"workdir={key}"
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > LONGEST_PATH:
-        raise UserError(f"workdir={given[:60]}...: {len(given):,} characters are too long a path; give a shorter one")
-    check_contents(work, given)
+        raise UserError(f"workdir={key[:60]}...: {len(key):,} characters are too long a path; give a shorter one")
+    check_contents(work, key)
     there = next(place for place in (work, *work.parents) if os.path.lexists(place))
     if not there.is_dir():
         raise UserError(f"{name}: {there} is not a directory; give another path")
@@ -62,7 +62,7 @@ COPIES = 2
 """Minimum number of copies of the weights that a first evaluation writes: the quantized checkpoint and the engine."""
 
 
-def check_room(work: Path, given: str, weight_bytes: int) -> None:
+def check_room(work: Path, key: str, weight_bytes: int) -> None:
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if weight_bytes > memory:
         raise MissingRequirement(
@@ -75,7 +75,7 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
     needed = COPIES * weight_bytes
     if needed > free:
         raise MissingRequirement(
-            f"workdir={given}: the model's artifacts take {decimal(needed)}, its disk has {decimal(free)} free: "
+            f"workdir={key}: the model's artifacts take {decimal(needed)}, its disk has {decimal(free)} free: "
             f"{decimal(needed - free)} are missing; free some, or give another workdir"
         )
 

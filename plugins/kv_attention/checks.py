@@ -35,11 +35,11 @@ def check_launch(
     Raises:
         ValueError: A tensor has a type, shape, stride, address or device that the kernels do not read.
     """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    new_type = str(given["key_new"].dtype).removeprefix("torch.")
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    new_type = str(present["key_new"].dtype).removeprefix("torch.")
     computed: tuple[str, ...] = (new_type,) if new_type in get_args(Compute) else get_args(Compute)
     new: Wanted = (computed, (*layers, rows, layout.kv_heads, layout.head_dim))
-    known: dict[str, Wanted] = {
+    specs: dict[str, Wanted] = {
         "key_new": new,
         "value_new": new,
         "query": (computed, (rows, "Hq", layout.head_dim)),
@@ -48,28 +48,28 @@ def check_launch(
         "exact_slots": (INT32, ("B",)),
         "work": (INT32, ("Y", 5)),
         "sequences": (INT32, ("B", 4)),
-        "query_starts": (INT32, (given["lengths"].numel() + 1,)),
+        "query_starts": (INT32, (present["lengths"].numel() + 1,)),
     }
-    held: dict[str, Wanted] = {name: ((kind,), (*layers, *dims)) for name, (kind, dims) in layout.any_size().items()}
-    if cache.keys() != held.keys():
-        names = " and ".join(", ".join(sorted(tensors)) or "nothing" for tensors in (held, cache))
+    cache_specs: dict[str, Wanted] = {name: ((kind,), (*layers, *dims)) for name, (kind, dims) in layout.any_size().items()}
+    if cache.keys() != cache_specs.keys():
+        names = " and ".join(", ".join(sorted(tensors)) or "nothing" for tensors in (cache_specs, cache))
         raise ValueError(f"the cache must have the layout's tensors; wanted and got: {names}")
-    if layout.exact_tokens and "exact_slots" not in given:
+    if layout.exact_tokens and "exact_slots" not in present:
         raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
-    check({**given, **cache}, {name: wanted for name, wanted in known.items() if name in given} | held)
-    if "query" in given and given["query"].shape[1] % layout.kv_heads:
-        raise ValueError(f"query must have a multiple of the {layout.kv_heads} KV heads, got {given['query'].shape[1]}")
+    check({**present, **cache}, {name: spec for name, spec in specs.items() if name in present} | cache_specs)
+    if "query" in present and present["query"].shape[1] % layout.kv_heads:
+        raise ValueError(f"query must have a multiple of the {layout.kv_heads} KV heads, got {present['query'].shape[1]}")
 
 
-def check(tensors: Mapping[str, Tensor], wanted: Mapping[str, Wanted]) -> None:
+def check(tensors: Mapping[str, Tensor], specs: Mapping[str, Wanted]) -> None:
     """Check tensors against the wanted types and dimensions. All but the new tokens must be contiguous, and pools aligned."""
     sizes: dict[str, int] = {}
     device = next(iter(tensors.values())).device
-    for name, (types, dims) in wanted.items():
+    for name, (types, dims) in specs.items():
         tensor = tensors[name]
-        wrong = misfit(name, tensor.shape, dims, sizes)
-        if wrong is not None:
-            raise ValueError(wrong)
+        problem = misfit(name, tensor.shape, dims, sizes)
+        if problem is not None:
+            raise ValueError(problem)
         kind, address = str(tensor.dtype).removeprefix("torch."), tensor.data_ptr()
         fits = (
             kind in types and tensor.device == device and (name.endswith("_new") or name == "query" or tensor.is_contiguous())

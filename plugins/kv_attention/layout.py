@@ -224,15 +224,15 @@ class CacheLayout:
         return {**of_any, **self.static_scales()}
 
 
-def misfit(name: str, dims: Sequence[int | None], wanted: Dims, sizes: dict[str, int]) -> str | None:
+def misfit(name: str, dims: Sequence[int | None], spec: Dims, sizes: dict[str, int]) -> str | None:
     """Return the problem with a tensor's dimensions, or None. In `dims`, None is a dimension that varies.
 
     `sizes`: Size of every known letter; sizes of new letters are added.
     """
-    if len(dims) == len(wanted) and all(
+    if len(dims) == len(spec) and all(
         dim == size if isinstance(size, int) else dim is None or sizes.setdefault(size, dim) == dim
-        for dim, size in zip(dims, wanted, strict=True)
+        for dim, size in zip(dims, spec, strict=True)
     ):
         return None
     shape = ", ".join("varies" if dim is None else str(dim) for dim in dims)
-    return f"{name} must be ({', '.join(str(sizes.get(str(dim), dim)) for dim in wanted)}), got ({shape})"
+    return f"{name} must be ({', '.join(str(sizes.get(str(dim), dim)) for dim in spec)}), got ({shape})"

@@ -185,8 +185,8 @@ def read_setting(node: Node, values: Mapping[str, Any]) -> Setting:
 
     def named(attribute: str, names: tuple[Any, ...]) -> Any:
         if values[attribute] not in range(len(names)):
-            known = ", ".join(f"{number} ({name})" for number, name in enumerate(names))
-            raise ValueError(f"{attribute} must be one of {known}, got {values[attribute]}")
+            choices = ", ".join(f"{number} ({name})" for number, name in enumerate(names))
+            raise ValueError(f"{attribute} must be one of {choices}, got {values[attribute]}")
         return names[values[attribute]]
 
     try:
@@ -246,6 +246,6 @@ class Call:
             if tensor_type != DATA_TYPES[dtype]:
                 packed = " (two codes to a byte)" if tensor_type in ("INT4", "UINT8") else ""
                 raise ValueError(f"{node.plugin_id}: {name} must be {DATA_TYPES[dtype]}{packed}, got {tensor_type}")
-            wrong = misfit(name, self.dims(name), spec, sizes)
-            if wrong is not None:
-                raise ValueError(f"{node.plugin_id}: {wrong}")
+            problem = misfit(name, self.dims(name), spec, sizes)
+            if problem is not None:
+                raise ValueError(f"{node.plugin_id}: {problem}")

@@ -35,13 +35,13 @@ def output_descriptors(call: Call) -> Any:
     TensorRT calls this twice: once for the types, with shapes that are not known yet, and once for the shapes.
     """
     tensors, setting, shape = call.tensors, call.setting, call.tensors[call.node.inputs[0]].shape_expr
-    known = not shape[0].is_fake
-    if known:
+    concrete = not shape[0].is_fake
+    if concrete:
         call.check()
 
     def number(value: int) -> Any:
         # In TensorRT 10 a new constant belongs to the builder of the previous plugin call, which may no longer exist.
-        return value if known else shape[0]
+        return value if concrete else shape[0]
 
     dims: tuple[Any, ...]
     match call.node.operation:
@@ -140,9 +140,11 @@ def declare(node: Node) -> None:
     """Register one operation with TensorRT: its outputs, its types, and its kernel."""
     inputs = [_parameter(name, trtp.TensorDesc) for name in node.inputs]
     attributes = [_parameter(name, kind) for name, kind in node.attributes.items()]
-    one, several = trtp.TensorDesc, tuple[(trtp.TensorDesc,) * len(node.outputs)]  # type: ignore[misc]
+    single, several = trtp.TensorDesc, tuple[(trtp.TensorDesc,) * len(node.outputs)]  # type: ignore[misc]
     outputs = _parameter("outputs", several)
-    register_signature = inspect.Signature([*inputs, *attributes], return_annotation=one if len(node.outputs) == 1 else several)
+    register_signature = inspect.Signature(
+        [*inputs, *attributes], return_annotation=single if len(node.outputs) == 1 else several
+    )
     autotune_signature = inspect.Signature([*inputs, *attributes, outputs], return_annotation=list[trtp.AutoTuneCombination])
     aot_signature = inspect.Signature(
         [*inputs, *attributes, outputs, _parameter("tactic", int)],

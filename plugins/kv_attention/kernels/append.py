@@ -163,8 +163,8 @@ def _quantize_blocks(parts, layer_scale, scale_pointers, inside, R: tl.constexpr
     codes = tl.zeros(parts[0][0].shape, tl.int32)
     for part in tl.static_range(2):
         x = parts[part][0]
-        wanted = tl.math.div_rn(_largest(x), tl.broadcast_to(6.0 * layer_scale, (R, n)))
-        scales = _magnitude_e4m3(tl.maximum(wanted, SMALLEST_BLOCK_SCALE), FP8)
+        exact_scale = tl.math.div_rn(_largest(x), tl.broadcast_to(6.0 * layer_scale, (R, n)))
+        scales = _magnitude_e4m3(tl.maximum(exact_scale, SMALLEST_BLOCK_SCALE), FP8)
         tl.store(scale_pointers + part * n, scales.to(tl.uint8), mask=mask)
         unit = value_e4m3(scales) * layer_scale
         steps = tl.math.div_rn(x, tl.broadcast_to(unit[:, :, None], x.shape))

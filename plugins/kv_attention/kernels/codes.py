@@ -18,11 +18,11 @@ def for_bytes(declared, body, outputs):
     """
     text = ""
     for byte in range(4):
-        one = body.replace("%pair", f"0x{4 + byte}{4 + byte}{byte}{byte}")
-        one = one.replace("%signed", f"0x{12 + byte:x}{4 + byte}{8 + byte:x}{byte}")
+        code = body.replace("%pair", f"0x{4 + byte}{4 + byte}{byte}{byte}")
+        code = code.replace("%signed", f"0x{12 + byte:x}{4 + byte}{8 + byte:x}{byte}")
         for number in range(outputs):
-            one = one.replace(f"%{number}", f"${byte * outputs + number}")
-        text += one
+            code = code.replace(f"%{number}", f"${byte * outputs + number}")
+        text += code
     return tl.constexpr("{" + declared + text + "}")
 
 

@@ -325,10 +325,12 @@ def decode_reduce(
     for done in tl.range(0, parts, CHUNK):
         part = done + tl.arange(0, CHUNK)
         row = (first + part).to(tl.int64) * HQ + head
-        some = part < parts
-        part_m = tl.load(partial_ml + row * 2, mask=some, other=float("-inf"))
-        part_l = tl.load(partial_ml + row * 2 + 1, mask=some, other=0.0)
-        means = tl.load(partial_acc + row[:, None] * D + d[None, :], mask=tl.broadcast_to(some[:, None], (CHUNK, D)), other=0.0)
+        present = part < parts
+        part_m = tl.load(partial_ml + row * 2, mask=present, other=float("-inf"))
+        part_l = tl.load(partial_ml + row * 2 + 1, mask=present, other=0.0)
+        means = tl.load(
+            partial_acc + row[:, None] * D + d[None, :], mask=tl.broadcast_to(present[:, None], (CHUNK, D)), other=0.0
+        )
         # It is finite: the first part has the current token.
         largest = tl.maximum(m, tl.max(part_m, 0))
         decay = tl.math.exp2(m - largest)
