@@ -74,9 +74,9 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return INTERRUPTED
-    known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
-    if known is not None:
-        return known
+    code_of_kind = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
+    if code_of_kind is not None:
+        return code_of_kind
     if isinstance(error, OF_INPUT):
         return EXIT_CODES[UserError]
     if isinstance(error, OF_THE_MACHINE) or _is_of((*STORES, *CLUSTERS), error):
@@ -92,8 +92,8 @@ def describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
     hint = "KVGATE_DEBUG=1 shows where"
     if isinstance(error, OSError) and not _is_of(STORES, error):
-        named = error.filename2 or error.filename  # filename2 is the target of a copy, which is written
-        place = f"{named}: " if named is not None else ""
+        filename = error.filename2 or error.filename  # filename2 is the target of a copy, which is written
+        place = f"{filename}: " if filename is not None else ""
         fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
         return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")
     if isinstance(error, MemoryError):

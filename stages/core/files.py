@@ -77,14 +77,14 @@ def _brought_in(root: Path, source: Path) -> Path:
     """Return the store's copy of a file from outside; the copy is made once."""
     pool = root / POOL
     pool.mkdir(exist_ok=True)
-    kept = pool / file_digest(source)
-    if not kept.is_file() or file_digest(kept) != kept.name:
-        scratch = pool / f"{kept.name}.{token_hex(8)}"
+    pooled = pool / file_digest(source)
+    if not pooled.is_file() or file_digest(pooled) != pooled.name:
+        scratch = pool / f"{pooled.name}.{token_hex(8)}"
         try:
             shutil.copyfile(source, scratch)
             # The copy is hashed, because the owner may write to the source meanwhile.
-            kept = pool / file_digest(scratch)
-            scratch.replace(kept)
+            pooled = pool / file_digest(scratch)
+            scratch.replace(pooled)
         finally:
             scratch.unlink(missing_ok=True)
-    return kept
+    return pooled

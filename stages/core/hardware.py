@@ -23,10 +23,10 @@ def hardware() -> dict[str, object]:
     names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
     cpu = names[0] if names else platform.processor()
     try:
-        listed: list[dict[str, str]] = gpus()
+        devices: list[dict[str, str]] = gpus()
     except MissingRequirement as error:
-        listed = [{"error": str(error)}]  # an engine on the CPU does not need the driver; its identity records the failure
-    return {"machine": platform.machine(), "cpu": cpu, "cores": os.cpu_count(), "gpus": listed}
+        devices = [{"error": str(error)}]  # an engine on the CPU does not need the driver; its identity records the failure
+    return {"machine": platform.machine(), "cpu": cpu, "cores": os.cpu_count(), "gpus": devices}
 
 
 @cache

@@ -71,13 +71,13 @@ def is_least_preferred(backend: str) -> bool:
 
 @cache
 def backend_configs() -> dict[str, type[BackendConfig]]:
-    found: dict[str, type[BackendConfig]] = {}
+    configs: dict[str, type[BackendConfig]] = {}
     for path in sorted(ENGINES.glob("*/config.py")):
         module = import_module(f"stages.engines.{path.parent.name}.config")
         for record in vars(module).values():
             if isinstance(record, type) and issubclass(record, BackendConfig):
-                found |= dict.fromkeys(get_args(record.model_fields["name"].annotation), record)
-    return found
+                configs |= dict.fromkeys(get_args(record.model_fields["name"].annotation), record)
+    return configs
 
 
 class InterpreterConfig(BackendConfig):

@@ -72,8 +72,8 @@ class SequenceCost:
         """Return the bytes of a sequence's shared or other pages, with their copies in the policy's window."""
         total, window = 0, page_count(tokens) - self.policy.window_pages(tokens)
         for (first, latest), (size, copy_size) in self.page_bytes.items():
-            kept = [page for page in pages_of_ends(tokens, first, latest) if (page < self.shared_pages) is shared]
-            total += len(kept) * size + sum(page >= window for page in kept) * copy_size
+            pages = [page for page in pages_of_ends(tokens, first, latest) if (page < self.shared_pages) is shared]
+            total += len(pages) * size + sum(page >= window for page in pages) * copy_size
         return total
 
 
@@ -83,13 +83,13 @@ def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, i
     `cycle` are the tokens of the mix's requests, in order; `budget` is in bytes. Return the number of requests, and the live
     tokens of their contexts. A shared prefix counts for every request.
     """
-    own = {tokens: cost.own(tokens) for tokens in set(cycle)}
-    of_cycle, left = sum(own[tokens] for tokens in cycle), budget - cost.shared(min(cycle))
-    rounds = max(0, left // of_cycle)
-    requests, live, left = rounds * len(cycle), rounds * sum(cycle), left - rounds * of_cycle
+    bytes_of = {tokens: cost.own(tokens) for tokens in set(cycle)}
+    of_cycle, remaining = sum(bytes_of[tokens] for tokens in cycle), budget - cost.shared(min(cycle))
+    rounds = max(0, remaining // of_cycle)
+    requests, live, remaining = rounds * len(cycle), rounds * sum(cycle), remaining - rounds * of_cycle
     for tokens in cycle:
-        left -= own[tokens]
-        if left < 0:
+        remaining -= bytes_of[tokens]
+        if remaining < 0:
             break
         requests, live = requests + 1, live + tokens
     return requests, live
@@ -199,7 +199,7 @@ def measure_capacity(
     if not fitting:
         raise UserError(f"kv={policies[0][0]}: does not fit {model.path}: {unfit[policies[0][0]]}")
     slots = sum(whole_pages(context.tokens) * context.requests for context in use.contexts)
-    held = sum(context.tokens * context.requests for context in use.contexts)
+    live = sum(context.tokens * context.requests for context in use.contexts)
     notes = list(model.notes)
     if model.latent is not None:
         notes.append(f"a token has one latent vector of {model.latent} numbers for all heads (MLA): half of them count as keys")
@@ -220,7 +220,7 @@ def measure_capacity(
         budget=budget,
         cache_bytes=budget.cache,
         ceiling_bytes=use.below_ceiling(budget.cache),
-        block_waste=1 - held / slots,
+        block_waste=1 - live / slots,
         notes=notes,
         policies=fitting,
         unfit=unfit,
@@ -229,8 +229,8 @@ def measure_capacity(
 
 def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
     """Return whether a policy can store vectors that are keys and values at once: one format, no scales per token."""
-    one = policy.key == policy.value and not policy.overrides and policy.window is None
-    return one and not policy.exact_tokens and not policy.key.scales_per_token(head_dim)
+    uniform = policy.key == policy.value and not policy.overrides and policy.window is None
+    return uniform and not policy.exact_tokens and not policy.key.scales_per_token(head_dim)
 
 
 def _policy_capacity(

@@ -69,11 +69,11 @@ def mixed_policy(name: str, formats: Mapping[Place, Format], layers: int) -> KVP
     return KVPolicy(name=name, key=base[Side.KEY], value=base[Side.VALUE], overrides=tuple(overrides))
 
 
-def mixed_scales(policy: KVPolicy, shape: KVShape, known: Sequence[tuple[KVPolicy, KVScales]]) -> KVScales:
+def mixed_scales(policy: KVPolicy, shape: KVShape, uniform_scales: Sequence[tuple[KVPolicy, KVScales]]) -> KVScales:
     """Return a policy's static scales. Each place gets the scales of a `known` uniform policy with the same format there."""
 
     def of(layer: int, side: Side, form: Format) -> SideScales:
-        return next(scales.layers[layer][side] for uniform, scales in known if uniform.sides(layer)[side] == form)
+        return next(scales.layers[layer][side] for uniform, scales in uniform_scales if uniform.sides(layer)[side] == form)
 
     return KVScales(
         layers=tuple(
@@ -117,5 +117,5 @@ class TuneReport(Record):
 
 def choose(measured: Sequence[MeasuredPolicy], max_kl: float, exact_bytes: int) -> MeasuredPolicy | None:
     """Return the policy with the fewest bytes, below `exact_bytes`, whose measured KL is within `max_kl`."""
-    within = [one for one in measured if or_infinite(one.kl) <= max_kl and one.bytes_per_token < exact_bytes]
-    return min(within, key=lambda one: (one.bytes_per_token, or_infinite(one.kl)), default=None)
+    within = [entry for entry in measured if or_infinite(entry.kl) <= max_kl and entry.bytes_per_token < exact_bytes]
+    return min(within, key=lambda entry: (entry.bytes_per_token, or_infinite(entry.kl)), default=None)

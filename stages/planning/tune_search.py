@@ -85,12 +85,12 @@ class Tuner:
 
     def propose(self, target: float) -> KVPolicy | None:
         """Return the smallest proposed policy with a KL of at most `target` on the check texts, or None."""
-        budget, within, seen = target, list[KVPolicy](), set()
+        budget, within, proposed = target, list[KVPolicy](), set()
         for _ in range(ATTEMPTS):
             chosen = fewest_bytes(self.sizes, self.alone, budget)
-            if chosen is None or chosen in seen:
+            if chosen is None or chosen in proposed:
                 break
-            seen.add(chosen)
+            proposed.add(chosen)
             policy = self._policy({self.places[place]: self.formats[place][number] for place, number in enumerate(chosen)})
             joint, total = self.kl(policy), float(self.alone[range(len(chosen)), chosen].sum())
             if joint <= target:
@@ -139,12 +139,12 @@ def tune(
         policy = tuner.propose(target)
         if policy is not None:
             proposed.setdefault(policy.name, policy)
-    listed: list[tuple[KVPolicy, Literal["uniform", "tuned"]]] = [(policy, "uniform") for policy in policies]
-    known = [policy.model_dump(exclude={"name"}) for policy in policies]
-    listed += [(policy, "tuned") for policy in proposed.values() if policy.model_dump(exclude={"name"}) not in known]
+    candidates: list[tuple[KVPolicy, Literal["uniform", "tuned"]]] = [(policy, "uniform") for policy in policies]
+    formats = [policy.model_dump(exclude={"name"}) for policy in policies]
+    candidates += [(policy, "tuned") for policy in proposed.values() if policy.model_dump(exclude={"name"}) not in formats]
     measured = [
         MeasuredPolicy(policy=policy, origin=origin, bytes_per_token=policy.bytes_per_token(shape), kl=finite(tuner.kl(policy)))
-        for policy, origin in listed
+        for policy, origin in candidates
     ]
     chosen = choose(measured, config.max_kl, FP16_POLICY.bytes_per_token(shape))
     report = TuneReport(

@@ -41,7 +41,7 @@ class Stored:
 
 def each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) -> Stored:
     """Apply `function` separately to the codes, the scales and the zeros of `stored`, which must have the same format."""
-    parts = [function(list(tensors)) for tensors in zip(*(one.tensors for one in stored), strict=True)]
+    parts = [function(list(tensors)) for tensors in zip(*(part.tensors for part in stored), strict=True)]
     return Stored(*parts, *[None] * (3 - len(parts)))
 
 

@@ -74,9 +74,9 @@ def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
         yield f"{change.kind}: {change}"
     for number, layer in enumerate(layers):
         for side, scales in layer.carried.items():
-            wrong = next((scale for scale in scales if not (math.isfinite(scale) and RANGE[0] <= scale <= RANGE[1])), None)
-            if wrong is not None:
-                yield f"out of range: layer {number} {side}s: {wrong:.4g}, not between {RANGE[0]:g} and {RANGE[1]:g}"
+            outlier = next((scale for scale in scales if not (math.isfinite(scale) and RANGE[0] <= scale <= RANGE[1])), None)
+            if outlier is not None:
+                yield f"out of range: layer {number} {side}s: {outlier:.4g}, not between {RANGE[0]:g} and {RANGE[1]:g}"
             elif set(scales) == {1.0}:
                 yield f"defaulted: layer {number} {side}s: the checkpoint carries 1.0 itself, which no calibration gives"
 
@@ -86,7 +86,7 @@ def describe_changes(changes: Sequence[ScaleChange]) -> str:
     by_kind: dict[ScaleChangeKind, list[ScaleChange]] = {}
     for change in changes:
         by_kind.setdefault(change.kind, []).append(change)
-    return "; ".join(f"{len(some)} {kind} ({some[0]})" for kind, some in by_kind.items())
+    return "; ".join(f"{len(texts)} {kind} ({texts[0]})" for kind, texts in by_kind.items())
 
 
 def _kind(scales: LayerDelivery, side: Side) -> ScaleChangeKind | None:
@@ -96,18 +96,18 @@ def _kind(scales: LayerDelivery, side: Side) -> ScaleChangeKind | None:
         return "missing"
     if _same(carried, used):
         return None
-    given = scales.carried.get(other, ())
-    if _same(used, given) and _same(scales.used[other], carried):
+    other_scales = scales.carried.get(other, ())
+    if _same(used, other_scales) and _same(scales.used[other], carried):
         return "swapped"
-    if _same(used, (max(carried),)) or _same(used, (max(*carried, *given, 0.0),)):
+    if _same(used, (max(carried),)) or _same(used, (max(*carried, *other_scales, 0.0),)):
         return "merged"
     return "defaulted" if set(used) == {1.0} else "changed"
 
 
-def _same(one: Sequence[float], other: Sequence[float]) -> bool:
-    return len(one) == len(other) and all(abs(a - b) <= SAME * abs(a) for a, b in zip(one, other, strict=True))
+def _same(scales: Sequence[float], other: Sequence[float]) -> bool:
+    return len(scales) == len(other) and all(abs(a - b) <= SAME * abs(a) for a, b in zip(scales, other, strict=True))
 
 
 def _numbers(scales: Sequence[float]) -> str:
-    shown = ", ".join(f"{scale:.4g}" for scale in scales[:4])
-    return f"[{shown}{', ...' if len(scales) > 4 else ''}]" if len(scales) != 1 else shown
+    numbers = ", ".join(f"{scale:.4g}" for scale in scales[:4])
+    return f"[{numbers}{', ...' if len(scales) > 4 else ''}]" if len(scales) != 1 else numbers

@@ -68,10 +68,10 @@ class Format(StrictModel):
         if self.dtype not in dtypes:
             raise ValueError(f"dtype must be {_either(dtypes)} with arithmetic={self.arithmetic}, got {self.dtype}")
         for key, values in self._allowed().items():
-            given = getattr(self, key)
-            if given not in values:
+            value = getattr(self, key)
+            if value not in values:
                 raise ValueError(
-                    f"{key} must be {_either(values)}, got {_text(given)}, with dtype={self.dtype} "
+                    f"{key} must be {_either(values)}, got {_text(value)}, with dtype={self.dtype} "
                     f"granularity={self.granularity} arithmetic={self.arithmetic}"
                 )
         return self

@@ -226,12 +226,12 @@ class KVPolicy(StrictModel):
     @property
     def formats(self) -> tuple[tuple[str, Format], ...]:
         """Every format of the policy with its configuration key below `kv.`."""
-        listed: list[tuple[str, Format | None]] = [("key", self.key), ("value", self.value)]
+        formats: list[tuple[str, Format | None]] = [("key", self.key), ("value", self.value)]
         if self.window is not None:
-            listed += [("window.key", self.window.key), ("window.value", self.window.value)]
+            formats += [("window.key", self.window.key), ("window.value", self.window.value)]
         for number, override in enumerate(self.overrides):
-            listed += [(f"overrides.{number}.key", override.key), (f"overrides.{number}.value", override.value)]
-        return tuple((key, form) for key, form in listed if form is not None)
+            formats += [(f"overrides.{number}.key", override.key), (f"overrides.{number}.value", override.value)]
+        return tuple((key, form) for key, form in formats if form is not None)
 
     @property
     def quantized(self) -> bool:
@@ -283,8 +283,8 @@ class KVPolicy(StrictModel):
         if self.window is not None:
             tokens["kv.window.tokens"] = self.window.tokens + PAGE_TOKENS
         if self.eviction is not None:
-            kept = self.eviction.sink_tokens + self.eviction.heavy_tokens + self.eviction.window_tokens
-            tokens["kv.eviction.window_tokens"] = kept + (1 if self.eviction.heavy_tokens else PAGE_TOKENS)
+            max_tokens = self.eviction.sink_tokens + self.eviction.heavy_tokens + self.eviction.window_tokens
+            tokens["kv.eviction.window_tokens"] = max_tokens + (1 if self.eviction.heavy_tokens else PAGE_TOKENS)
         return tokens
 
     def check_shape(self, shape: KVShape) -> None:

@@ -67,10 +67,10 @@ def export(
     if all(reasons.values()):
         return
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
-    made = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
-    if made["device"] != "cpu" and calibration_device().type == "cpu":
+    recorded = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
+    if recorded["device"] != "cpu" and calibration_device().type == "cpu":
         raise MissingRequirement("the weights were quantized on a GPU, and torch finds none here; export them where one is")
-    model = quantized_model(info, weights, samples, seed, progress, torch.device(made["device"]))
+    model = quantized_model(info, weights, samples, seed, progress, torch.device(recorded["device"]))
     if weights != "none":
         require_same_weights(judged, dequantized_weights(model, info.shape.layers))
     adapter.add_cache_quantizers(model, cache_quantizers(policy, static))

@@ -214,8 +214,8 @@ def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, Removab
     def rotated(states_BHSD: torch.Tensor) -> torch.Tensor:
         return states_BHSD @ hadamard(states_BHSD.shape[-1]).to(states_BHSD)
 
-    before = quantizer.register_forward_pre_hook(lambda _, args: rotated(args[0]))
-    return before, quantizer.register_forward_hook(lambda *call: rotated(call[-1]))
+    hook = quantizer.register_forward_pre_hook(lambda _, args: rotated(args[0]))
+    return hook, quantizer.register_forward_hook(lambda *call: rotated(call[-1]))
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def validate_tensorrt_llm(directory: Path, policy: KVPolicy, weights: WeightsFor
     floor = TENSORRT_LLM_FP8_FLOOR if algorithm(policy.key) == "FP8" else 0.0
     key, value = ([max(scale, floor) for scale in _static(scales, side)] for side in SIDES)
     shared = [max(pair) for pair in zip(key, value, strict=True)]
-    cache = {f"attention.{name}_cache_scaling_factor": of for name, of in (("k", key), ("v", value), ("kv", shared))}
+    cache = {f"attention.{name}_cache_scaling_factor": factor for name, factor in (("k", key), ("v", value), ("kv", shared))}
     _check_cache(directory, policy, layers, "transformer.layers.{}.", cache)
 
 
@@ -81,13 +81,13 @@ def _check_cache(directory: Path, policy: KVPolicy, layers: int, prefix: str, ca
         if values
         for layer, value in zip(range(layers), values, strict=True)
     }
-    found = _scales(directory)
-    for name in expected.keys() - found.keys():
+    scales = _scales(directory)
+    for name in expected.keys() - scales.keys():
         raise ExportMismatch(f"{directory}: tensor {name} is missing")
-    for name in found.keys() - expected.keys():
+    for name in scales.keys() - expected.keys():
         raise ExportMismatch(f"{directory}: {name} is unexpected for kv {policy.name}, {layers} layers")
     for name, value in expected.items():
-        stored = found[name].reshape(-1)
+        stored = scales[name].reshape(-1)
         same = stored.dtype == np.float32 and stored.size == 1 and abs(float(stored[0]) - value) <= RELATIVE_TOLERANCE * value
         if not same:
             raise ExportMismatch(f"{directory}: {name} is {stored.dtype} {stored[:4]}, calibration gave {value}")
@@ -95,15 +95,15 @@ def _check_cache(directory: Path, policy: KVPolicy, layers: int, prefix: str, ca
 
 def _scales(directory: Path) -> dict[str, npt.NDArray[np.generic]]:
     """Return tensor name -> values of the cache's scales in a directory."""
-    found: dict[str, npt.NDArray[np.generic]] = {}
+    scales: dict[str, npt.NDArray[np.generic]] = {}
     files = list(directory.glob("*.safetensors"))
     if not files:
         raise ExportMismatch(f"{directory}: has no safetensors")
     for file in files:
         with safe_open(file, framework="np") as source:
             names = [name for name in source.keys() if name.endswith(CACHE_SCALES)]  # noqa: SIM118 (not a dict)
-            found |= {name: source.get_tensor(name) for name in names}
-    return found
+            scales |= {name: source.get_tensor(name) for name in names}
+    return scales
 
 
 def _static(scales: KVScales, side: Side) -> list[float]:

@@ -142,8 +142,8 @@ class Mean:
             return Result("FAIL", math.nan, math.nan, fail_level)
         if self.fails(fail_level):
             enough = -math.log(fail_level)
-            found = _crossing(mean, -1.0, lambda limit: bool(log_score(self.fail_gains(limit), FAIL_STAKES) >= enough))
-            return Result("FAIL", mean, max(found, self.limit), fail_level)
+            failing_limit = _crossing(mean, -1.0, lambda limit: bool(log_score(self.fail_gains(limit), FAIL_STAKES) >= enough))
+            return Result("FAIL", mean, max(failing_limit, self.limit), fail_level)
         enough = -math.log(pass_level)
         value = mean if self.whole else float(np.minimum(self.values, self.cap).mean())
         bound = _crossing(value, 1.0, lambda limit: bool(log_score(self.pass_gains(limit), self.stakes) >= enough))

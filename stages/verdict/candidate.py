@@ -96,13 +96,13 @@ class Candidate(StrictModel):
         """Clauses on recovery, right answers, distance from FP16 and memory, if known."""
         before, after = (self.metrics.get(f"quality/accuracy_{engine}") for engine in ("baseline", "candidate"))
         kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
-        told = [
+        figures = [
             self.kept,
             None if before is None or after is None else f"right answers {after:.3f}, of FP16 {before:.3f}",
             None if kl is None else f"mean KL {kl:.1e}",
             "memory unknown" if kib is None else f"{kib:.3f} KiB/token",
         ]
-        return [text for text in told if text]
+        return [text for text in figures if text]
 
     @property
     def samples(self) -> Path:
@@ -125,14 +125,14 @@ def is_blind(checks: Sequence[Check]) -> bool:
 
 def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
     """Return a clause that a candidate did not pass, with the kind of reason."""
-    said = "is not good enough" if verdict == "FAIL" else "is not decided"
-    wrong = {check.where for check in checks if check.gate in (Gate.CONFORMANCE, Gate.STRESS_TEST) and check.status == "FAIL"}
-    if wrong:
-        said = (
+    problem = "is not good enough" if verdict == "FAIL" else "is not decided"
+    engines = {check.where for check in checks if check.gate in (Gate.CONFORMANCE, Gate.STRESS_TEST) and check.status == "FAIL"}
+    if engines:
+        problem = (
             "does not compute its policy"
-            if "candidate" in wrong
+            if "candidate" in engines
             else "cannot be compared, because the FP16 baseline deviates from the reference engine"
         )
     if is_blind(checks):
-        said = "gives answers that do not depend on the cache"
-    return f"{name} {said}: {verdict}"
+        problem = "gives answers that do not depend on the cache"
+    return f"{name} {problem}: {verdict}"

@@ -41,9 +41,9 @@ class Exercised:
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
         """Return the maxima and sums over all parts."""
-        most = ("longest_context", "longest_decode", "batch", "room")
+        maxima = ("longest_context", "longest_decode", "batch", "room")
         return Exercised(
-            **{name: max((getattr(part, name) for part in parts), default=0) for name in most},
+            **{name: max((getattr(part, name) for part in parts), default=0) for name in maxima},
             **{name: sum(getattr(part, name) for part in parts) for name in ("forks", "shared_prefixes")},
         )
 

@@ -31,10 +31,10 @@ class GateInput:
 
 def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
     """Return the samples by workload, sorted by the workload's name."""
-    found: dict[str, list[SampleRow]] = {}
+    workloads: dict[str, list[SampleRow]] = {}
     for row in rows:
-        found.setdefault(row.workload, []).append(row)
-    return dict(sorted(found.items()))
+        workloads.setdefault(row.workload, []).append(row)
+    return dict(sorted(workloads.items()))
 
 
 def means(rows: Sequence[SampleRow], values: Sequence[float | None], weights: Sequence[float] | None = None) -> Array:

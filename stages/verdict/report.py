@@ -127,8 +127,8 @@ class Accuracy(Record):
 
         def mean(name: str, *, complete: bool) -> float | None:
             """Return the mean of a field's known values; None without values, or if `complete` and a value is missing."""
-            known = [value for row in judged if (value := getattr(row, name)) is not None]
-            return sum(known) / len(known) if known and (len(known) == len(judged) or not complete) else None
+            values = [value for row in judged if (value := getattr(row, name)) is not None]
+            return sum(values) / len(values) if values and (len(values) == len(judged) or not complete) else None
 
         return cls(
             judged=len(judged),
@@ -268,22 +268,22 @@ class EvaluationReport(Record):
     @property
     def metrics(self) -> dict[str, float]:
         """The finite numbers that are tracked, by name: `quality/kl_mean`, `perf/...`, `memory/...`."""
-        found = dict(_numbers("noise/", self.noise)) | {"quality/samples": float(self.samples)}
+        metrics = dict(_numbers("noise/", self.noise)) | {"quality/samples": float(self.samples)}
         for part in self.slices:
             if part.context is None:
                 prefix = f"quality/{part.workload}/" if part.workload else "quality/"
-                found.update(_numbers(prefix, part.fidelity))
-                found.update(_numbers(f"{prefix}accuracy_", part.accuracy))
+                metrics.update(_numbers(prefix, part.fidelity))
+                metrics.update(_numbers(f"{prefix}accuracy_", part.accuracy))
                 if part.accuracy is not None and part.accuracy.recovery is not None:
-                    found[f"{prefix}recovery"] = part.accuracy.recovery
-                found.update({f"{prefix}{name}": length for name, length in part.acceptance_lengths.items()})
-        found.update(_numbers("quality/covered_", self.limits))
+                    metrics[f"{prefix}recovery"] = part.accuracy.recovery
+                metrics.update({f"{prefix}{name}": length for name, length in part.acceptance_lengths.items()})
+        metrics.update(_numbers("quality/covered_", self.limits))
         for name, value in _numbers("", self.system):
-            found[("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name] = value
+            metrics[("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name] = value
         for name in ("decode_tokens_per_s", "others_share", "kib_per_token"):
             if (value := getattr(self.baseline_system, name)) is not None:
-                found[f"baseline/{name}"] = value
-        return found
+                metrics[f"baseline/{name}"] = value
+        return metrics
 
 
 def _numbers(prefix: str, record: Record | None) -> Iterator[tuple[str, float]]:

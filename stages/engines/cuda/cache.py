@@ -108,8 +108,8 @@ class KernelCache(SequencePages):
         any row is stored, the first row is stored.
         """
         for group in self.groups:
-            cache, own = group.paged | group.exact | group.scales, slice(group.first, group.first + len(group.layers))
-            launch.append(group.layout, keys[own], values[own], cache, page_table, positions, exact_slots=exact_slots)
+            cache, layers = group.paged | group.exact | group.scales, slice(group.first, group.first + len(group.layers))
+            launch.append(group.layout, keys[layers], values[layers], cache, page_table, positions, exact_slots=exact_slots)
         faulted = [group for group in self.groups if group.fault is not None]
         if faulted:
             # Rows that are not stored repeat the first row, so that two rows never write different numbers to the same slot.

@@ -101,8 +101,8 @@ class KernelEngine(Engine):
 
     def _run_pass(self, continuations: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
         """Store the next tokens of started continuations, and return the same result as `_advance`."""
-        left = [len(request.tokens) - request.stored for request in continuations]
-        planned = [(continuations[i], size) for i, size in plan_pass(left, self.prefill_chunk, PREFILL_PASS_TOKENS)]
+        lengths = [len(request.tokens) - request.stored for request in continuations]
+        planned = [(continuations[i], size) for i, size in plan_pass(lengths, self.prefill_chunk, PREFILL_PASS_TOKENS)]
         chunks = [(request.sequence, request.tokens[request.stored : request.stored + size]) for request, size in planned]
         logits = PrefillPass(self.model, self.cache, self.shape, chunks).run()
         for request, size in planned:
@@ -150,7 +150,7 @@ class KernelEngine(Engine):
         return self._passes[batch]
 
 
-def plan_pass(left: Sequence[int], chunk: int, most: int) -> list[tuple[int, int]]:
+def plan_pass(lengths: Sequence[int], chunk: int, max_tokens: int) -> list[tuple[int, int]]:
     """Return (index of the sequence, number of tokens to store) for every sequence that takes part in a pass.
 
     A prompt is cut into the same chunks as if it were alone, because its tokens attend to earlier chunks through the quantized
@@ -159,9 +159,9 @@ def plan_pass(left: Sequence[int], chunk: int, most: int) -> list[tuple[int, int
     """
     planned: list[tuple[int, int]] = []
     tokens = 0
-    for i in sorted(range(len(left)), key=lambda i: left[i] > 1):
-        size = min(chunk, left[i])
-        if not planned or tokens + size <= most:
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i] > 1):
+        size = min(chunk, lengths[i])
+        if not planned or tokens + size <= max_tokens:
             planned.append((i, size))
             tokens += size
     return planned

@@ -59,16 +59,16 @@ def resolve(interpreter: Interpreter, checkpoint: Path, field: str, arguments: M
     Raises UserError if the library refuses or changes an argument.
     """
     title = f"{interpreter.program.library} {interpreter.release}"
-    asked = {"model": str(checkpoint.absolute()), field: dict(arguments)}
+    fields = {"model": str(checkpoint.absolute()), field: dict(arguments)}
     with Worker(interpreter.program, interpreter.python) as worker:
         try:
-            resolved = worker.call("validate", Resolved, **asked).arguments
+            resolved = worker.call("validate", Resolved, **fields).arguments
         except WorkerError as error:
             refused = f"{interpreter.release} refuses these {field.replace('_args', ' arguments')}"
             raise worker.refusal(f"{refused}: {error}") from error
     # `auto` lets the library choose.
     changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
     if changed:
-        listed = "; ".join(f"{name} was asked as {arguments[name]} and is {resolved[name]}" for name in changed)
-        raise UserError(f"backend.{changed[0]}: {title} rewrites it: {listed}; ask for the rewritten value")
+        changes = "; ".join(f"{name} was asked as {arguments[name]} and is {resolved[name]}" for name in changed)
+        raise UserError(f"backend.{changed[0]}: {title} rewrites it: {changes}; ask for the rewritten value")
     return resolved

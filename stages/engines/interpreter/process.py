@@ -132,14 +132,14 @@ def inspect_interpreter(program: Program, python: str | None) -> Interpreter:
             raise MissingRequirement(
                 f"backend.python={python}: {program.library} cannot be used there ({error}); {program.hint}"
             ) from error
-    found = Interpreter(program, path, described)
-    if release_of(found.release) < program.oldest:
+    interpreter = Interpreter(program, path, described)
+    if release_of(interpreter.release) < program.oldest:
         oldest = ".".join(map(str, program.oldest))
         raise MissingRequirement(
-            f"backend.python={python}: has {program.library} {found.release}, backend={program.backend} needs {oldest} or "
-            f"later; {program.hint}"
+            f"backend.python={python}: has {program.library} {interpreter.release}, backend={program.backend} needs {oldest} "
+            f"or later; {program.hint}"
         )
-    return found
+    return interpreter
 
 
 def find_python(program: Program, python: str | None) -> str:
@@ -148,10 +148,10 @@ def find_python(program: Program, python: str | None) -> str:
         raise MissingRequirement(
             f"backend.python=null: backend={program.backend} needs a Python that has {program.library}: {program.hint}"
         )
-    found = shutil.which(str(Path(python).expanduser()) if "/" in python else python)
-    if found is None:
+    path = shutil.which(str(Path(python).expanduser()) if "/" in python else python)
+    if path is None:
         raise MissingRequirement(f"backend.python={python}: there is no such program; {program.hint}")
-    return os.path.abspath(found)  # keeps symlinks: a virtual environment's python is one
+    return os.path.abspath(path)  # keeps symlinks: a virtual environment's python is one
 
 
 class WorkerError(RuntimeError):
@@ -280,8 +280,8 @@ class Worker:
         stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         unwritten = memoryview(request)
         while unwritten or b"\n" not in self._buffer:
-            left = max(0.0, deadline - time.monotonic())
-            readable, writable, _ = select.select([stdout], [stdin] if unwritten else [], [], left)
+            remaining = max(0.0, deadline - time.monotonic())
+            readable, writable, _ = select.select([stdout], [stdin] if unwritten else [], [], remaining)
             if not readable and not writable:
                 raise TimeoutError
             if writable:

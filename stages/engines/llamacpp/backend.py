@@ -64,8 +64,8 @@ def cache_types(policy: KVPolicy, head_dim: int) -> dict[Side, str]:
         if reason is None and types[side] is None:
             reason = f"{describe_format(form)} {side}s are not supported by this engine"
     if reason is not None:
-        named = ", ".join(sorted(f"{code.name}" for code in CODES.values() if code.llamacpp is not None))
-        raise UserError(cannot_hold(policy, "llamacpp", reason, f"kv=llamacpp_q8_0, or keys and values of dtype {named}"))
+        dtypes = ", ".join(sorted(f"{code.name}" for code in CODES.values() if code.llamacpp is not None))
+        raise UserError(cannot_hold(policy, "llamacpp", reason, f"kv=llamacpp_q8_0, or keys and values of dtype {dtypes}"))
     for side, form in forms.items():
         if form.code.dynamic_group and head_dim % form.code.dynamic_group:
             raise UserError(
@@ -82,15 +82,15 @@ def rotates(policy: KVPolicy, head_dim: int) -> bool:
     Raises UserError for a rotation that llama.cpp does not perform. It rotates either all quantized sides or no side: keys in
     blocks of the largest power of two that divides head_dim, values in blocks of 64.
     """
-    own = {Side.KEY: head_dim & -head_dim, Side.VALUE: LEAST_ROTATED}
+    blocks = {Side.KEY: head_dim & -head_dim, Side.VALUE: LEAST_ROTATED}
     sizes = {"hadamard": head_dim, "hadamard_64": LEAST_ROTATED}
     forms = {side: form for side, form in ((Side.KEY, policy.key), (Side.VALUE, policy.value)) if form.code.dynamic_group}
     rotated = [side for side, form in forms.items() if form.rotation != "none"]
     for side in rotated:
-        if head_dim % LEAST_ROTATED or sizes.get(forms[side].rotation) != own[side] or len(rotated) != len(forms):
+        if head_dim % LEAST_ROTATED or sizes.get(forms[side].rotation) != blocks[side] or len(rotated) != len(forms):
             raise UserError(
                 f"kv.{side}.rotation={forms[side].rotation}: llama.cpp rotates both sides or none, with a head_dim that is a "
-                f"multiple of 64, keys in blocks of {own[Side.KEY]} here and values of 64; set "
+                f"multiple of 64, keys in blocks of {blocks[Side.KEY]} here and values of 64; set "
                 f"{' '.join(f'kv.{other}.rotation=none' for other in forms)}"
             )
     return bool(rotated)
@@ -119,9 +119,9 @@ def open_context(
 ) -> Worker:
     """Return a worker with the model loaded. Raises UserError if llama.cpp refuses the model."""
     environment = {"LLAMA_ATTN_ROT_DISABLE": str(int(not rotates))}
-    said = f"{interpreter.release} cannot load {gguf}"
+    refusal = f"{interpreter.release} cannot load {gguf}"
     fields = {"model": str(gguf.absolute()), "context": arguments, "types": types, "threads": config.threads}
-    return open_model(interpreter, environment, said, **fields)
+    return open_model(interpreter, environment, refusal, **fields)
 
 
 def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -> str:

@@ -12,13 +12,13 @@ def refuse_reference_only(policy: KVPolicy) -> None:
     """Raise UserError for a format that only the reference engine computes."""
     for key, form in policy.formats:
         if form.code.reference_only:
-            named, instead = ("dtype", []) if form.arithmetic == "kvgate" else ("arithmetic", ["arithmetic=kvgate"])
+            key_part, instead = ("dtype", []) if form.arithmetic == "kvgate" else ("arithmetic", ["arithmetic=kvgate"])
             if form.arithmetic == "kvgate":
                 instead.append(f"dtype=int{form.code.bits}")
             if form.rotation not in ("none", "hadamard"):
                 instead.append("rotation=hadamard")
             raise UserError(
-                f"kv.{key}.{named}={getattr(form, named)}: ONNX graphs cannot compute this format; "
+                f"kv.{key}.{key_part}={getattr(form, key_part)}: ONNX graphs cannot compute this format; "
                 f"use {holder(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
             )
 

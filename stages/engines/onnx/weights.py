@@ -28,7 +28,7 @@ def store_weights(graph: onnx.GraphProto, source: Path, out: Path) -> None:
     the graph casts it to float32. ONNX Runtime does so once, when it loads the graph; logits are bit-identical.
     """
     data: Bytes = np.memmap(source, np.uint8, "r")
-    made: list[onnx.NodeProto] = []
+    casts: list[onnx.NodeProto] = []
     with (out / WEIGHTS_FILE).open("wb") as file:
         for tensor in graph.initializer:
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
@@ -38,13 +38,13 @@ def store_weights(graph: onnx.GraphProto, source: Path, out: Path) -> None:
             kind, stored = _shortest(tensor, data[start : start + int(place["length"])])
             if kind != wide:
                 tensor.name, tensor.data_type = f"{name}.stored", kind
-                made.append(helper.make_node("Cast", [tensor.name], [name], name=f"{name}.Cast", to=wide))
+                casts.append(helper.make_node("Cast", [tensor.name], [name], name=f"{name}.Cast", to=wide))
             file.write(bytes(-file.tell() % ALIGNMENT))
             del tensor.external_data[:]
             for key, value in {"location": WEIGHTS_FILE, "offset": file.tell(), "length": stored.nbytes}.items():
                 tensor.external_data.add(key=key, value=str(value))
             file.write(stored.tobytes())
-    nodes = [*made, *graph.node]
+    nodes = [*casts, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)
     source.unlink()

@@ -62,9 +62,9 @@ def lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
     before this index.
     """
     numbers = []
-    for (listed, first), wanted in zip(rows, pages, strict=True):
-        start = max(first, int(wanted[0]))
-        numbers.append(np.array(listed[start - first :])[np.maximum(wanted - start, 0)])
+    for (page_table, first), page in zip(rows, pages, strict=True):
+        start = max(first, int(page[0]))
+        numbers.append(np.array(page_table[start - first :])[np.maximum(page - start, 0)])
     return np.concatenate(numbers)
 
 
@@ -246,16 +246,16 @@ class PagedPool(SequencePages):
 
     def _page_places(self, rows: list[PagedSequence], pages: Indices, slots: Indices, tokens: int) -> Places:
         """Free the evicted pages, and return the places of the new tokens that are kept."""
-        listed = [(row.pages, 0) for row in rows]
+        tables = [(row.pages, 0) for row in rows]
         if self.policy.latest_tokens(self.shape) is None:
-            return np.arange(slots.size), lookup(listed, pages), slots
+            return np.arange(slots.size), lookup(tables, pages), slots
         for row in rows:
             self._evict(row, tokens)
         # A sequence lists its sinks' pages, then the pages after the evicted gap.
         sinks, evicted = self.policy.sink_pages, np.array([row.evicted_pages for row in rows])[:, None]
         kept = np.flatnonzero((pages < sinks) | (pages >= sinks + evicted))
         indices = np.where(pages < sinks, pages, np.maximum(pages - evicted, 0))
-        return kept, lookup(listed, indices)[kept], slots[kept]
+        return kept, lookup(tables, indices)[kept], slots[kept]
 
     def _evict(self, row: PagedSequence, tokens: int) -> None:
         """Free the pages that are evicted when `tokens` tokens are appended to a sequence."""

@@ -59,26 +59,26 @@ def _fitting(engine: PooledEngine, joining: Sequence[Continuation]) -> int:
     pool = engine.pool
     added = 0
     prefixes = set() if engine.prefixes is None else set(engine.prefixes.kept.values())
-    held = {page for handle, sequence in pool.sequences.items() if handle not in prefixes for page in sequence.pages}
+    live_pages = {page for handle, sequence in pool.sequences.items() if handle not in prefixes for page in sequence.pages}
     for count, request in enumerate(joining[: None if engine.prefixes is None else 1]):
         prompt = request.tokens[: request.prompt_tokens]
-        kept = engine.prefixes.longest(prompt) if engine.prefixes is not None else None
-        shared = set(pool.sequences[kept].pages) if kept is not None else set()
+        prefix = engine.prefixes.longest(prompt) if engine.prefixes is not None else None
+        shared = set(pool.sequences[prefix].pages) if prefix is not None else set()
         added += pool.pages_of(max(request.prompt_tokens, request.reached) + 1) - len(shared)
-        held |= shared
-        if len(held) + added > pool.max_pages:
+        live_pages |= shared
+        if len(live_pages) + added > pool.max_pages:
             return count
     return count + 1
 
 
 def _join(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
-    before = engine.prefixes.reused_tokens if engine.prefixes is not None else 0
+    reused = engine.prefixes.reused_tokens if engine.prefixes is not None else 0
     logits: Logits
     handles, logits = engine.prefill([request.tokens[: request.prompt_tokens] for request in joining])
     for request, handle in zip(joining, handles, strict=True):
         request.sequence, request.stored = handle, request.prompt_tokens
     if engine.prefixes is not None:
-        joining[0].reused += engine.prefixes.reused_tokens - before
+        joining[0].reused += engine.prefixes.reused_tokens - reused
     return logits
 
 
@@ -97,7 +97,7 @@ def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
     None: no limit and no prefix caching. Prompts are always prefilled in chunks of one page, so that prefixes of one page can
     be reused.
     """
-    chunk, prefixes, most = engine.prefill_chunk, engine.prefixes, engine.pool.max_pages
+    chunk, prefixes, max_pages = engine.prefill_chunk, engine.prefixes, engine.pool.max_pages
     try:
         engine.prefill_chunk = PAGE_TOKENS
         engine.prefixes = None
@@ -107,7 +107,7 @@ def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
         yield
     finally:
         engine.forget_prefixes()
-        engine.prefill_chunk, engine.prefixes, engine.pool.max_pages = chunk, prefixes, most
+        engine.prefill_chunk, engine.prefixes, engine.pool.max_pages = chunk, prefixes, max_pages
 
 
 @dataclass(eq=False)

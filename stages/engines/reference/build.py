@@ -18,10 +18,10 @@ def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path,
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     write_policy(out, policy, read_scales(scales, policy, info.shape))
-    given = (*info.weight_files, *info.other_files)
+    files = (*info.weight_files, *info.other_files)
     progress("build", 0, 1)
-    link_or_copy_all(given, checkpoint, out)
-    write_bundle(out, BundleRecord(backend=BACKEND, files=file_digests(out, (*given, POLICY_FILE, SCALES_FILE))))
+    link_or_copy_all(files, checkpoint, out)
+    write_bundle(out, BundleRecord(backend=BACKEND, files=file_digests(out, (*files, POLICY_FILE, SCALES_FILE))))
     progress("build", 1, 1)
 
 

@@ -43,8 +43,8 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
 
 def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:
     """Return the arguments of serving. The configuration uses the names of SGLang's ServerArgs."""
-    given = config.model_dump(exclude={"name", "python"}, exclude_none=True)
-    return {**given, "kv_cache_dtype": cache, "load_format": "safetensors", "trust_remote_code": False, "random_seed": 0}
+    configured = config.model_dump(exclude={"name", "python"}, exclude_none=True)
+    return {**configured, "kv_cache_dtype": cache, "load_format": "safetensors", "trust_remote_code": False, "random_seed": 0}
 
 
 class SglangBackend(InterpreterBackend[SglangConfig]):

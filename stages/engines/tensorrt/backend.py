@@ -179,14 +179,14 @@ def refuse_targets(policy: KVPolicy, targets: list[int]) -> None:
 
 def cuda_gpu() -> dict[str, str]:
     """Return the GPU that plans are built on and for, CUDA's first. Raises MissingRequirement if there is no GPU."""
-    listed = gpus()
-    if not listed:
+    devices = gpus()
+    if not devices:
         raise MissingRequirement(
             "backend=tensorrt builds on the GPU that the plans are for, and this machine has none with a driver "
             "(nvidia-smi); backend=tensorrt_rtx builds without one"
         )
     name, capability = used_gpu("tensorrt")
-    return {"name": name, "compute_cap": capability, "driver_version": listed[0]["driver_version"]}
+    return {"name": name, "compute_cap": capability, "driver_version": devices[0]["driver_version"]}
 
 
 def triton_version() -> str | None:

@@ -177,9 +177,9 @@ def build_bundle(
         for done, (mode, graph) in enumerate(graphs.items()):
             progress("plans", done, len(graphs))
             open_graph = Path(scratch, f"{mode}.onnx")
-            found = _without_weights(graph, open_graph)
-            assert weights in ([], found), "both graphs have the decoder's weights"
-            weights = found
+            removed = _without_weights(graph, open_graph)
+            assert weights in ([], removed), "both graphs have the decoder's weights"
+            weights = removed
             try:
                 plans[mode] = parse(trt, open_graph)
                 plan = build(plans[mode], limits.ranges(mode), targets)

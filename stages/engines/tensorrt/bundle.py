@@ -81,11 +81,11 @@ def as_inputs(model: onnx.ModelProto) -> list[Weight]:
 
     If the file stores a tensor in 16 bits, the input has the type that the graph computes with: loading widens the tensor.
     """
-    graph, weights, kept = model.graph, [], []
+    graph, weights, constants = model.graph, [], []
     widening = casts(graph)
     for tensor in graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            kept.append(tensor)
+            constants.append(tensor)
             continue
         name, kind, shape = tensor.name, tensor.data_type, list(tensor.dims)
         if name in widening:
@@ -97,7 +97,7 @@ def as_inputs(model: onnx.ModelProto) -> list[Weight]:
         weights.append(Weight(name=name, stored=names[0], dtype=names[1], shape=shape, offset=offset))
         graph.input.append(helper.make_tensor_value_info(name, kind, shape))
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(constants)
     return weights
 
 

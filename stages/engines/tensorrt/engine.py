@@ -130,8 +130,8 @@ class PlanEngine(PagedEngine):
             for prompt in prompts:
                 handles.append(self._start())
                 self._reserve(handles[-1:], len(prompt))
-            while any(left := [len(prompt) - stored for prompt, stored in zip(prompts, done, strict=True)]):
-                planned = plan_run(left, self.prefill_chunk, self._limits.prefill_rows)
+            while any(lengths := [len(prompt) - stored for prompt, stored in zip(prompts, done, strict=True)]):
+                planned = plan_run(lengths, self.prefill_chunk, self._limits.prefill_rows)
                 sizes = [size for _, size in planned]
                 ids = np.zeros((len(planned), max(sizes)), np.int64)
                 for row, (i, size) in zip(ids, planned, strict=True):

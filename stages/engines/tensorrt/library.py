@@ -63,10 +63,10 @@ def load(name: Name) -> Library:
     except (ImportError, OSError, metadata.PackageNotFoundError) as error:
         needs = f"backend={name} needs {TITLES[name]}, which this Python cannot import ({error})"
         raise MissingRequirement(f"{needs}: {HOW_TO_GET[name]}") from error
-    oldest, before = RANGES[name]
-    if not oldest <= release_of(str(trt.__version__)) < before:
-        wanted = f"{TITLES[name]} >= {'.'.join(map(str, oldest))} and < {'.'.join(map(str, before))}"
-        raise MissingRequirement(f"backend={name} needs {wanted}, found {trt.__version__}: {HOW_TO_GET[name]}")
+    oldest, limit = RANGES[name]
+    if not oldest <= release_of(str(trt.__version__)) < limit:
+        requirement = f"{TITLES[name]} >= {'.'.join(map(str, oldest))} and < {'.'.join(map(str, limit))}"
+        raise MissingRequirement(f"backend={name} needs {requirement}, found {trt.__version__}: {HOW_TO_GET[name]}")
     return Library(name, trt, _collector(trt))
 
 

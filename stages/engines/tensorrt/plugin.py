@@ -42,10 +42,10 @@ PLUGIN_VERSION = "1"
 """Version that TensorRT gives to all quickly deployable plugins."""
 
 
-def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **given: Any) -> None:
+def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **arguments: Any) -> None:
     """Write a bundle of plans with the plugin for a GPU. Takes the arguments of `build.build_bundle`."""
     adapt = partial(with_plugin, sm=sm_number(gpu["compute_cap"]))
-    build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **given)
+    build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **arguments)
 
 
 def with_plugin(
@@ -119,7 +119,7 @@ def use_plugin(
         setting = Setting(layout, info.compute_dtype, sm, group, scaling, WIDEST, splits)
         node, names = _attention(model, info, policy, layer, mode)
         names |= plan
-        if decode and not any(made.name == PLAN.operation for made in model.graph.node):
+        if decode and not any(call.name == PLAN.operation for call in model.graph.node):
             # The number of exact tokens is the policy's, so the work list is the same in every layer.
             attributes = attributes_of(PLAN, setting, programs)
             model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))

@@ -95,8 +95,8 @@ class TorchPool(PagedPool):
             row.window_pages, row.first_window_page = pages, first
 
     def _bytes(self, array: Any, numbers: list[int]) -> npt.NDArray[np.uint8]:
-        held: npt.NDArray[np.uint8] = array[numbers].contiguous().view(torch.uint8).cpu().numpy()
-        return held
+        stored: npt.NDArray[np.uint8] = array[numbers].contiguous().view(torch.uint8).cpu().numpy()
+        return stored
 
     def _resize(self, allocator: PageAllocator, capacity: int) -> None:
         """Allocate the arrays of `allocator`. Called once per allocator."""
@@ -141,15 +141,15 @@ class TorchPool(PagedPool):
         used.
         """
         columns = step.inputs["input_ids"].shape[1]
-        listed: dict[str, list[Indices]] = {name: [] for name in self._kinds}
+        places_of: dict[str, list[Indices]] = {name: [] for name in self._kinds}
         for size in sorted(set(tokens)):
             rows = np.flatnonzero(np.array(tokens) == size)
             places = self.places([handles[row] for row in rows], size)
             for name, (allocator, i) in self._kinds.items():
                 chosen, number, slot = places[allocator][i]
-                listed[name].append(np.stack([rows[chosen // size] * columns + chosen % size, number, slot]))
+                places_of[name].append(np.stack([rows[chosen // size] * columns + chosen % size, number, slot]))
         counts = []
-        for name, parts in listed.items():
+        for name, parts in places_of.items():
             chosen = np.concatenate(parts, 1)
             counts.append(chosen.shape[1])
             filled = np.zeros(tuple(step.inputs[name].shape), np.int64)
@@ -187,8 +187,8 @@ class TorchPool(PagedPool):
         if stack.names[0] in self._factors:
             new = saturated_product(new, self._factors[stack.names[0]])
         # (T, l, H, W): indices on both sides of a slice put their dimension first.
-        held = stack.tensor[:, number, :, slot]
-        stack.tensor[:, number, :, slot] = torch.where(stored, new.transpose(0, 1), held)
+        current = stack.tensor[:, number, :, slot]
+        stack.tensor[:, number, :, slot] = torch.where(stored, new.transpose(0, 1), current)
 
     def set_faults(self, faults: Mapping[str, float]) -> None:
         """Set the factors on numbers that will be written to these arrays."""

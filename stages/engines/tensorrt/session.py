@@ -65,8 +65,8 @@ class PlanStep:
 
     def __init__(self, session: "PlanSession", sizes: Mapping[str, int]) -> None:
         self._session = session
-        own = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
-        sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
+        buffers = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
+        sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in buffers.items()}
         sections |= session.pool.sections(sizes)
         self._staged = StagedInputs(sections, session.device.torch_device)
         self.inputs = self._staged.tensors
@@ -86,7 +86,7 @@ class PlanStep:
         self.results = list(session.pool.results(self))
         self._results = StepResults(*self.results)
         self._context = session.context()
-        bindings = session.bound | {name: self.inputs[name] for name in own}
+        bindings = session.bound | {name: self.inputs[name] for name in buffers}
         for name, tensor in bindings.items():
             shape = tuple(tensor.shape)
             session.check(self._context.set_input_shape(name, shape), f"shape {shape} of {name}")

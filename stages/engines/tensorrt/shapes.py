@@ -99,7 +99,7 @@ def bucket(size: int, largest: int) -> int:
     return min(largest, 1 << (size - 1).bit_length())
 
 
-def plan_run(left: Sequence[int], chunk: int, rows: int) -> list[tuple[int, int]]:
+def plan_run(lengths: Sequence[int], chunk: int, rows: int) -> list[tuple[int, int]]:
     """Return (index of the prompt, number of tokens) for every prompt that takes part in a prefill run.
 
     A prompt is cut into the same chunks as if it were alone, because its tokens attend to earlier chunks through the quantized
@@ -108,7 +108,7 @@ def plan_run(left: Sequence[int], chunk: int, rows: int) -> list[tuple[int, int]
     >>> plan_run([0, 700, 3, 1024, 600], chunk=1024, rows=4)
     [(1, 700), (3, 1024), (4, 600)]
     """
-    sizes = [(i, min(chunk, tokens)) for i, tokens in enumerate(left) if tokens]
+    sizes = [(i, min(chunk, tokens)) for i, tokens in enumerate(lengths) if tokens]
     first = bucket(sizes[0][1], chunk)
     return [(i, size) for i, size in sizes if bucket(size, chunk) == first][:rows]
 

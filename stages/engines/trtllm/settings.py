@@ -143,10 +143,10 @@ def refuse_rewrites(rewritten: Iterable[Difference], allowed: Sequence[str]) -> 
     """Raise UserError with every difference whose key (or its last part) is not allowed."""
     refused = [difference for difference in rewritten if not {difference[0], difference[0].rpartition(".")[2]} & set(allowed)]
     if refused:
-        listed = "; ".join(f"{key} was asked as {value} and is {built}" for key, value, built in refused)
+        changes = "; ".join(f"{key} was asked as {value} and is {built}" for key, value, built in refused)
         names = ",".join(key.rpartition(".")[2] for key, _, _ in refused)
         raise UserError(
-            f"backend.allow_rewrites={list(allowed)}: TensorRT-LLM built something else: {listed}; ask for that, or "
+            f"backend.allow_rewrites={list(allowed)}: TensorRT-LLM built something else: {changes}; ask for that, or "
             f"set backend.allow_rewrites=[{names}]"
         )
 

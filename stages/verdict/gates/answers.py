@@ -99,12 +99,12 @@ def needed(evidence: GateInput, following: Thresholds, still_open: Collection[st
     level, times = following.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
     for kind in kinds:
         if not kind.is_weak:
-            seen = len(kind.mean.values)
+            documents = len(kind.mean.values)
             more = kind.mean.needed(BET * level, MOST_SAMPLES, STUDENT * level)
-            times[kind.where] = max(following.min_samples, seen + (kind.where in still_open), more) / seen
+            times[kind.where] = max(following.min_samples, documents + (kind.where in still_open), more) / documents
     counts = {kind.where: kind.samples for kind in kinds if kind.where != ALL}
-    wanted = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
-    return {name: min(count, MOST_SAMPLES) for name, count in wanted.items() if count > counts[name]}
+    samples = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
+    return {name: min(count, MOST_SAMPLES) for name, count in samples.items() if count > counts[name]}
 
 
 def _answers(place: str, rows: Sequence[SampleRow]) -> Figure:

@@ -56,7 +56,9 @@ def rare(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     yield Figure(Gate.RUINED, ALL, share, limit, label, sound_requests=0 if count else len(rows))
     far, tokens = [row.far_tokens for row in rows], [row.scored_tokens for row in rows]
     label = f"tokens with a KL above {FAR_KL:g}: {sum(far):,} of {sum(tokens):,}, share by document"
-    share = Mean(means(rows, [one / size for one, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0)
+    share = Mean(
+        means(rows, [far_tokens / size for far_tokens, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0
+    )
     yield Figure(Gate.FAR_TOKENS, ALL, share, TAIL_SHARE, label, must_pass=False)
 
 
@@ -66,9 +68,9 @@ def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[C
     The corruption also counts as noticed if the logits are not finite.
     """
     rows, factor = evidence.report.control.rows, evidence.report.control.factor
-    found = [figure.mean for figure in measured(rows, thresholds)] if rows else []
-    kl = float(found[0].values.mean()) if found else math.nan
-    noticed = any(mean.fails(ALPHA) for mean in found)
+    tested = [figure.mean for figure in measured(rows, thresholds)] if rows else []
+    kl = float(tested[0].values.mean()) if tested else math.nan
+    noticed = any(mean.fails(ALPHA) for mean in tested)
     outcome = "; it did not run"
     if rows:
         outcome = ", noticed" if noticed else ", and no gate noticed: the evaluation does not see the cache"

@@ -29,21 +29,23 @@ def run(
 ) -> dict[str, Any]:
     """Answer `run`. `generate(prompts, requests, paths)` returns each request's tokens and writes its rows to its path."""
     paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
-    said = generate([request.pop("prompt") for request in requests], requests, paths)
-    return {"answers": [answer(*one) for one in zip(paths, requests, said, strict=True)]}
+    generated = generate([request.pop("prompt") for request in requests], requests, paths)
+    return {"answers": [answer(*row) for row in zip(paths, requests, generated, strict=True)]}
 
 
-def force(row: Any, said: Sequence[int], forced: Sequence[int]) -> None:
+def force(row: Any, generated: Sequence[int], forced: Sequence[int]) -> None:
     """Mask the logits of a step so that the next forced token, if any is left, is chosen.
 
     Raises RuntimeError if an earlier step chose a token other than its forced one.
     """
-    wrong = next((i for i, (token, known) in enumerate(zip(said, forced, strict=False)) if token != known), None)
-    if wrong is not None:
-        raise RuntimeError(f"step {wrong}: token {said[wrong]} was taken, {forced[wrong]} was forced")
-    if len(said) < len(forced):
+    mismatch = next(
+        (i for i, (token, forced_token) in enumerate(zip(generated, forced, strict=False)) if token != forced_token), None
+    )
+    if mismatch is not None:
+        raise RuntimeError(f"step {mismatch}: token {generated[mismatch]} was taken, {forced[mismatch]} was forced")
+    if len(generated) < len(forced):
         row.fill_(float("-inf"))
-        row[forced[len(said)]] = 0.0
+        row[forced[len(generated)]] = 0.0
 
 
 def put(path: str, request: dict[str, Any], step: int, row: Any) -> None:
@@ -60,8 +62,8 @@ def put(path: str, request: dict[str, Any], step: int, row: Any) -> None:
     rows = np.memmap(path, "<f4", "r+" if Path(path).exists() else "w+", shape=shape)
     rows[step - request["skip"]] = row.detach().float().cpu().numpy()
     rows.flush()
-    with Path(path + STEPS).open("a") as seen:
-        seen.write(f"{step}\n")
+    with Path(path + STEPS).open("a") as steps:
+        steps.write(f"{step}\n")
 
 
 def answer(path: str, request: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
@@ -71,8 +73,8 @@ def answer(path: str, request: dict[str, Any], tokens: Sequence[int]) -> dict[st
         raise RuntimeError(
             f"{request['tokens']} tokens were asked for, {len(forced)} of them forced: {len(tokens)} came, or others"
         )
-    seen = map(int, steps.read_text().split() if steps.exists() else ())
-    missing = set(range(request["skip"], request["tokens"])) - set(seen)
+    step_numbers = map(int, steps.read_text().split() if steps.exists() else ())
+    missing = set(range(request["skip"], request["tokens"])) - set(step_numbers)
     if missing:
         raise RuntimeError(f"step {min(missing)}: no logits were seen")
     count = request["tokens"] - request["skip"]

@@ -94,8 +94,8 @@ def describe() -> dict[str, Any]:
 
     types = [name.removeprefix("GGML_TYPE_").lower() for name in dir(llama_cpp) if name.startswith("GGML_TYPE_")]
     python = ".".join(map(str, sys.version_info[:3]))
-    known = {"release": llama_cpp.__version__, "python": python, "devices": []}
-    return {**known, "types": types}
+    description = {"release": llama_cpp.__version__, "python": python, "devices": []}
+    return {**description, "types": types}
 
 
 class LlamaCppModel:
@@ -132,8 +132,8 @@ class LlamaCppModel:
             self.errors.append(text.decode(errors="replace").strip())
         sys.stderr.write(text.decode(errors="replace") if level == ERROR else "")
 
-    def _require(self, made: Any) -> None:
-        if not made:
+    def _require(self, pointer: Any) -> None:
+        if not pointer:
             raise RuntimeError("; ".join(self.errors) or "llama.cpp does not say why")
 
     def facts(self) -> dict[str, Any]:
@@ -155,65 +155,67 @@ class LlamaCppModel:
         for begin in range(0, len(requests), self.sequences):
             group = requests[begin : begin + self.sequences]
             self._clear()
-            said, rows = self._answer(group, key_fault)
+            generated, rows = self._answer(group, key_fault)
             for i, request in enumerate(group):
                 path = Path(folder, f"logits-{begin + i}")
-                kept = np.stack([rows[i][step] for step in range(request["skip"], request["tokens"])])
-                kept.tofile(path)
+                returned = np.stack([rows[i][step] for step in range(request["skip"], request["tokens"])])
+                returned.tofile(path)
                 stored = Path(folder, f"stored-{begin + i}") if show else ""
                 if show:
                     self._state(i).write(Path(stored))
-                answers.append({"tokens": said[i], "logits": str(path), "shape": list(kept.shape), "stored": str(stored)})
+                answers.append(
+                    {"tokens": generated[i], "logits": str(path), "shape": list(returned.shape), "stored": str(stored)}
+                )
         return {"answers": answers}
 
     def _answer(self, group: list[dict[str, Any]], key_fault: float) -> tuple[list[list[int]], list[dict[int, Any]]]:
         """Return each request's tokens and its logits by step. Known tokens are decoded in batches, others one per step."""
-        said: list[list[int]] = [[] for _ in group]
+        generated: list[list[int]] = [[] for _ in group]
         rows: list[dict[int, Any]] = [{} for _ in group]
         begun = self._begin([request["prompt"][:-1] for request in group])
-        known = []
+        pending = []
         for i, request in enumerate(group):
             if key_fault == 1.0:
-                said[i] = request["forced"][: request["tokens"]]
-            known.append([*request["prompt"], *said[i][: request["tokens"] - 1]])
+                generated[i] = request["forced"][: request["tokens"]]
+            pending.append([*request["prompt"], *generated[i][: request["tokens"] - 1]])
         firsts = [len(request["prompt"]) - 1 for request in group]
-        self._decode([(known[i][at], at, i, False) for i, first in enumerate(firsts) for at in range(begun[i], first)])
-        steps = [range(first, len(known[i])) for i, first in enumerate(firsts)]
+        self._decode([(pending[i][at], at, i, False) for i, first in enumerate(firsts) for at in range(begun[i], first)])
+        steps = [range(first, len(pending[i])) for i, first in enumerate(firsts)]
         for begin in range(0, max(map(len, steps)), DECODED_TOGETHER):
             parts = [step[begin : begin + DECODED_TOGETHER] for step in steps]
-            fed = [(known[i][at], at, i, True) for i, part in enumerate(parts) for at in part]
+            fed = [(pending[i][at], at, i, True) for i, part in enumerate(parts) for at in part]
             for (_, at, i, _), row in zip(fed, self._decode(fed), strict=True):
                 rows[i][at - firsts[i]] = row
         corrupted = [0 for _ in group]
         while True:
-            going = []
+            active = []
             for i, request in enumerate(group):
-                if len(said[i]) < request["tokens"]:
-                    step, forced = len(said[i]), request["forced"]
-                    said[i].append(forced[step] if step < len(forced) else int(rows[i][step].argmax()))
-                    if len(said[i]) < request["tokens"]:
-                        going.append(i)
-            if not going:
-                return said, rows
-            for i in going if key_fault != 1.0 else ():
+                if len(generated[i]) < request["tokens"]:
+                    step, forced = len(generated[i]), request["forced"]
+                    generated[i].append(forced[step] if step < len(forced) else int(rows[i][step].argmax()))
+                    if len(generated[i]) < request["tokens"]:
+                        active.append(i)
+            if not active:
+                return generated, rows
+            for i in active if key_fault != 1.0 else ():
                 corrupted[i] = self._corrupt(i, key_fault, corrupted[i])
-            fed = [(said[i][-1], len(group[i]["prompt"]) + len(said[i]) - 1, i, True) for i in going]
-            for i, row in zip(going, self._decode(fed), strict=True):
-                rows[i][len(said[i])] = row
+            fed = [(generated[i][-1], len(group[i]["prompt"]) + len(generated[i]) - 1, i, True) for i in active]
+            for i, row in zip(active, self._decode(fed), strict=True):
+                rows[i][len(generated[i])] = row
 
     def _begin(self, prompts: list[list[int]]) -> list[int]:
         """Decode the common prefixes of prompts once; return the number of stored tokens per prompt."""
         memory, begun = self.library.llama_get_memory(self.context), [0 for _ in prompts]
         for i, prompt in enumerate(prompts):
-            held = [_alike(prompt, prompts[j][: begun[j]]) for j in range(i)]
-            if max(held, default=0) >= SHARED_LEAST:
-                begun[i] = max(held)
-                self.library.llama_memory_seq_cp(memory, held.index(begun[i]), i, -1, -1)
+            shared = [_alike(prompt, prompts[j][: begun[j]]) for j in range(i)]
+            if max(shared, default=0) >= SHARED_LEAST:
+                begun[i] = max(shared)
+                self.library.llama_memory_seq_cp(memory, shared.index(begun[i]), i, -1, -1)
                 self.library.llama_memory_seq_rm(memory, i, begun[i], -1)
-            wanted = max((_alike(prompt, later) for later in prompts[i + 1 :]), default=0)
-            if wanted >= begun[i] + SHARED_LEAST:
-                self._decode([(prompt[position], position, i, False) for position in range(begun[i], wanted)])
-                begun[i] = wanted
+            needed = max((_alike(prompt, later) for later in prompts[i + 1 :]), default=0)
+            if needed >= begun[i] + SHARED_LEAST:
+                self._decode([(prompt[position], position, i, False) for position in range(begun[i], needed)])
+                begun[i] = needed
         return begun
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -239,13 +241,13 @@ class LlamaCppModel:
 
     def _decode(self, fed: list[Row]) -> list[Any]:
         """Decode tokens in batches of at most `n_batch`; return the logits (V) of the tokens that ask for logits."""
-        library, found = self.library, []
+        library, rows = self.library, []
         for part in (fed[begin : begin + self.batch] for begin in range(0, len(fed), self.batch)):
             batch = library.llama_batch_init(len(part), 0, 1)
             try:
                 batch.n_tokens = len(part)
-                for index, (token, position, sequence, wanted) in enumerate(part):
-                    batch.token[index], batch.pos[index], batch.logits[index] = token, position, wanted
+                for index, (token, position, sequence, needs_logits) in enumerate(part):
+                    batch.token[index], batch.pos[index], batch.logits[index] = token, position, needs_logits
                     batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
                 code = library.llama_decode(self.context, batch)
                 if code:
@@ -253,10 +255,10 @@ class LlamaCppModel:
                 for index, row in enumerate(part):
                     if row[3]:
                         pointer = library.llama_get_logits_ith(self.context, index)
-                        found.append(np.ctypeslib.as_array(pointer, (self.vocabulary,)).copy())
+                        rows.append(np.ctypeslib.as_array(pointer, (self.vocabulary,)).copy())
             finally:
                 library.llama_batch_free(batch)
-        return found
+        return rows
 
     def _state(self, sequence: int) -> Any:
         size = self.library.llama_state_seq_get_size(self.context, sequence)
@@ -276,10 +278,10 @@ class LlamaCppModel:
         return tokens
 
 
-def _alike(one: list[int], other: list[int]) -> int:
+def _alike(first: list[int], other: list[int]) -> int:
     """Return the length of the common prefix of two token lists."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
 if __name__ == "__main__":

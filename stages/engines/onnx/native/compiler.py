@@ -136,8 +136,8 @@ def cache_folder() -> Path:
         UserError: The folder belongs to another user, is accessible to others, or cannot be created.
     """
     fix = "set XDG_CACHE_HOME to a folder of your own, or backend.attention=graph"
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    home = given if given.is_absolute() else Path.home() / ".cache"  # the XDG specification says to ignore a relative path
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = base if base.is_absolute() else Path.home() / ".cache"  # the XDG specification says to ignore a relative path
     folder = home / "kvgate" / "native"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -45,8 +45,8 @@ def describe() -> dict[str, Any]:
     driver = ""
     if described["devices"] and shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        said = subprocess.run(command, check=False, capture_output=True, text=True)
-        driver = said.stdout.partition("\n")[0].strip() if said.returncode == 0 else ""
+        completed = subprocess.run(command, check=False, capture_output=True, text=True)
+        driver = completed.stdout.partition("\n")[0].strip() if completed.returncode == 0 else ""
     for device in described["devices"]:
         device["driver"] = driver
     return described

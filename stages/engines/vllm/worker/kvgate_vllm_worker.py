@@ -166,9 +166,9 @@ def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
         if not np.isfinite(row).all():
             continue  # the caller counts rows that are not finite
         token, high = answer["tokens"][step], row.max()
-        own, said = row[token] - high - np.log(np.exp(row - high).sum()), completion.logprobs[step][token].logprob
-        if abs(own - said) > 1e-2:
-            raise RuntimeError(f"step {step}: log-probability {said} was reported of token {token}, its row has {own}")
+        computed, reported = row[token] - high - np.log(np.exp(row - high).sum()), completion.logprobs[step][token].logprob
+        if abs(computed - reported) > 1e-2:
+            raise RuntimeError(f"step {step}: log-probability {reported} was reported of token {token}, its row has {computed}")
     return answer
 
 
