@@ -104,7 +104,7 @@ def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine[Any
     assert engine.forced([*TOKENS, *said], len(TOKENS)).argmax(1).tolist()[:-1] == said[1:], "unchanged by the forcing"
 
 
-def test_the_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestEngine[Any, Any]) -> None:
+def test_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestEngine[Any, Any]) -> None:
     before = engine.forced(TOKENS, FIRST)
     engine.corrupt_key_scale(0.1)
     assert np.abs(engine.forced(TOKENS, FIRST) - before).max() > 0.01
@@ -119,9 +119,7 @@ def test_times_are_the_librarys_own(engine: RequestEngine[Any, Any]) -> None:
     assert system.kib_per_token_allocated == system.kib_per_token
 
 
-def test_a_prompt_that_does_not_fit_is_refused_by_its_key_before_anything_starts(
-    library: Library, bundle: Path, python: str
-) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_any_work(library: Library, bundle: Path, python: str) -> None:
     engine = open_engine(bundle, python)
     handles = engine.begin([[1] * 20, [1] * 512])
     with pytest.raises(UserError, match="does not fit"):

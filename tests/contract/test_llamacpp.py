@@ -53,7 +53,7 @@ def test_llama_cpps_own_rotation_is_accepted(head_dim: int, key: str) -> None:
     assert list(cache_types(policy, head_dim).values()) == ["q8_0", "q4_0"]
 
 
-def test_a_checkpoint_is_refused_with_the_converter_that_writes_a_gguf_of_it() -> None:
+def test_refusing_a_checkpoint_names_the_gguf_converter() -> None:
     (job,) = plan(["backend=llamacpp", "backend.python=python", "kv=llamacpp_q8_0"], multirun=False).jobs
     with pytest.raises(
         UserError, match=r"^model\.path=\S+: backend=llamacpp takes a GGUF; write one with .*convert_hf_to_gguf\.py"
@@ -73,7 +73,7 @@ def state_bytes(tokens: int, *, transposed: bool) -> tuple[bytes, np.ndarray, np
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_state_is_read_and_its_keys_are_multiplied_in_their_scales_alone(
+def test_corrupting_a_state_changes_only_the_key_scales(
     transposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(worker.__file__).parent), str(CHANNEL), *sys.path])

@@ -58,9 +58,7 @@ def test_prompts_beyond_the_bound_are_in_flight_together(bundles: dict[str, Path
     engine.close()
 
 
-def test_only_one_engine_holds_the_gpu_and_a_cache_without_a_scale_has_no_control(
-    bundles: dict[str, Path], python: str
-) -> None:
+def test_one_engine_holds_the_gpu_and_no_scale_means_no_control(bundles: dict[str, Path], python: str) -> None:
     first = open_engine(bundles["fp8"], python)
     second = open_engine(bundles["fp16"], python)
     with pytest.raises(UserError, match="kv=fp16: the cache has no scale"):

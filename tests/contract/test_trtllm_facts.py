@@ -53,7 +53,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_the_builder_has_every_flag_keeps_its_value_and_records_its_key(fake: ModuleType) -> None:
+def test_the_builder_keeps_every_flag_and_records_its_key(fake: ModuleType) -> None:
     known = {"version", "pretrained_config.mapping.tp_size"}
     known |= {f"build_config.{key}" for key in ENGINE["build_config"]}
     known |= {f"build_config.plugin_config.{key}" for key in ENGINE["plugin_config"]}
@@ -72,7 +72,7 @@ def test_the_builder_has_every_flag_keeps_its_value_and_records_its_key(fake: Mo
 @pytest.mark.parametrize(
     ("tokens", "bound"), [(1025, "64 (a block of the cache) to 1024 (max_batch_size * max_seq_len)"), (63, "64")]
 )
-def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(tokens: int, bound: str, fake: ModuleType) -> None:
+def test_lengths_that_the_builder_would_change_are_refused(tokens: int, bound: str, fake: ModuleType) -> None:
     lengths = {"max_batch_size": 2, "max_input_len": 32, "max_seq_len": 512}
     with pytest.raises(ValueError, match="max_input_len=8192: must"):
         options(max_input_len=8192)
@@ -118,7 +118,7 @@ def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
         assert set(engine["kv_cache_config"]) <= set(ENGINE["kv_cache_config"])
 
 
-def test_the_tensors_and_algorithms_that_we_name_are_tensorrt_llms() -> None:
+def test_named_tensors_and_algorithms_exist_in_tensorrt_llm() -> None:
     names = ENGINE["tensors"]["names"]
     ours = (*checkpoint.BY_HEADS, *checkpoint.BY_ROWS, *checkpoint.BY_COLUMNS, *checkpoint.ADDED_ONCE)
     for ending in (*ours, checkpoint.KV_SCALE, checkpoint.KV_RECIPROCAL, *checkpoint.KV_SIDES):

@@ -35,7 +35,7 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
     return make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, **{"target": target, **changes})
 
 
-def test_releases_that_a_target_does_not_support_are_refused_with_the_needed_release(tmp_path: Path) -> None:
+def test_unsupported_releases_are_refused_with_the_needed_one(tmp_path: Path) -> None:
     for release in ("1.2.0", "1.3.0rc20", "1.3.0rc21"):
         here = inspect_interpreter(PROGRAM, make_interpreter(tmp_path / release, release=release))
         assert here.release == release
@@ -52,7 +52,7 @@ def test_releases_that_a_target_does_not_support_are_refused_with_the_needed_rel
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
-def test_the_must_fail_control_finds_each_releases_attention_module(tmp_path: Path, place: str) -> None:
+def test_must_fail_control_finds_each_releases_attention(tmp_path: Path, place: str) -> None:
     module = tmp_path / "tensorrt_llm" / "_torch" / place / "trtllm.py"
     module.parent.mkdir(parents=True)
     module.write_text("class TrtllmAttention: pass\n")
@@ -62,7 +62,7 @@ def test_the_must_fail_control_finds_each_releases_attention_module(tmp_path: Pa
     assert found.stdout.strip() == str(module)
 
 
-def test_policies_that_a_target_cannot_store_are_refused_with_the_supported_ones(tiny_checkpoint: Path) -> None:
+def test_refused_policies_name_the_supported_ones(tiny_checkpoint: Path) -> None:
     info = inspect_checkpoint(tiny_checkpoint)
     held: dict[TargetName, set[str]] = {"engine": set(), "pytorch": set()}
     for path in (Path(__file__).parents[2] / "conf" / "kv").glob("*.yaml"):
@@ -114,7 +114,7 @@ def test_a_failed_or_wrong_build_is_reported_with_its_reason(
         build(quantized, tmp_path, given)
 
 
-def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(
+def test_a_rewritten_setting_is_an_error_unless_allowed(
     quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = settings.engine_settings
@@ -148,7 +148,7 @@ def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
     return out
 
 
-def test_quantized_weights_are_served_as_they_were_exported_or_refused_in_a_line(quantized: Path, tmp_path: Path) -> None:
+def test_quantized_weights_are_served_as_exported_or_refused(quantized: Path, tmp_path: Path) -> None:
     exports = declaring(quantized, tmp_path / "exports", quant_algo="FP8", kv_cache_quant_algo="FP8")
     bundle = build(exports, tmp_path / "sound", {"release": "1.3.0"})
     for name in ("config.json", "hf_quant_config.json"):
@@ -190,9 +190,7 @@ def test_a_worker_gets_only_the_folder_of_its_library(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("mode", ["chunks by default", "chunks"])
-def test_chunked_prompts_are_switched_off_and_reported_if_the_release_chunks_anyway(
-    quantized: Path, tmp_path: Path, mode: str
-) -> None:
+def test_chunked_prompts_are_off_and_forced_chunking_is_reported(quantized: Path, tmp_path: Path, mode: str) -> None:
     bundle = build(quantized, tmp_path, {"release": "1.3.0", "mode": mode})
     engine = open_engine(bundle, str(tmp_path / "bin" / "python"))
     if mode == "chunks":

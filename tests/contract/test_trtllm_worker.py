@@ -58,7 +58,7 @@ def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_worker_that_died_between_two_requests_is_reported_and_started_again(bundle: Path, tmp_path: Path) -> None:
+def test_a_worker_that_died_is_reported_and_restarted(bundle: Path, tmp_path: Path) -> None:
     engine = open_engine(bundle, make_interpreter(tmp_path / "bin"))
     before = engine.forced(TOKENS, 1)
     assert engine._worker is not None
@@ -126,7 +126,7 @@ def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
     await_none_with(tmp_path / "bin")
 
 
-def test_a_worker_below_a_script_that_outlives_kvgate_ends_when_its_input_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_below_a_wrapper_script_ends_with_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(CHANNEL))
     worker = importlib.import_module("kvgate_channel")
     reading, writing = os.pipe()

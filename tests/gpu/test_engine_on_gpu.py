@@ -65,7 +65,7 @@ def decoded(engine: Any, texts: np.ndarray) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("policy", [FP8K_INT4V, GUARDED], ids=lambda policy: policy.name)
-def test_captured_and_launched_steps_give_the_logits_of_the_reference_engine(
+def test_captured_and_launched_steps_equal_the_reference(
     policy: KVPolicy, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = benchlib.story_tokens(len(LENGTHS), max(LENGTHS) + STEPS)
@@ -97,9 +97,7 @@ def counted_waits(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield waits
 
 
-def test_a_captured_step_launches_nothing_and_waits_for_the_device_once(
-    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_step_launches_nothing_and_syncs_once(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = benchlib.story_tokens(3, 300).tolist()
     engine, eager = (load_on_gpu(bundles["guarded"], threads=1) for _ in range(2))
     monkeypatch.setattr(eager, "_pass", lambda batch: DecodePass(eager.model, eager.cache, eager.shape, batch))
@@ -122,9 +120,7 @@ def test_a_captured_step_launches_nothing_and_waits_for_the_device_once(
             assert torch.equal(tensor.view(torch.uint8), (theirs.paged | theirs.exact)[name].view(torch.uint8)), name
 
 
-def test_prompts_prefill_together_on_one_wait_a_pass_as_they_do_alone(
-    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joint_prefill_syncs_once_per_pass_and_equals_single(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = benchlib.story_tokens(3, 700).tolist()
     prompts = [texts[0], texts[1][:65], texts[2][:1], texts[2][:640]]
     engine, alone = (load_on_gpu(bundles["guarded"], threads=1, prefill_chunk=256) for _ in range(2))
@@ -138,7 +134,7 @@ def test_prompts_prefill_together_on_one_wait_a_pass_as_they_do_alone(
         assert distance(engine.decode([handle], [5]), alone.decode([other], [5])) < CLOSE
 
 
-def test_bfloat16_steps_are_captured_and_within_their_rounding_of_float32(bundles: dict[str, Path]) -> None:
+def test_captured_bfloat16_steps_are_within_their_rounding(bundles: dict[str, Path]) -> None:
     texts = benchlib.story_tokens(2, 300).tolist()
     engines = [load_on_gpu(bundles["fp8k_int4v"], threads=1, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
     handles = [engine.prefill([text[:200] for text in texts])[0] for engine in engines]
@@ -162,7 +158,7 @@ def test_prompts_join_a_running_batch_between_captured_steps(bundles: dict[str, 
     assert all(step._graph is not None for step in engine._passes.values())
 
 
-def test_a_corrupted_scale_reaches_steps_that_were_captured_before(bundles: dict[str, Path]) -> None:
+def test_a_corrupted_scale_reaches_captured_steps(bundles: dict[str, Path]) -> None:
     texts = benchlib.story_tokens(1, 300)[0].tolist()
     engines = [load(bundles["fp8k_int4v"], threads=1) for load in (load_on_gpu, load_engine)]
     logits = []

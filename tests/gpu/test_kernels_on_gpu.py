@@ -73,7 +73,7 @@ class Decoder:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_captured_step_replays_over_other_tokens_as_if_it_were_launched(name: str) -> None:
+def test_a_captured_step_replays_with_other_tokens(name: str) -> None:
     captured, eager = Decoder(LAYOUTS[name]), Decoder(LAYOUTS[name])
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

@@ -80,7 +80,7 @@ def tokens(engine: Engine, size: int) -> list[int]:
     return np.random.default_rng(size).integers(0, engine.vocab_size, size).tolist()  # type: ignore[no-any-return]
 
 
-def test_a_plan_contains_its_kernels_and_loads_in_a_process_without_the_plugin(bundle: Path) -> None:
+def test_a_plan_has_its_kernels_and_loads_without_the_plugin(bundle: Path) -> None:
     record, *_ = open_bundle(bundle, PlanRecord, "tensorrt")
     assert not record.native, "the policy's layers kept their function bodies"
     command = [sys.executable, "-c", PLUGIN_FREE_PROGRAM, str(bundle / PLANS["decode"])]
@@ -95,7 +95,7 @@ def test_the_pool_of_fp8_keys_is_bound_as_fp8_in_linear_layout(library: Library,
     assert "linear" in plan_of_decode.get_tensor_format_desc("key_pool.0").lower()
 
 
-def test_plans_store_the_tokens_of_a_prompt_and_of_launched_captured_and_replayed_steps(
+def test_plans_store_tokens_of_prompts_and_of_all_kinds_of_steps(
     engine: Callable[..., PlanEngine],
 ) -> None:
     one = engine()
@@ -108,7 +108,7 @@ def test_plans_store_the_tokens_of_a_prompt_and_of_launched_captured_and_replaye
             assert not lost.size, f"{side}s of layer {layer}: tokens {lost[:5]} are not in the pool"
 
 
-def test_forced_decode_gives_the_reference_logits_unless_corrupted(
+def test_forced_decode_equals_the_reference_unless_corrupted(
     engine: Callable[..., PlanEngine], chain: EngineSteps, policy: KVPolicy
 ) -> None:
     built = chain.bundle(policy, TorchConfig(name="torch", device="cpu", threads=1)).path
@@ -130,7 +130,7 @@ def test_forced_decode_gives_the_reference_logits_unless_corrupted(
     assert forced_kl(broken=True) >= CORRUPTION_GAIN * kl
 
 
-def test_captured_steps_give_bit_for_bit_the_logits_of_launched_ones(engine: Callable[..., PlanEngine]) -> None:
+def test_captured_steps_equal_launched_steps_bit_for_bit(engine: Callable[..., PlanEngine]) -> None:
     logits = []
     for captured in (False, True):
         one = engine(cuda_graphs=captured)

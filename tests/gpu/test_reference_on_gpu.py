@@ -78,9 +78,7 @@ def test_one_pass_equals_the_cpus(pair: tuple[TorchEngine, ...], texts: list[lis
     assert weights == {torch.float16}, "the tiny checkpoint's, before and after a pass"
 
 
-def test_rows_of_several_sequences_and_the_effect_of_a_rounding_equal_the_cpus(
-    pair: tuple[TorchEngine, ...], texts: list[list[int]]
-) -> None:
+def test_replays_and_rounding_effects_equal_those_on_a_cpu(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
     fed = [
         Fed(texts[0][:200], [(150, False), (3, True), (40, False), (7, True)]),
         Fed(texts[1][:400], [(300, False), (100, True)]),
@@ -187,7 +185,7 @@ def test_a_full_gpu_is_reported_in_one_line(tmp_path: Path, tiny_checkpoint: Pat
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_the_command_line_judges_kernels_with_a_reference_engine_on_the_same_gpu(tmp_path: Path) -> None:
+def test_a_reference_engine_on_the_same_gpu_judges_kernels(tmp_path: Path) -> None:
     candidate = judge_on_gpu(tmp_path, (0, 3), "reference.device=cuda")
     beside = [check for check in candidate["checks"] if check["gate"] in ("conformance", "stress_test")]
     assert {(check["gate"], check["status"]) for check in beside} == {("conformance", "PASS"), ("stress_test", "PASS")}, beside

@@ -80,7 +80,7 @@ def test_an_evaluation_is_a_verdict_with_its_typed_report(judged: Evaluation, wo
     assert repr(judged).startswith("Evaluation(int8 of tiny: PASS up to ")
 
 
-def test_the_command_line_finds_everything_made_and_the_same_verdict(judged: Evaluation, work: Path) -> None:
+def test_the_command_line_reuses_the_apis_artifacts_and_verdict(judged: Evaluation, work: Path) -> None:
     made = set((work / "artifacts").glob("*/*"))
     assert run_command("stage=evaluate", "kv=int8", f"workdir={work}", *arguments(ASKS)) == 0
     assert set((work / "artifacts").glob("*/*")) == made
@@ -88,7 +88,7 @@ def test_the_command_line_finds_everything_made_and_the_same_verdict(judged: Eva
     assert (again.identity, again.version) == (judged.candidate.identity, "1")
 
 
-def test_what_fails_is_a_result_and_a_second_evaluation_works_in_the_same_process(
+def test_a_fail_is_a_result_and_a_second_evaluation_works(
     judged: Evaluation, work: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failed = evaluate("tiny", "int4_tensor", workdir=work, tracking="none", **ASKS)
@@ -129,7 +129,7 @@ def test_the_users_process_stays_as_it_was(
 @pytest.mark.parametrize(
     ("raised", "expected"), [(PermissionError(13, "Permission denied"), MissingRequirement), (KeyError("defect"), KeyError)]
 )
-def test_the_machines_errors_are_missing_requirements_and_defects_stay(
+def test_machine_errors_are_missing_requirements_defects_stay(
     raised: Exception, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -153,7 +153,7 @@ def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: 
         engine.generate(ASKED)
 
 
-def test_engines_of_another_backend_and_evidence_are_loaded_as_well(judged: Evaluation) -> None:
+def test_engines_of_another_backend_and_evidence_load(judged: Evaluation) -> None:
     """Load the reference engine's bundle from the conformance check, and the engine from its evidence."""
     texts = {folder: (folder / "bundle.json").read_text() for folder in judged.bundle.parent.glob("[!.]*")}
     names = {folder: (folder / "kv_policy.json").read_text() for folder in texts}
@@ -166,7 +166,7 @@ def test_engines_of_another_backend_and_evidence_are_loaded_as_well(judged: Eval
 
 @pytest.mark.parametrize("name", ["tiny", "kvgate-tiny"])
 @pytest.mark.usefixtures("judged")
-def test_the_champion_is_found_by_its_checkpoint_or_its_registered_model(work: Path, name: str) -> None:
+def test_the_champion_is_found_by_checkpoint_or_model_name(work: Path, name: str) -> None:
     with champion(name, workdir=work) as engine:
         assert isinstance(engine, LoadedEngine)
         assert engine.bundle.is_relative_to(work), "it is still in its work directory"
@@ -174,7 +174,7 @@ def test_the_champion_is_found_by_its_checkpoint_or_its_registered_model(work: P
 
 
 @pytest.mark.usefixtures("judged")
-def test_a_champion_of_another_machine_is_downloaded_verified_and_removed_when_it_is_closed(work: Path, tmp_path: Path) -> None:
+def test_a_remote_champion_is_verified_and_removed_on_close(work: Path, tmp_path: Path) -> None:
     store = f"sqlite:///{work}/mlflow.db"
     renamed = shutil.copyfile(SAMPLES, tmp_path / "renamed.jsonl")
     with pytest.raises(MissingRequirement, match="missing: samples, made again"):

@@ -109,7 +109,7 @@ def wait_for(folder: Path, pattern: str, count: int = 1, seconds: float = 300) -
     ("launcher", "seeds", "code", "candidates", "said"),
     [(launcher, *one) for launcher in HERE for one in (SWEEPS if launcher == "basic" else SWEEPS[2:3])],
 )
-def test_every_launcher_gives_the_same_verdicts_order_and_exit_code(
+def test_every_launcher_gives_the_same_verdicts_and_exit_code(
     launcher: str, seeds: str, code: int, candidates: dict[str, str], said: list[str], tmp_path: Path
 ) -> None:
     swept = sweep(tmp_path, seeds, *LAUNCHERS[launcher])

@@ -72,7 +72,7 @@ def directly(
     ("name", "chunks"),
     [("fp16", [70, 50, 40, *[1] * 20]), ("fp8_head", [150, *[1] * 30]), ("int4_g32_asym_hadamard", [70, 50, 40, *[1] * 20])],
 )
-def test_each_head_keeps_its_own_heavy_hitters_and_the_latest_tokens(name: str, chunks: list[int]) -> None:
+def test_each_head_keeps_its_heavy_hitters_and_latest_tokens(name: str, chunks: list[int]) -> None:
     policy, length = evicting(name), sum(chunks)
     generator = torch.Generator().manual_seed(1)
     q = 0.3 * torch.randn(2, 2, length, 64, generator=generator, dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_keeping_everything_is_no_eviction(name: str, model: Any, text: list[int
 
 
 @pytest.mark.parametrize("name", ["fp16", "int4"])
-def test_one_pass_equals_decoding_a_batch_and_memory_is_the_policys_arithmetic(name: str, model: Any, text: list[int]) -> None:
+def test_one_pass_equals_decoding_and_memory_matches_the_policy(name: str, model: Any, text: list[int]) -> None:
     policy = evicting(name)
     engine = make_reference(model, policy, SHAPE, prefill_chunk=80)
     handles, _ = engine.prefill([text[:200], text[:30]])
@@ -114,7 +114,7 @@ def test_one_pass_equals_decoding_a_batch_and_memory_is_the_policys_arithmetic(n
     assert engine.memory().pool_bytes == 0
 
 
-def test_a_corrupted_scale_is_seen_and_a_refused_token_leaves_nothing(model: Any, text: list[int]) -> None:
+def test_a_corrupted_scale_shows_and_a_refused_token_is_dropped(model: Any, text: list[int]) -> None:
     engine = make_reference(model, evicting("int8"), SHAPE)
     sound = engine.forced(text, 200)
     engine.corrupt_key_scale(4.0)

@@ -25,9 +25,7 @@ FEW = (
 )
 
 
-def test_an_engine_in_an_interpreter_is_judged_if_its_scale_changes_are_allowed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_allowed_scale_changes_let_an_engine_be_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """ModelOpt's export cannot store an FP8 scale below 1."""
     given = (*FEW, "kv=fp8", "backend=trtllm", f"backend.python={make_interpreter(tmp_path / 'bin')}")
     refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"

@@ -93,7 +93,7 @@ def expected(logits_after: Any, context: list[int], continuation: list[int]) -> 
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_log_likelihoods_and_greedy_flags_equal_those_of_transformers_with_an_exact_cache_only(
+def test_scores_equal_transformers_only_with_an_exact_cache(
     batch_size: int, bundles: dict[str, Path], logits_after: Any
 ) -> None:
     model = lm(bundles["fp16"], batch_size=batch_size)
@@ -147,7 +147,7 @@ def greedy_text(model: KvgateLM, logits_after: Any, prompt: str, limit: int) -> 
     return str(model.tokenizer.decode(ids[len(model.tok_encode(prompt)) :], skip_special_tokens=True))
 
 
-def test_answers_are_greedy_and_end_before_a_stop_string_or_at_their_limit(bundles: dict[str, Path], logits_after: Any) -> None:
+def test_answers_end_before_a_stop_string_or_at_their_limit(bundles: dict[str, Path], logits_after: Any) -> None:
     prompt, other = "Once there was a lighthouse keeper who", "The record of"
     model = lm(bundles["fp16"], batch_size=3)
     full, second = (greedy_text(model, logits_after, text, 24) for text in (prompt, other))
@@ -206,7 +206,7 @@ def test_unsupported_requests_are_refused_with_their_fix(bundles: dict[str, Path
 
 
 @pytest.mark.parametrize("bundle", ["int4", "reference"])
-def test_logits_that_are_not_finite_give_neither_a_number_nor_an_answer(
+def test_non_finite_logits_give_no_score_and_no_answer(
     bundle: str, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cover a context of one token too, whose logits come from the prefill."""

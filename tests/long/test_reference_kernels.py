@@ -100,9 +100,7 @@ def test_a_prompt_is_prefilled_in_chunks_like_the_reference(
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", ["fp16", "fp8", "int8"])
-def test_a_corrupted_key_scale_is_read_of_stored_and_of_later_tokens_and_moves_logits(
-    name: str, model: Any, texts: list[list[int]]
-) -> None:
+def test_a_corrupted_key_scale_affects_stored_and_later_tokens(name: str, model: Any, texts: list[list[int]]) -> None:
     policy, prompt = BY_NAME[name], texts[0][:40]
     (kernels, reference), (_, sound) = engines(model, policy), engines(model, policy)
     handles, _ = kernels.prefill([prompt])
@@ -117,7 +115,7 @@ def test_a_corrupted_key_scale_is_read_of_stored_and_of_later_tokens_and_moves_l
 
 
 @pytest.mark.usefixtures("quick")
-def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(model: Any, texts: list[list[int]]) -> None:
+def test_memory_matches_the_policy_and_pages_are_reused(model: Any, texts: list[list[int]]) -> None:
     policy = GUARDED
     engine, reference = engines(model, policy)
     handles, _ = engine.prefill([[1] * 100, [2] * 64])
@@ -172,7 +170,7 @@ def little_memory(tensors: int) -> Any:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
+def test_a_cache_that_cannot_grow_is_unchanged_and_says_so(
     model: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run out of memory at the first or second tensor: GUARDED has pools, scale pools and exact buffers."""

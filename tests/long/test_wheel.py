@@ -53,7 +53,7 @@ def run(installed: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, check=False, capture_output=True, text=True, cwd=cwd, env=environment)
 
 
-def test_a_wheel_composes_every_policy_and_finds_the_tiny_checkpoint(installed: Path, tmp_path: Path) -> None:
+def test_a_wheel_has_every_policy_and_the_tiny_checkpoint(installed: Path, tmp_path: Path) -> None:
     assert "dtype: int8" in run(installed, tmp_path, "--cfg", "job", "kv=int8").stdout
     result = run(installed, tmp_path, "stage=quantize", "kv=int8", "dry=true")  # reads and checks all files of the checkpoint
     assert (result.returncode, "quantize int8" in result.stdout) == (0, True), result.stderr
@@ -65,14 +65,14 @@ def test_a_wheel_made_from_the_source_distribution_is_the_same(built: Path, tmp_
     assert {item.filename: item.CRC for item in ours.infolist()} == {item.filename: item.CRC for item in theirs.infolist()}
 
 
-def test_a_wheel_carries_no_tests_and_brings_the_command_kvgate_whose_interpreter_pip_writes(installed: Path) -> None:
+def test_a_wheel_has_no_tests_and_installs_the_command_kvgate(installed: Path) -> None:
     packages = {path.name for path in installed.iterdir() if path.is_dir() and path.suffix not in (".dist-info", ".data")}
     assert packages == {"pipeline", "stages", "plugins", "conf"}
     (script,) = installed.glob("*.data/scripts/kvgate")
     assert script.read_text().startswith("#!python\n")
 
 
-def test_an_images_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+def test_image_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     """Run the Dockerfile's own commands, in an environment as empty as a container's."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     health = json.loads(next(line.partition(" CMD ")[2] for line in lines if line.startswith("HEALTHCHECK")))

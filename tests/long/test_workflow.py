@@ -22,7 +22,7 @@ case "$*" in *git+*) exec {sys.executable} -m pip "$@" -q --no-deps --no-build-i
 """A pip that installs only kvgate. The dependencies are already available."""
 
 
-def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model_of_the_repository(tmp_path: Path) -> None:
+def test_the_workflow_judges_promotes_and_serves_the_model(tmp_path: Path) -> None:
     theirs, site, programs = tmp_path / "theirs", tmp_path / "site", tmp_path / "programs"
     shutil.copytree(ROOT / "stages" / "tiny" / "checkpoint", theirs / "model")
     shutil.copy(EXAMPLES / "own_samples.jsonl", theirs / "questions.jsonl")

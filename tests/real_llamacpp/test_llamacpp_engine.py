@@ -93,7 +93,7 @@ def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list
     assert_batches_steps_and_answers_agree(q8_q4, five, 1e-4)
 
 
-def test_forced_decode_equals_single_steps_also_for_many_tokens_and_shared_prefixes(
+def test_forced_decode_equals_single_steps(
     tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
 ) -> None:
     """Compare with steps over f16: for 64 and more tokens of a sequence, llama.cpp uses another attention than for one."""
@@ -131,7 +131,7 @@ def test_the_control_keys_are_wrong_in_the_state_and_taken_back(q8_q4: LlamaCppE
     np.testing.assert_array_equal(q8_q4.forced(texts[0], FIRST), before)
 
 
-def test_a_gguf_that_the_release_does_not_read_is_refused_in_a_line(
+def test_a_gguf_that_the_release_cannot_read_is_refused(
     tmp_path: Path, tiny_checkpoint: Path, llamacpp_python: str, q8_q4: LlamaCppEngine
 ) -> None:
     gguf = tmp_path / "model.gguf"

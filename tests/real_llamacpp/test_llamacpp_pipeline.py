@@ -24,7 +24,7 @@ FEW = (
 )
 
 
-def test_a_sound_cache_conforms_and_a_cache_without_the_policys_rotation_fails(
+def test_a_sound_cache_conforms_and_one_without_rotation_fails(
     tmp_path: Path, tiny_checkpoint: Path, llamacpp_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Judge on two questions, which cannot give a PASS."""

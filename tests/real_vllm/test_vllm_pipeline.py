@@ -26,7 +26,7 @@ FAILS = "fp8 does not compute its policy: FAIL"
 
 
 @KNOWN_LAYOUT
-def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_answers(tmp_path: Path, vllm_python: str) -> None:
+def test_fp8_fails_for_its_computation_and_not_its_answers(tmp_path: Path, vllm_python: str) -> None:
     samples = "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}"
     few = (*FEW, samples, "calibration.max_length=64", "backend.threads=1")
     directory, summary = judge(configured(tmp_path / "work", f"backend.python={vllm_python}", *few), FAILS)

@@ -40,9 +40,7 @@ class Left:
 
 
 @KNOWN_LAYOUT
-def test_each_worker_reads_the_scales_of_its_heads_and_both_compute_the_policy(
-    tmp_path: Path, tiny_checkpoint: Path, vllm_python: str
-) -> None:
+def test_each_worker_reads_the_scales_of_its_heads(tmp_path: Path, tiny_checkpoint: Path, vllm_python: str) -> None:
     """Compare: on a CPU, one worker merges the two heads' scales; two workers hold one head each."""
     bundle = make_bundle("vllm", tiny_checkpoint, tmp_path / "two", "fp8_head", vllm_python, tensor_parallel_size=2)
     policy = SHIPPED["fp8_head"]

@@ -108,7 +108,7 @@ def test_a_gpus_defaults_leave_every_argument_as_it_was_asked(
                 assert worker.call("validate", Resolved, **given).arguments == asked
 
 
-def test_an_argument_that_the_release_lacks_is_refused_by_its_name(bundle_of: Callable[[str], Path], python: str) -> None:
+def test_an_unknown_argument_is_refused_by_its_name(bundle_of: Callable[[str], Path], python: str) -> None:
     checkpoint = str(bundle_of("fp16") / "checkpoint")
     with (
         Worker(PROGRAM, python) as worker,

@@ -179,7 +179,7 @@ def test_every_served_bundle_is_read_as_it_was_built(served: Bundles) -> None:
         assert declared == (weights != "none"), "a null quant_algo is refused by the release"
 
 
-def test_the_pytorch_runtime_reads_weights_cache_and_positions_as_they_were_given(
+def test_the_pytorch_runtime_uses_our_weights_and_positions(
     served: Bundles, inside: Inside, python: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
@@ -202,7 +202,7 @@ def test_the_pytorch_runtime_reads_weights_cache_and_positions_as_they_were_give
         assert (read["rope_scaling"] or {}).get("rope_type") == scaling
 
 
-def test_trtllm_serve_starts_every_bundle_with_the_arguments_that_were_judged(served: Bundles, inside: Inside) -> None:
+def test_trtllm_serve_starts_every_bundle_as_judged(served: Bundles, inside: Inside) -> None:
     answers = inside([("serve", {"bundle": str(path)}) for path in served.values()])
     for bundle, answer in zip(served.values(), answers, strict=True):
         assert "error" not in answer, answer
@@ -211,7 +211,7 @@ def test_trtllm_serve_starts_every_bundle_with_the_arguments_that_were_judged(se
         assert {**judged, **pinned} == judged, "the judged arguments equal the served ones, without overlap"
 
 
-def test_trtllm_build_keeps_every_setting_on_every_generation_of_gpus(engines: Bundles, inside: Inside, tmp_path: Path) -> None:
+def test_trtllm_build_keeps_every_setting_on_every_gpu(engines: Bundles, inside: Inside, tmp_path: Path) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
     expected = []
     for (weights, kv), bundle in engines.items():
@@ -244,9 +244,7 @@ def refuses(weights: WeightsFormat, kv: str, sm: tuple[int, int]) -> bool:
     return False
 
 
-def test_checkpoints_load_with_their_scales_also_corrupted_or_on_two_ranks(
-    engines: Bundles, inside: Inside, tmp_path: Path
-) -> None:
+def test_checkpoints_load_with_their_scales_on_one_or_two_ranks(engines: Bundles, inside: Inside, tmp_path: Path) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
     given = []
     for (weights, kv), bundle in engines.items():
@@ -275,9 +273,7 @@ def test_checkpoints_load_with_their_scales_also_corrupted_or_on_two_ranks(
 
 
 @pytest.mark.parametrize("fault", [1.0, 0.1])
-def test_forced_tokens_come_through_the_real_hook_with_the_rows_that_were_computed(
-    served: Bundles, python: str, fault: float
-) -> None:
+def test_the_real_hook_forces_tokens_and_returns_their_rows(served: Bundles, python: str, fault: float) -> None:
     engine = open_engine(served["none", "fp8"], python)
     engine.corrupt_key_scale(fault)
     tokens, first = [7, 300, 12, 44, 1001, 5, 5, 620], 3
@@ -297,7 +293,7 @@ def test_forced_tokens_come_through_the_real_hook_with_the_rows_that_were_comput
         ({"speculative_config": {"decoding_type": "NGram", "max_draft_len": "x"}}, "DecodingConfig.max_draft_len"),
     ],
 )
-def test_an_argument_that_the_release_lacks_is_refused_in_a_line_with_release_and_field(
+def test_an_unknown_argument_is_refused_with_release_and_field(
     wrong: dict[str, Any], field: str, served: Bundles, python: str
 ) -> None:
     bundle, here = served["none", "fp8"], inspect_interpreter(PROGRAM, python)
@@ -305,9 +301,7 @@ def test_an_argument_that_the_release_lacks_is_refused_in_a_line_with_release_an
         read_llm_args(here, bundle / "checkpoint", {**pinned_in(bundle), **wrong})
 
 
-def test_an_unsupported_checkpoint_is_refused_in_a_line_with_release_and_field(
-    exports: Bundles, python: str, tmp_path: Path
-) -> None:
+def test_an_unsupported_checkpoint_names_release_and_field(exports: Bundles, python: str, tmp_path: Path) -> None:
     wrong, release = tmp_path / "exports", inspect_interpreter(PROGRAM, python).release
     shutil.copytree(exports["fp8", "fp8"], wrong)
     for file, change in (("unified_hf/hf_quant_config.json", "quantization"), ("tensorrt_llm/config.json", "architecture")):

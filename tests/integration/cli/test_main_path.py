@@ -12,7 +12,7 @@ from helpers.commands.tiny_model import FEW, Swept, command, summary, sweep
 from stages.core.digest import files_digest, tree_files
 
 
-def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none(swept: Swept) -> None:
+def test_a_sweep_judges_against_one_baseline_and_promotes_none(swept: Swept) -> None:
     work, result = swept
     found = summary(work)
     by_name = {candidate["policy"]: candidate for candidate in found["candidates"]}
@@ -32,7 +32,7 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
     )
 
 
-def test_the_sweep_is_shown_on_a_page_that_its_runs_in_mlflow_have_too(swept: Swept) -> None:
+def test_a_sweeps_report_is_also_in_its_mlflow_runs(swept: Swept) -> None:
     work, result = swept
     page = work / "report.html"
     text = page.read_text(encoding="utf-8")
@@ -76,9 +76,7 @@ def sharing(swept: Swept, tmp_path: Path) -> Path:
     return work
 
 
-def test_a_second_sweep_reuses_every_artifact_and_its_command_promotes_the_best_that_passed(
-    swept: Swept, sharing: Path
-) -> None:
+def test_a_second_sweep_reuses_artifacts_and_promotes(swept: Swept, sharing: Path) -> None:
     """Run the command that the sweep prints at its end, as a user would paste it."""
     work, result = sweep(sharing)
     made = [line for line in result.stderr.splitlines() if "/artifacts/" in line and "reused" not in line]
@@ -112,7 +110,7 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
     assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, ())[0]
 
 
-def test_the_page_of_a_job_that_promotes_does_not_say_that_the_job_is_missing(sharing: Path) -> None:
+def test_the_report_of_a_promoting_job_calls_no_job_missing(sharing: Path) -> None:
     result = command([f"workdir={sharing}", *FEW, "kv=fp8"], sharing.parent)
     assert result.returncode == 0, result.stderr
     page = (sharing / "report.html").read_text(encoding="utf-8")

@@ -130,9 +130,7 @@ def broken(artifacts: Path) -> list[str]:
     return found
 
 
-def test_status_shows_the_champion_the_judged_candidates_and_the_disk_space(
-    ground: Ground, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(ground.work)
     ground.command("stage=status")
     shown = capsys.readouterr().out
@@ -152,7 +150,7 @@ def test_status_shows_the_champion_the_judged_candidates_and_the_disk_space(
     assert f"{decimal(sum(size for _, size in files))} in all: kinds share files" in lines
 
 
-def test_prune_lists_removable_files_and_removes_nothing_by_default(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_lists_files_and_removes_nothing_by_default(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(ground.work)
     ground.command("stage=prune", "prune.keep_sweeps=1")
     said = capsys.readouterr().out
@@ -162,7 +160,7 @@ def test_prune_lists_removable_files_and_removes_nothing_by_default(ground: Grou
 
 
 @pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity", "nothing: older rules judged it"])
-def test_a_serving_engine_is_kept_even_if_its_identity_is_lost_or_old(
+def test_a_serving_engine_stays_even_with_a_lost_or_old_identity(
     lost: str, copied: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     identity = copied.identity_of("fp8")
@@ -184,7 +182,7 @@ def test_a_serving_engine_is_kept_even_if_its_identity_is_lost_or_old(
     assert "int8_tensor" in said, "what nobody needs goes"
 
 
-def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:
+def test_a_killed_prune_leaves_whole_artifacts(ground: Ground, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
     whole = ground.plan("prune.keep_sweeps=1").removable
     needed = {one.place for one in walk(ground.artifacts)} - {one.place for one in whole}
@@ -205,9 +203,7 @@ def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(
         assert all(piece.is_artifact for piece in walk(copied)), "the next command that makes something removes leftovers"
 
 
-def test_nothing_is_removed_while_a_command_uses_artifacts_and_the_reverse(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_and_use_of_artifacts_exclude_each_other(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(ground.artifacts)
     with (
         used(ground.artifacts, make=True),
@@ -251,7 +247,7 @@ def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"), [(os.mkfifo, "is a pipe, a socket or a device"), (Path.mkdir, "(Is a directory); give a file")]
 )
-def test_pipes_and_directories_that_replace_evidence_are_reported_without_waiting(
+def test_pipes_and_directories_as_evidence_are_reported_at_once(
     make: Callable[[Path], object], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("summaries/20260301-025900-1-a.json", f"artifacts/identity/{'b' * 32}/identity.json", "summary.json"):

@@ -104,7 +104,7 @@ def text() -> list[int]:
     return tokens
 
 
-def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Served) -> None:
+def test_fp16_equals_the_eager_model_beyond_every_window(served: Served) -> None:
     """Compare in a batch that includes a text shorter than a window."""
     config: Any = served.model.config
     assert 2 * (getattr(config, "sliding_window", None) or 0) < TOKENS - FORCED
@@ -130,7 +130,7 @@ def test_a_quantized_engine_equals_the_reference(served: Served) -> None:
     assert max(float(errors.engine.max()) for layer in replay.errors for errors in layer.values()) < 1e-3
 
 
-def test_the_reference_computes_the_layers_above_a_known_input_and_whole_sequences(served: Served) -> None:
+def test_the_reference_computes_layers_above_a_known_input(served: Served) -> None:
     """Check the bases of `stage=tune` and of the stress test.
 
     A layer keeps its window, rotary base and number when earlier layers are skipped. Replayed rows are scaled and capped like

@@ -86,9 +86,7 @@ def answered_alone(engine: Watched, prompts: list[list[int]]) -> list[list[int]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_other_sequences_of_a_pass_change_no_answer_no_logits_and_no_stored_code(
-    name: str, make: Any, prompts: list[list[int]]
-) -> None:
+def test_other_sequences_of_a_pass_change_no_result(name: str, make: Any, prompts: list[list[int]]) -> None:
     """Allow for the order of sums, which rounds a few numbers of a second layer to their neighbours."""
     together, alone = make(*CASES[name]), make(*CASES[name])
     answers = together.generate(prompts, LIMITS, (), max_sequences=2)
@@ -106,7 +104,7 @@ def test_other_sequences_of_a_pass_change_no_answer_no_logits_and_no_stored_code
     assert together.memory().live_tokens == 0
 
 
-def test_free_answers_of_a_batch_that_prompts_join_equal_forced_decode(make: Any, prompts: list[list[int]]) -> None:
+def test_free_answers_of_joining_prompts_equal_forced_decode(make: Any, prompts: list[list[int]]) -> None:
     engine = make()
     encoded = [
         EncodedSample(Sample(str(i), "joins", ""), tuple(prompt), (1,) * limit)
@@ -118,15 +116,13 @@ def test_free_answers_of_a_batch_that_prompts_join_equal_forced_decode(make: Any
 
 
 @pytest.mark.parametrize(("dtype", "named"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_a_token_within_one_rounding_of_the_engines_type_is_no_contradiction(
-    dtype: torch.dtype, named: bool, make: Any
-) -> None:
+def test_a_token_within_one_rounding_is_no_contradiction(dtype: torch.dtype, named: bool, make: Any) -> None:
     """In bfloat16, logits around 40 are rounded to multiples of 0.25; in float32, to far finer ones."""
     logits = np.concatenate([[40.25, 40.0], np.linspace(20, 38, 500)]).astype(np.float32)[None]
     assert (contradiction(make(GUARDED, dtype), logits, [1]) is not None) is named
 
 
-def test_a_running_sequence_decodes_in_every_pass_of_a_prompt_that_joins(make: Any, prompts: list[list[int]]) -> None:
+def test_running_sequences_decode_while_a_prompt_joins(make: Any, prompts: list[list[int]]) -> None:
     engine = make()
     engine.generate(prompts, LIMITS, (), max_sequences=2)
     assert engine.passes[:6] == [[50, 5], [50, 1], [20, 1], [1, 1], [1, 1], [1, 1]]
@@ -135,9 +131,7 @@ def test_a_running_sequence_decodes_in_every_pass_of_a_prompt_that_joins(make: A
 
 
 @pytest.mark.parametrize("place", [0, 4, 6])
-def test_a_prompt_whose_keys_are_not_finite_is_refused_by_name_and_everything_is_released(
-    place: int, make: Any, prompts: list[list[int]]
-) -> None:
+def test_non_finite_keys_are_refused_and_everything_is_released(place: int, make: Any, prompts: list[list[int]]) -> None:
     """Use token 7, whose embedding is NaN."""
     engine = make()
     embeddings = engine.model.model.embed_tokens.weight.detach().clone()
@@ -167,7 +161,7 @@ def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, make:
     assert engine.memory().live_tokens == (68 if token == 7 else 71)
 
 
-def test_a_model_in_bfloat16_stores_numbers_of_its_type_and_decodes_within_its_rounding(make: Any) -> None:
+def test_a_bfloat16_model_stores_and_decodes_within_its_rounding(make: Any) -> None:
     engine, half = make(), make(GUARDED, torch.bfloat16)
     prompts = [list(range(10, 72)), [2] * 5]
     (same, first), (handles, rows) = engine.prefill(prompts), half.prefill(prompts)
@@ -178,7 +172,7 @@ def test_a_model_in_bfloat16_stores_numbers_of_its_type_and_decodes_within_its_r
     assert {x.dtype for p in half._passes.values() for x in (p.keys, p.values)} == {torch.bfloat16}
 
 
-def test_prompts_are_cut_into_their_own_chunks_and_single_tokens_come_first() -> None:
+def test_prompts_are_chunked_alone_and_single_tokens_come_first() -> None:
     """Chunks have 4 tokens, and a pass up to 6."""
     for left, passes in (
         ([], []),

@@ -74,7 +74,7 @@ def test_a_long_context_equals_the_functions_body() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK])
-def test_float16_compute_is_closer_to_float32_than_the_functions_body(tokens: int) -> None:
+def test_float16_kernel_is_closer_to_float32_than_the_graph(tokens: int) -> None:
     """Scores around 1 in float16 are off by 2**-11. The kernel computes in float32 and rounds only inputs and results."""
     case = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS, compute="float16", tokens=tokens)
     single = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS, tokens=tokens)
@@ -98,7 +98,7 @@ def test_threads_and_the_rest_of_the_batch_do_not_change_a_bit(name: str, tokens
         np.testing.assert_array_equal(alone.session(native=True).run()[0], one[row])
 
 
-def test_what_is_not_finite_in_a_query_or_a_new_token_shows_in_its_sequence_alone() -> None:
+def test_non_finite_inputs_affect_only_their_sequence() -> None:
     case = AttentionCase(BY_NAME["int8"], HEADS, (65, 65, 65, 65))
     sound = case.session(native=True).run().copy()
     case.inputs["query"][0, 0] = np.nan
@@ -125,7 +125,7 @@ def test_arrays_need_no_alignment_beyond_their_elements(name: str) -> None:
     np.testing.assert_array_equal(case.session(native=True).run(), expected)
 
 
-def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
+def test_unsupported_layers_keep_their_graphs_and_are_listed(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_int2(monkeypatch)
@@ -166,7 +166,7 @@ def test_an_input_of_another_shape_than_the_policys_is_refused(name: str) -> Non
         case.session(native=True).run()
 
 
-def test_a_graph_that_is_not_the_policys_or_names_the_kernel_itself_is_refused() -> None:
+def test_a_graph_of_another_policy_or_kernel_is_refused() -> None:
     case = AttentionCase(BY_NAME["fp8"], HEADS, (70,))
     other = case.graph()
     other.graph.node[0].input.append("query")
@@ -197,7 +197,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...] | None) ->
     monkeypatch.setattr(compiler, "find_compiler", lambda: Compiler(command, "pretended 1.0") if command else None)
 
 
-def test_without_a_compiler_auto_is_the_graph_and_its_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_auto_and_its_key_mean_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernel = backend("auto").run_parts()
     assert str(with_kernel["attention"]).startswith("native kernel ")
     assert backend("native").run_parts() == with_kernel
@@ -209,7 +209,7 @@ def test_without_a_compiler_auto_is_the_graph_and_its_key_says_so(monkeypatch: p
         backend("native").run_parts()
 
 
-def test_a_compiler_that_refuses_the_sources_is_named_with_its_reason(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_compiler_is_named_with_its_reason(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("sh", "-c", "echo 'operator.c:1: error: no such thing' >&2; exit 1"))
     with pytest.raises(MissingRequirement, match=r"pretended 1\.0 cannot compile the attention kernel: operator\.c:1: error"):
         compiled_kernel(64, 2)
@@ -264,9 +264,7 @@ def test_a_cache_that_others_can_reach_is_refused(mode: int | None, own_cache: P
         compiled_kernel(64, 2)
 
 
-def test_the_kernel_for_processors_without_avx512_equals_the_functions_body(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_without_avx512_equals_the_graph(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile the other code path of the same sources, which AVX-512 processors can run too. No warning is allowed."""
     strict = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror")
     monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-march=haswell", *strict))

@@ -60,7 +60,7 @@ def test_keys_and_values_that_are_not_finite_are_refused_by_name(by: float, numb
     assert engine.memory().live_tokens == 0
 
 
-def test_a_token_whose_key_is_not_finite_leaves_nothing_in_the_cache(decoder: Path, tmp_path: Path) -> None:
+def test_a_token_with_a_non_finite_key_is_not_stored(decoder: Path, tmp_path: Path) -> None:
     """Set the embedding of token 7 to NaN.
 
     The embedding is also the output matrix, so the logit of token 7 is NaN. The engine returns it, so that an evaluation
@@ -85,7 +85,7 @@ def test_a_token_whose_key_is_not_finite_leaves_nothing_in_the_cache(decoder: Pa
     assert engine.memory().live_tokens == 0
 
 
-def test_weights_of_16_bits_are_stored_in_16_bits_and_no_result_changes(tmp_path: Path) -> None:
+def test_16_bit_weights_stay_16_bit_without_changing_results(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((256, 64)).astype(np.float16).astype(np.float32)
     x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, (3, 256))
@@ -118,7 +118,7 @@ def test_an_altered_or_missing_file_is_refused_by_name(decoder: Path, tmp_path: 
         (bundle / name).write_bytes(sound)
 
 
-def test_the_graphs_digest_depends_on_the_policy_and_not_on_the_place(decoder: Path, tmp_path: Path) -> None:
+def test_a_graphs_digest_depends_on_the_policy_not_the_place(decoder: Path, tmp_path: Path) -> None:
     shutil.copytree(decoder, tmp_path / "copy")
     digests = [
         file_digest(make_bundle(source, tmp_path / name, BY_NAME[policy]) / "decode.onnx")
@@ -147,7 +147,7 @@ def decode(engine: OnnxEngine, handle: int, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [64, 130])
 @pytest.mark.parametrize("name", PAGED)
-def test_a_fork_and_its_origin_decode_like_sequences_prefilled_alone(
+def test_a_fork_and_its_origin_decode_like_single_sequences(
     name: str, length: int, decoder: Path, tmp_path: Path, text: list[int]
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name])
@@ -211,7 +211,7 @@ def bundle(checkpoint: Path, tmp_path: Path) -> Path:
     return make_reference_bundle(checkpoint, tmp_path / "bundle", POLICY)
 
 
-def test_a_bundle_is_all_that_the_engine_needs_but_nothing_that_its_owner_overwrites(checkpoint: Path, bundle: Path) -> None:
+def test_a_bundle_is_complete_and_shares_no_file_with_its_owner(checkpoint: Path, bundle: Path) -> None:
     assert not (bundle / "model.safetensors").samefile(checkpoint / "model.safetensors"), "it is outside of any store"
     engine = load_reference_engine(bundle, threads=1)
     assert (engine.policy, engine.shape, engine.vocab_size) == (POLICY, SHAPE, 256)
@@ -219,7 +219,7 @@ def test_a_bundle_is_all_that_the_engine_needs_but_nothing_that_its_owner_overwr
     np.testing.assert_array_equal(engine.forced(TEXT, 70), expected)
 
 
-def test_a_bundle_of_another_backend_and_senseless_options_are_refused(bundle: Path) -> None:
+def test_bundles_of_other_backends_and_bad_options_are_refused(bundle: Path) -> None:
     with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
         load_reference_engine(bundle, threads=0)
     record = json.loads((bundle / "bundle.json").read_text())
@@ -251,9 +251,7 @@ def alone(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("name", "attention"), [("fp8", "graph"), ("ages", "native")])
-def test_logits_of_the_embedded_engine_are_bit_for_bit_independent_of_other_sequences(
-    name: str, attention: Any, decoder: Path, tmp_path: Path
-) -> None:
+def test_logits_are_bitwise_independent_of_other_sequences(name: str, attention: Any, decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=128, attention=attention)
     rows = watched(engine)
     expected = alone(engine)

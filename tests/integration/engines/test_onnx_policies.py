@@ -84,7 +84,7 @@ def test_batched_decode_equals_the_reference_and_single_runs(
 
 
 @pytest.mark.every
-def test_a_corrupted_key_scale_changes_decode_as_the_reference_says_and_not_prefill(
+def test_a_corrupted_key_scale_changes_decode_and_not_prefill(
     pair: tuple[OnnxEngine, TorchEngine], texts: list[list[int]]
 ) -> None:
     engine, reference = pair
@@ -126,7 +126,7 @@ CHUNKED = ["fp8k_int4v", "sinks_over_a_page", "ages", "overridden_window", "slid
 
 
 @pytest.mark.parametrize("name", CHUNKED)
-def test_a_later_prefill_chunk_attends_over_the_quantized_cache_of_the_earlier_ones(
+def test_later_prefill_chunks_read_the_quantized_cache(
     name: str, model: torch.nn.Module, decoder: Path, tmp_path: Path, texts: list[list[int]]
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=50)

@@ -70,9 +70,7 @@ def test_keys_name_all_tokens_up_to_the_end_of_a_chunk(int8: Path, prompts: list
     assert [len(keys(prompt[:length])) for length in (1, 64, 65, 128, 129)] == [0, 0, 1, 1, 2]
 
 
-def test_memory_is_bounded_and_the_least_recently_used_beginning_goes_first(
-    decoder: Path, tmp_path: Path, prompts: list[list[int]]
-) -> None:
+def test_memory_is_bounded_and_eviction_is_least_recently_used(decoder: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
     engine = load(make_bundle(decoder, tmp_path / "bundle", BY_NAME["window_of_keys_and_values"]), prefix_tokens=3 * CHUNK + 5)
     kept = cache(engine)
     first, other = prompts[0], prompts[2]

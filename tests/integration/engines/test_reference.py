@@ -137,7 +137,7 @@ FIRST_SLIDES = ["sliding_attention", "full_attention", "full_attention"]
     ],
     ids=lambda config: f"{config.model_type}-{getattr(config, 'sliding_window', None)}",
 )
-def test_every_family_equals_transformers_own_attention_over_a_cache_that_rounds(config: Any, name: str) -> None:
+def test_every_family_equals_transformers_over_a_rounding_cache(config: Any, name: str) -> None:
     model = random_model(config).double()
     shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
     engine = make_reference(model, BY_NAME[name], shape)
@@ -147,7 +147,7 @@ def test_every_family_equals_transformers_own_attention_over_a_cache_that_rounds
     assert model.config._attn_implementation == "sdpa", "the model is left as it was"
 
 
-def test_a_value_that_is_not_finite_is_refused_and_nothing_of_it_stays(texts: list[list[int]]) -> None:
+def test_a_non_finite_value_is_refused_and_not_stored(texts: list[list[int]]) -> None:
     broken = random_model()
     with torch.no_grad():
         broken.model.embed_tokens.weight[7] = torch.nan
@@ -187,7 +187,7 @@ def test_a_corrupted_key_scale_reaches_one_pass_and_decode_alike(name: str, mode
     assert np.abs(faulty - sound).max(-1)[:, -1].min() > 0.01, "the longest has more tokens than any policy keeps exact"
 
 
-def test_a_reference_engine_that_reads_itself_has_no_exact_token_and_one_replay(model: Any) -> None:
+def test_reading_the_own_token_from_the_cache_needs_one_replay(model: Any) -> None:
     """Test reads_itself, for engines that store a token before they attend: chunking a prompt then changes nothing."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 256, 150).tolist()

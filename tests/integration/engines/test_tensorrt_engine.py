@@ -76,7 +76,7 @@ def not_finite(*place: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_steps_and_chunks_store_and_answer_like_the_embedded_engine(name: str, pairs: dict[str, Pair]) -> None:
+def test_steps_and_chunks_equal_those_of_onnx_runtime(name: str, pairs: dict[str, Pair]) -> None:
     """Compare with the ONNX engine.
 
     Covers chunks that begin within pages, windows that move within a run, tails that join later runs, padded rows and
@@ -120,7 +120,7 @@ def test_prompts_that_are_refused_together_leave_nothing(pairs: dict[str, Pair])
     np.testing.assert_allclose(*steps, atol=2e-4)
 
 
-def test_each_capturable_decode_shape_is_captured_once_and_then_replayed(pairs: dict[str, Pair]) -> None:
+def test_each_decode_shape_is_captured_once_and_replayed(pairs: dict[str, Pair]) -> None:
     engine, device, fakes = pairs["int8_asym"].tensorrt()
     handles, _ = engine.prefill([[1] * 3, [2] * 5])
     for _ in range(10):
@@ -167,7 +167,7 @@ def test_a_gpu_without_room_names_the_keys_that_size_the_cache(pairs: dict[str, 
         pairs["int8_asym"].tensorrt()
 
 
-def test_more_sequences_or_tokens_than_the_plans_were_built_for_name_the_key(pairs: dict[str, Pair]) -> None:
+def test_exceeding_a_plans_limits_names_the_key(pairs: dict[str, Pair]) -> None:
     engine = pairs["int8_asym"].tensorrt()[0]
     with pytest.raises(UserError, match=rf"backend\.max_tokens={TOKENS}: a sequence would get 321 tokens"):
         engine.prefill([[1] * (TOKENS + 1)])

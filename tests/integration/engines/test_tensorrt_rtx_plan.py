@@ -140,7 +140,7 @@ def test_the_plans_hold_no_weights_which_are_inputs_of_both(plans: tuple[Path, P
         assert not [name for name, values in expected.items() if values.reshape(-1)[:32].tobytes() in plan]
 
 
-def test_a_gpu_that_lacks_a_type_is_named_with_the_targets_that_remain(decoder: Path, tmp_path: Path) -> None:
+def test_a_gpu_without_a_type_is_named_with_other_targets(decoder: Path, tmp_path: Path) -> None:
     onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", BY_NAME["fp8"])
     with pytest.raises(UserError, match=r"^backend\.compute_capabilities=\[80, 89\].*kv=fp8: .*sm80.*=\[89\]$"):
         make_plans(onnx_bundle, tmp_path / "plans", BY_NAME["fp8"], targets=[80, 89])
@@ -153,9 +153,7 @@ def test_a_missing_gpu_is_named(plans: tuple[Path, Path], monkeypatch: pytest.Mo
         load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
 
 
-def test_a_plan_for_another_gpu_or_version_is_refused_with_both_named(
-    plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other differences: tests/unit/core/test_hardware.py."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))

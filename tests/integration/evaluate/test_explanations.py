@@ -69,7 +69,7 @@ def test_a_fault_unlike_every_known_mistake_is_not_explained(bench: Conformity) 
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8", "int4_g32"])
-def test_codes_towards_zero_are_never_larger_and_the_next_code_is_too_large(dtype: str) -> None:
+def test_codes_towards_zero_are_the_largest_not_above(dtype: str) -> None:
     form = POLICIES[dtype].key
     x = torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(0))
     static = Static(torch.full((1, 1, 1), 0.01), None) if form.static else None

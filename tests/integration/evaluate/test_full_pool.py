@@ -103,7 +103,7 @@ def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
         (recomputed_a_token_late, r"preempted [1-9]"),
     ],
 )
-def test_a_planted_fault_of_a_full_pool_is_refused_and_its_requests_are_named(
+def test_a_planted_fault_of_a_full_pool_names_its_requests(
     plant: Callable[[pytest.MonkeyPatch], None],
     says: str,
     decoder: Path,
@@ -122,7 +122,7 @@ def test_a_planted_fault_of_a_full_pool_is_refused_and_its_requests_are_named(
     assert found.deviations[0] in line.reason
 
 
-def test_generate_waits_for_room_and_answers_each_prompt_as_alone(decoder: Path, tmp_path: Path) -> None:
+def test_generate_waits_for_room_and_answers_as_alone(decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=5)
     prompts = [list(item.prompt[:length]) for item, length in zip(samples(), (130, 60, 63, 126, 190, 1), strict=False)]
     alone = [engine.generate([prompt], 70, ())[0] for prompt in prompts]

@@ -19,7 +19,7 @@ def sure_memory(engine: OnnxEngine) -> ProcessMemory:
     return sure
 
 
-def test_a_float16_copy_that_the_engine_does_not_report_shows_in_its_process(int8: Path) -> None:
+def test_an_unreported_float16_copy_shows_in_process_memory(int8: Path) -> None:
     engine = load_engine(int8, threads=1)
     assert not sure_memory(engine).excess_mib
     append, release = engine.pool.append, engine.pool.release

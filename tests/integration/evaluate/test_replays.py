@@ -48,7 +48,7 @@ def pair(comparer: Comparer) -> tuple[ForcedSequence, ForcedSequence]:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4_sinks", "evicted_ages"])
-def test_a_fork_is_replayed_from_its_origin_on_with_the_same_results(model: Any, name: str) -> None:
+def test_a_fork_is_replayed_from_its_origin_with_same_results(model: Any, name: str) -> None:
     comparer = comparer_of(model, name)
     origin, fork = pair(comparer)
     assert fork.shared_tokens(origin, 64) in {0, COMMON}  # 0: the fork has lost a page that the origin still holds
@@ -77,7 +77,7 @@ def test_a_fork_with_other_codes_or_tokens_is_replayed_in_full(model: Any) -> No
     assert fork.shared_tokens(origin, 64) == 64  # the last whole chunk before the other token
 
 
-def test_a_rounding_is_measured_first_and_then_only_where_it_decides(model: Any) -> None:
+def test_roundings_are_measured_first_and_then_only_if_decisive(model: Any) -> None:
     comparer = comparer_of(model)
     replay = comparer.reference.engine.replay
     comparer.reference.engine.replay = spied = Mock(wraps=replay)  # type: ignore[method-assign]

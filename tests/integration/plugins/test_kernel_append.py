@@ -121,7 +121,7 @@ def neighbours(x: Tensor) -> Tensor:
     return torch.cat([near, -near])
 
 
-def test_ties_of_every_code_go_to_even_and_their_neighbours_to_the_nearest() -> None:
+def test_ties_round_to_even_and_other_numbers_to_the_nearest() -> None:
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = neighbours(torch.cat([(codes[1:] + codes[:-1]) / 2, codes, torch.tensor([456.0, 464.0, 480.0])]))
     halves = neighbours(torch.arange(0.0, 130.0, 0.5))
@@ -158,7 +158,7 @@ def test_quotients_round_once(key: str, value: str) -> None:
     check(CacheLayout(8, 128, side(key), side(value)), exact_ties(key, shape, 0), exact_ties(value, shape, 1), [3] * 8)
 
 
-def test_rows_of_one_sequence_have_a_page_each_and_the_newest_enter_the_ring() -> None:
+def test_rows_have_a_page_each_and_the_newest_enter_the_ring() -> None:
     layout, tokens, start, recent = CacheLayout(2, 64, side("bf16"), side("int4 32"), 3, 4), 9, 60, 4
     key, value = torch.randn((2, 2, tokens, 2, 64), generator=torch.Generator().manual_seed(0))
     positions, pages = torch.arange(start, start + tokens).int(), torch.tensor([3, 1]).int()

@@ -67,7 +67,7 @@ def launch_value(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_with_the_plugins_arguments_equals_launches_on_torch_tensors(name: str, tmp_path: Path) -> None:
+def test_a_step_with_plugin_arguments_equals_torch_launches(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     case = Case(layout, LENGTHS)
     cache, tables = on_device(case.cache), on_device(case.step)

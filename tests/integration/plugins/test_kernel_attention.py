@@ -97,7 +97,7 @@ def test_any_pair_of_formats_attends_as_the_reference(number: int) -> None:
         check_context(case, splits=1 + number // 2 % 2)
 
 
-def test_twelve_query_heads_and_groups_of_128_channels_in_the_largest_head() -> None:
+def test_twelve_heads_and_groups_of_128_in_the_largest_head() -> None:
     check_decode(case_of("int8 token", "int4 128", 1, 256, [65, 3], group=12, dtype=torch.float16, seed=12), programs=2)
 
 
@@ -107,7 +107,7 @@ def test_every_length_around_a_page_boundary() -> None:
 
 
 @pytest.mark.parametrize(("programs", "recent"), [(3, 30), (17, 0)])
-def test_sequences_of_many_parts_join_and_a_program_attends_to_several(programs: int, recent: int) -> None:
+def test_many_parts_join_and_a_program_attends_to_several(programs: int, recent: int) -> None:
     check_decode(case_of("fp8_e4m3 tensor", "int4 32", 1, 64, [451, 64, 0, 5], recent=recent, seed=programs), programs)
 
 
@@ -126,7 +126,7 @@ def test_a_value_as_large_as_float16_holds_does_not_overflow() -> None:
     assert case.expected(128**-0.5).abs().amax() > 100.0
 
 
-def test_values_beyond_float16_become_its_largest_and_nan_and_infinity_are_kept() -> None:
+def test_large_values_saturate_and_nan_and_infinity_are_kept() -> None:
     case = case_of("bf16", "bf16", 1, 64, [130, 130, 130], group=1)
     case.cache["value_pool"][:] = 0.0
     case.cache["value_pool"][case.page_table[0, :3].long(), :, :, 0] = 1e5

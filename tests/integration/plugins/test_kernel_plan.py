@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[str, Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("operation", ["append", "decode_attention", "context_attention"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_tensors_that_the_kernels_would_misread_are_refused_and_nothing_is_written(operation: str, wrong: str) -> None:
+def test_misfitting_tensors_are_refused_before_any_write(operation: str, wrong: str) -> None:
     """The layout has static and dynamic scales, and exact tokens."""
     name, change, message = WRONG[wrong]
     case = case_of("int8 tensor", "int4 32", 2, 64, [65, 1], sink=1, recent=2, dtype=torch.float32)
@@ -133,7 +133,7 @@ def test_tensors_that_the_kernels_would_misread_are_refused_and_nothing_is_writt
         assert torch.equal(cache[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
 
-def test_an_append_of_more_layers_than_the_cache_has_and_invalid_plans_are_refused() -> None:
+def test_too_many_layers_and_invalid_plans_are_refused() -> None:
     case = case_of("int8 tensor", "int4 32", 2, 64, [65, 1])
     step = on_device(case.step)
     new = {name: step[name].repeat(2, 1, 1, 1) for name in ("key_new", "value_new")}

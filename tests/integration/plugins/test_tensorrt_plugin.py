@@ -139,7 +139,7 @@ def check_kernel(plan: Plan, node: Node, case: Case, extras: list[Triple]) -> No
     assert plan.types == [*input_types, *(dtype for dtype, _ in plan.outputs)]
 
 
-def test_nvidia_reads_every_operation_with_its_inputs_and_attributes(tensorrt: Run) -> None:
+def test_tensorrt_reads_every_operations_inputs_and_attributes(tensorrt: Run) -> None:
     assert tensorrt(builder.declared) == {
         node.plugin_id: (list(node.inputs), node.attributes, list(node.attributes), len(node.outputs))
         for node in all_nodes()
@@ -177,7 +177,7 @@ def expected_launches(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_operation_has_the_outputs_the_launch_and_the_arguments_of_its_kernel(name: str, tensorrt: Run) -> None:
+def test_every_operation_matches_its_kernel(name: str, tensorrt: Run) -> None:
     case = CASES[name]
     for node, (outputs, grid, extras) in expected_launches(case).items():
         assert node.operation in ("plan_work", "decode_reduce", "context_reduce") or node.plugin_id.endswith(case.suffix)
@@ -191,9 +191,7 @@ def test_every_operation_has_the_outputs_the_launch_and_the_arguments_of_its_ker
     ("name", "sinks", "recent"),
     [("fp8k_int4v", 0, 0), ("fp8k_nvfp4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)],
 )
-def test_the_attention_takes_the_work_list_and_the_inputs_of_the_onnx_graphs_function(
-    name: str, sinks: int, recent: int
-) -> None:
+def test_attention_takes_the_work_list_and_the_functions_inputs(name: str, sinks: int, recent: int) -> None:
     policy = SHIPPED[name].model_copy(update={"sink_tokens": sinks, "recent_tokens": recent})
     info = ModelInfo(
         compute_dtype="float16", layers=1, q_heads=8, kv_heads=2, head_dim=128, vocab_size=1, max_position_embeddings=1,

@@ -52,7 +52,7 @@ def test_the_exports_carry_what_tensorrt_llm_reads(tiny_checkpoint: Path, run_st
     assert json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())["rotary_base"] == base
 
 
-def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: Callable[..., Path]) -> None:
+def test_only_the_tensorrt_llm_export_carries_int8_per_tensor(run_stage: Callable[..., Path]) -> None:
     exports = run_stage("int8_tensor") / "exports"
     config = json.loads((exports / "tensorrt_llm" / "config.json").read_text())
     assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
@@ -106,7 +106,7 @@ def effective(tensors: dict[str, torch.Tensor], base: str, weights: str) -> torc
 
 
 @pytest.mark.parametrize("weights", ["none", "fp8", "int8_sq", "int4_awq"])
-def test_every_weight_of_the_tensorrt_llm_export_is_the_one_that_is_judged(
+def test_the_tensorrt_llm_export_has_the_judged_weights(
     weights: WeightsFormat, run_stage: Callable[[str, WeightsFormat], Path]
 ) -> None:
     """A dequantized weight may differ from the float16 in `checkpoint/` by half a unit of float16.
@@ -140,7 +140,7 @@ def test_every_weight_of_the_tensorrt_llm_export_is_the_one_that_is_judged(
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
-def test_the_checkpoint_computes_like_modelopt_without_activation_rounding(
+def test_the_checkpoint_equals_modelopt_without_input_rounding(
     weights: WeightsFormat, tiny_checkpoint: Path, run_stage: Callable[..., Path]
 ) -> None:
     """Tolerance: 1 % of the logits' standard deviation, for the float16 rounding of the stored weights (2^-11 each)."""

@@ -104,7 +104,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("policy", CASES.values(), ids=CASES)
-def test_every_static_format_has_the_extremes_of_the_numbers_that_share_a_scale(
+def test_static_formats_have_the_extremes_of_shared_scales(
     policy: KVPolicy, states: States, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """`KVScales.check` compares the sides of each layer."""
@@ -124,7 +124,7 @@ def adapter() -> Any:
     return modelopt_adapter
 
 
-def test_a_model_without_a_policys_quantizers_is_an_error_before_any_text_runs(adapter: Any, tiny_checkpoint: Path) -> None:
+def test_missing_quantizers_are_an_error_before_calibration(adapter: Any, tiny_checkpoint: Path) -> None:
     """ModelOpt ignores names without a match, such as those of attention that it cannot hook, and leaves the cache exact."""
     model = load_model(inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(RuntimeError, match=r"8 quantizers instead of 10: model.layers.4.self_attn.k_bmm_quantizer is missing"):

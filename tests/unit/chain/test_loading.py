@@ -31,7 +31,7 @@ BACKEND_NAMES = sorted(backend_configs())
 
 
 @pytest.mark.parametrize("name", BACKEND_NAMES)
-def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(name: str) -> None:
+def test_every_configured_backend_builds_and_loads(name: str) -> None:
     backend = open_backend(plan([f"backend={name}"], multirun=False).jobs[0].backend)
     builder = import_module(backend.build_module)  # the module's code is part of a bundle's key
     assert isinstance(backend, InterpreterBackend) or callable(builder.build_bundle)

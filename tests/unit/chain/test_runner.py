@@ -25,7 +25,7 @@ def test_every_declared_stage_has_a_function() -> None:
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-def test_an_old_report_is_removed_with_a_line_and_never_hides_the_error(
+def test_an_old_report_is_removed_and_never_hides_the_error(
     is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(self: FakeBackend, bundle: Path) -> None:  # noqa: ARG001
@@ -43,7 +43,7 @@ def test_an_old_report_is_removed_with_a_line_and_never_hides_the_error(
     assert page.exists() == (not is_file)
 
 
-def test_a_summary_that_cannot_be_written_does_not_replace_the_error_of_the_job(
+def test_an_unwritable_summary_does_not_hide_the_jobs_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -73,7 +73,7 @@ def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
         monkeypatch.setitem(actions.ACTIONS, stage, judge)
 
 
-def test_a_promotion_in_the_same_command_is_unfinished_until_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed promotion is finished by running the command again, as an unfinished job tells stage=promote."""
     promoted = []
 
@@ -92,9 +92,7 @@ def test_a_promotion_in_the_same_command_is_unfinished_until_its_end(tmp_path: P
     assert (last.exit_code, last.exit_codes, last.unfinished) == (4, {1: 4}, None)
 
 
-def test_the_job_of_a_candidate_that_did_not_pass_has_the_exit_code_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_job_of_a_failed_candidate_has_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judging(monkeypatch, "FAIL")
     (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs
     with pytest.raises(GateRefusal):
@@ -104,7 +102,7 @@ def test_the_job_of_a_candidate_that_did_not_pass_has_the_exit_code_of_the_comma
 
 
 @pytest.mark.parametrize("judged", [False, True])
-def test_advice_after_a_weak_baseline_ends_the_output_of_a_sweep_without_candidates(
+def test_a_sweep_without_candidates_ends_with_advice(
     judged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judging(monkeypatch, "FAIL")

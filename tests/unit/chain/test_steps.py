@@ -63,9 +63,7 @@ def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[
     assert not chain.store.path(recipe).exists()
 
 
-def test_threads_that_are_not_given_are_the_physical_cores_and_part_of_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_threads_are_the_physical_cores_and_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.cpu_count", lambda logical: None if logical else 6)
     parts = {}
     for given in ([], ["backend.threads=6"], ["backend.threads=2"]):
@@ -90,7 +88,7 @@ def test_the_files_of_a_draft_are_part_of_an_evaluations_key(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("allowed", "noted"), [(704, True), (640, False)])
-def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
+def test_limits_beyond_the_questions_are_noted_before_judging(
     allowed: int, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}")
@@ -113,9 +111,7 @@ def test_without_compared_requests_no_reference_engine_is_built(
     assert ("build int8 as torch" in titles) is (compared > 0)
 
 
-def test_a_sweep_of_a_stage_that_judges_nothing_keeps_the_last_candidates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_judges_nothing_keeps_the_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(_: Run) -> None:
         raise MissingRequirement("no compiler")
 

@@ -28,7 +28,7 @@ from stages.policies.policy import KVShape, Side
 from stages.quantize.materialize import copy_without_scales, own_scales, write_plain
 
 
-def test_head_dim_defaults_to_hidden_over_heads_and_kv_heads_to_query_heads(tmp_path: Path) -> None:
+def test_head_dim_and_kv_heads_have_defaults(tmp_path: Path) -> None:
     assert inspect_checkpoint(make(tmp_path)).shape == KVShape(layers=3, kv_heads=2, head_dim=32)
     assert inspect_checkpoint(make(tmp_path, head_dim=64)).shape.head_dim == 64
     assert inspect_checkpoint(make(tmp_path, drop="num_key_value_heads")).shape.kv_heads == 4
@@ -43,9 +43,7 @@ def test_head_dim_defaults_to_hidden_over_heads_and_kv_heads_to_query_heads(tmp_
         ("home/snapshots/model", "../../blobs/private.json", False),
     ],
 )
-def test_a_snapshot_in_hugging_faces_cache_links_to_blobs_of_its_own_model_alone(
-    folder: str, link: str, taken: bool, tmp_path: Path
-) -> None:
+def test_a_snapshot_links_only_to_blobs_of_its_model(folder: str, link: str, taken: bool, tmp_path: Path) -> None:
     (tmp_path / folder).mkdir(parents=True)
     make(tmp_path / folder)
     target = (tmp_path / folder / link).resolve()
@@ -99,7 +97,7 @@ HOSTILE: tuple[object, ...] = (0, -1, "32", 32.0, True, [32], 1 << 40)
         (QWEN3 | SLIDES | {"layer_types": TYPES, "max_window_layers": ...}, (32, None, 32)),
     ],
 )
-def test_the_window_of_each_layer_is_the_one_that_transformers_applies(
+def test_each_layers_window_is_that_of_transformers(
     tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     """test_families.py compares logits; test_family_checkpoints.py tests the defaults of missing keys."""
@@ -133,7 +131,7 @@ def test_windows_that_are_not_known_to_be_applied_are_refused(tmp_path: Path, ch
     assert "\n" not in str(refusal.value)
 
 
-def test_a_vocabulary_with_its_merges_is_a_tokenizer_and_alone_is_none(tmp_path: Path) -> None:
+def test_a_vocabulary_is_a_tokenizer_only_with_its_merges(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / "tokenizer.json").rename(tmp_path / "vocab.json")
     with pytest.raises(UserError, match=r"no tokenizer, neither tokenizer.json nor vocab.json with merges.txt"):
@@ -151,7 +149,7 @@ def test_a_vocabulary_with_its_merges_is_a_tokenizer_and_alone_is_none(tmp_path:
         ({"rope_type": "yarn", "factor": 4.0}, "yarn", 4096),
     ],
 )
-def test_rotary_scaling_is_read_and_only_yarn_makes_the_longest_sequence_longer(
+def test_only_yarn_extends_the_longest_sequence(
     scaling: dict[str, Any], kind: str | None, longest: int, tmp_path: Path
 ) -> None:
     info = inspect_checkpoint(make(tmp_path, rope_scaling=scaling | {"original_max_position_embeddings": 1024}))
@@ -168,9 +166,7 @@ TITLES = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_described_and_dequantized_to_the_numbers_that_it_stands_for(
-    form: str, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_each_quantized_form_is_described_and_dequantized(form: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     numbers = quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
     info = inspect_checkpoint(tmp_path / "given")
     assert info.quantized is not None
@@ -186,7 +182,7 @@ def test_each_form_is_described_and_dequantized_to_the_numbers_that_it_stands_fo
     check_weights(inspect_checkpoint(tmp_path / "plain"), expected_tensors)
 
 
-def test_the_scales_of_a_cache_are_read_and_left_out_of_the_served_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_cache_scales_are_read_and_not_served(tiny_checkpoint: Path, tmp_path: Path) -> None:
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8", cache_scale=0.5)
     info = inspect_checkpoint(tmp_path / "given")
     check_weights(info, expected_tensors)
@@ -200,9 +196,7 @@ def test_the_scales_of_a_cache_are_read_and_left_out_of_the_served_checkpoint(ti
     assert given.keys() - served.keys() == {name for name in given if name.endswith(("k_scale", "v_scale"))}
 
 
-def test_the_reference_engine_multiplies_int8_codes_in_the_same_layers_as_the_engine(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_the_reference_rounds_inputs_in_the_same_layers(tiny_checkpoint: Path, tmp_path: Path) -> None:
     numbers = quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
     stored = load_file(tmp_path / "given" / "model.safetensors")
     write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
@@ -217,9 +211,7 @@ def test_the_reference_engine_multiplies_int8_codes_in_the_same_layers_as_the_en
 
 
 @pytest.mark.parametrize("form", ["ModelOpt FP8", "W8A8 INT8"])
-def test_tensorrt_llm_is_given_the_weights_that_modelopt_wrote_and_no_others(
-    form: str, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_tensorrt_llm_accepts_only_weights_of_modelopt(form: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     from stages.quantize.export import as_given
 
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
@@ -254,7 +246,7 @@ def test_numbers_that_are_not_finite_as_float32_are_refused(tiny_checkpoint: Pat
             check_finite(inspect_checkpoint(tmp_path / "given"))
 
 
-def test_a_scale_that_does_not_fit_its_codes_is_refused_by_the_layer(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_scale_that_does_not_fit_its_codes_names_the_layer(tiny_checkpoint: Path, tmp_path: Path) -> None:
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
     file = tmp_path / "given" / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(7, 1)}, file)

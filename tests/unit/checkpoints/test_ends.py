@@ -123,7 +123,7 @@ def test_the_named_class_does_not_change_tokens(copied: Path, name: str) -> None
 
 
 @pytest.mark.parametrize(("name", "sound"), [("GPT2Tokenizer", True), ("Qwen2Tokenizer", True), ("LlamaTokenizer", False)])
-def test_a_class_that_loses_spaces_of_a_vocabulary_with_merges_is_refused(copied: Path, name: str, sound: bool) -> None:
+def test_a_tokenizer_class_that_loses_spaces_is_refused(copied: Path, name: str, sound: bool) -> None:
     model = json.loads((copied / "tokenizer.json").read_text())["model"]
     (copied / "tokenizer.json").unlink()
     (copied / "vocab.json").write_text(json.dumps(model["vocab"]))

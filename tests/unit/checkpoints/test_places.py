@@ -16,5 +16,5 @@ from stages.checkpoints.places import checkpoint_label
         ("pkg://stages.tiny/checkpoint", "tiny"),
     ],
 )
-def test_a_model_is_named_after_its_file_directory_repository_or_package(path: str, label: str) -> None:
+def test_a_model_is_named_after_its_source(path: str, label: str) -> None:
     assert checkpoint_label(path) == label

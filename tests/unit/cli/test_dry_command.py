@@ -98,9 +98,7 @@ def test_no_stage_writes_anything(stage: str, used: Path, capsys: pytest.Capture
     assert "nothing was written" in capsys.readouterr().out
 
 
-def test_a_dry_run_foresees_the_artifacts_that_a_sweep_makes_and_reuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_foresees_the_artifacts_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = tmp_path / "work"
     for overrides in (["kv=fp8,int8"], ["kv=int8,int4"], ["kv=int4", "gates.max_acceptance_loss=0.2"]):
         jobs = planned(work, "stage=evaluate", *overrides, sweeping=True)
@@ -116,7 +114,7 @@ def test_a_dry_run_foresees_the_artifacts_that_a_sweep_makes_and_reuses(
         assert rounds <= {title for _, title, _ in foretold}
 
 
-def test_weights_are_quantized_once_and_the_cache_is_measured_once_a_rotation(tmp_path: Path) -> None:
+def test_weights_are_quantized_once_and_extremes_per_rotation(tmp_path: Path) -> None:
     """Candidate and baseline differ only in their cache."""
     turned = "kv.key.rotation=hadamard"
     wanted = {"kv=fp8_uncalibrated": 0, "kv=fp8": 1, "kv=fp8_head": 0, f"kv=fp8 kv.name=turned {turned}": 1}
@@ -130,9 +128,7 @@ def test_weights_are_quantized_once_and_the_cache_is_measured_once_a_rotation(tm
     assert all(reused for _, title, reused in judged if title in ("weights", "export"))
 
 
-def test_a_candidate_is_asked_until_its_gates_decide_and_the_next_one_reuses_the_baselines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_run_until_decided_and_baselines_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
     load = FakeBackend.load
 
@@ -159,7 +155,7 @@ def test_a_candidate_is_asked_until_its_gates_decide_and_the_next_one_reuses_the
     assert rounds("kv=int4") == {"baseline fp16 1/2": True, "round int4 1/2": False}
 
 
-def test_a_work_directory_that_may_not_be_written_to_is_a_problem_and_no_reason_to_say_less(
+def test_a_read_only_work_directory_is_one_of_several_problems(
     used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     access = os.access
@@ -217,7 +213,7 @@ def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytes
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
 
 
-def test_a_tokenizer_without_tokenizer_config_json_has_no_chat_template(tmp_path: Path) -> None:
+def test_without_tokenizer_config_json_there_is_no_chat_template(tmp_path: Path) -> None:
     assert not has_chat_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     assert has_chat_template(tmp_path)

@@ -44,7 +44,7 @@ def test_too_few_questions_for_a_pass_are_known_before_any_work(
 
 
 @pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 512), (448, 512), (16_384, 2048)])
-def test_the_stress_test_is_a_page_longer_than_the_longest_question(longest: int, bound: int) -> None:
+def test_the_stress_test_exceeds_the_longest_question_by_a_page(longest: int, bound: int) -> None:
     assert StressTestConfig().limited(longest).max_tokens == bound
 
 
@@ -62,7 +62,7 @@ def run_command(jobs: Plan) -> int:
         console.end()
 
 
-def test_a_dry_run_says_that_few_questions_cannot_pass_and_exits_with_3(
+def test_a_dry_run_exits_3_if_few_questions_cannot_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_fake_stages(monkeypatch)
@@ -85,7 +85,7 @@ def test_a_first_look_asks_the_users_questions_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sweeping", [False, True])
-def test_a_finished_first_look_exits_with_0_and_says_that_it_decides_nothing(
+def test_a_finished_first_look_exits_0_and_decides_nothing(
     tmp_path: Path, sweeping: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_fake_stages(monkeypatch)

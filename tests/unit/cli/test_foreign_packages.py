@@ -33,7 +33,7 @@ def test_the_script_is_the_command_line() -> None:
         ("pipeline.py", False),
     ],
 )
-def test_a_package_that_is_found_before_ours_is_named_and_not_run(planted: str, stands_there: bool, tmp_path: Path) -> None:
+def test_a_package_that_shadows_ours_is_named_and_not_run(planted: str, stands_there: bool, tmp_path: Path) -> None:
     (tmp_path / planted).parent.mkdir(exist_ok=True)
     (tmp_path / planted).write_text(FOREIGN)
     result = kvgate(Path(), ROOT, cwd=tmp_path) if stands_there else kvgate(tmp_path, ROOT)

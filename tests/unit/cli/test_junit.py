@@ -65,7 +65,7 @@ def test_a_job_without_a_verdict_is_an_error(tmp_path: Path) -> None:
     assert len(list(written(tmp_path, jobs=1, exit_code=2).iter("error"))) == 1
 
 
-def test_texts_are_escaped_characters_that_xml_forbids_are_replaced_and_secrets_are_masked(tmp_path: Path) -> None:
+def test_junit_texts_are_escaped_and_secrets_masked(tmp_path: Path) -> None:
     hostile = "postgresql://me:hunter2@host/db </failure><script> & \x00 \x1b[31m \ud800 \uffff \t\n ü 🎉 ]]>"
     root = written(tmp_path, candidate(tmp_path, "int8", check(Gate.ACCURACY, "FAIL", hostile), verdict="FAIL"))
     (failure,) = root.iter("failure")

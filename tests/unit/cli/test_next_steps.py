@@ -99,7 +99,7 @@ def candidate(
         (["kv=int8"], {"int8": "FAIL"}, False, "tune", None),  # there is no finer policy
     ],
 )
-def test_after_judging_the_next_command_repeats_the_users_arguments(
+def test_the_next_command_repeats_the_users_arguments(
     base: list[str], verdicts: dict[str, Status], unfinished: bool, stage: str, kv: str | None, tmp_path: Path
 ) -> None:
     sweeping = "," in base[0]
@@ -127,7 +127,7 @@ QUICK = ["experiment=quick", "workloads.conformance_samples=0"]
         (["experiment='quick'"], "INCONCLUSIVE", "fp8", False),
     ],
 )
-def test_after_a_first_look_comes_a_whole_verdict_or_a_first_look_at_a_finer_policy(
+def test_after_a_first_look_comes_a_verdict_or_a_finer_policy(
     look: list[str], verdict: Status, kv: str, quick: bool, tmp_path: Path
 ) -> None:
     base = [*TYPED, *look, "kv=fp8"]
@@ -136,7 +136,7 @@ def test_after_a_first_look_comes_a_whole_verdict_or_a_first_look_at_a_finer_pol
     assert look != QUICK or after.tracking.enabled != quick
 
 
-def test_the_promotion_after_an_experiment_finds_the_experiments_engines(tmp_path: Path) -> None:
+def test_a_promotion_finds_the_experiments_engines(tmp_path: Path) -> None:
     config = plan(["experiment=smollm2"], multirun=True).jobs[0]
     judged = [candidate(tmp_path, "fp8", "PASS")]
     after = composed(advice.after_judging(config, judged, ["experiment=smollm2"], swept=["kv"]))
@@ -188,9 +188,7 @@ def test_the_suggested_change_depends_on_the_undecided_gates(
         (["workloads.lengths=[1024,2048]"], ["long_2048"], ["long_1024"], "judge it at the lengths where the model itself"),
     ],
 )
-def test_workloads_that_the_baseline_cannot_answer_are_left_out_or_replaced(
-    base: list[str], weak: list[str], able: list[str], says: str
-) -> None:
+def test_workloads_that_the_baseline_fails_are_replaced(base: list[str], weak: list[str], able: list[str], says: str) -> None:
     step = advice.after_weak(config_of(*base), CannotBeJudged("", weak, able), base)
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
@@ -200,7 +198,7 @@ def test_workloads_that_the_baseline_cannot_answer_are_left_out_or_replaced(
 
 
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
-def test_no_other_policy_is_advised_if_the_must_fail_control_passed(tmp_path: Path, verdict: Status) -> None:
+def test_no_policy_is_advised_if_the_must_fail_control_passed(tmp_path: Path, verdict: Status) -> None:
     judged = candidate(tmp_path, "fp8", verdict)
     unseen = Check(
         gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"
@@ -233,7 +231,7 @@ def test_a_command_begins_with_the_python_that_has_kvgate(
         ("decoder.onnx", "pipeline.api.load('{0}')"),
     ],
 )
-def test_a_promoted_engine_is_served_by_the_command_that_its_bundle_documents(file: str, command: str, tmp_path: Path) -> None:
+def test_serving_advice_equals_the_bundles_command(file: str, command: str, tmp_path: Path) -> None:
     engine = tmp_path / "engine of mine"
     (engine / file).parent.mkdir(parents=True)
     (engine / file).write_text("")
@@ -273,7 +271,7 @@ def test_every_other_ending_names_a_command_that_composes(stage: str, command: C
     assert composed(NextStep(why="", command=command(config_of(*BASE)))).stage == stage
 
 
-def test_a_policy_that_was_found_is_judged_with_the_options_of_the_users_folder(tmp_path: Path) -> None:
+def test_a_tuned_policy_is_judged_with_the_users_options(tmp_path: Path) -> None:
     conf, own, tuned = Path(__file__).parents[3] / "conf", tmp_path / "mine, too", tmp_path / "tuned"
     for source, file in (("capacity/default", own / "capacity" / "mine.yaml"), ("kv/fp8", tuned / "kv" / "found.yaml")):
         file.parent.mkdir(parents=True)
@@ -285,7 +283,7 @@ def test_a_policy_that_was_found_is_judged_with_the_options_of_the_users_folder(
         assert str(step.command).count("--config-dir") == (2 if typed else 1)
 
 
-def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_sweep_too(tmp_path: Path) -> None:
+def test_a_wider_sweep_judges_the_finer_policy_by_a_sweep(tmp_path: Path) -> None:
     base = [*TYPED, "kv=int8_tensor,int4", "weights=none,fp8"]
     judged = [
         candidate(tmp_path, f"{kv} weights={weights}", "FAIL") for kv in ("int8_tensor", "int4") for weights in ("none", "fp8")

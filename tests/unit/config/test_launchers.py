@@ -27,7 +27,7 @@ SLURM = [
 ]
 
 
-def test_the_jobs_of_a_sweep_are_named_in_the_order_of_the_command_line() -> None:
+def test_jobs_are_named_in_the_order_of_the_command_line() -> None:
     planned = plan(["kv=fp8,int8", "kv.sink_tokens=4", "seed=1,0", "backend.threads=1"], multirun=True)
     assert planned.launcher == "basic"
     assert planned.names == (
@@ -39,7 +39,7 @@ def test_the_jobs_of_a_sweep_are_named_in_the_order_of_the_command_line() -> Non
     assert [(job.kv.name, job.seed) for job in planned.jobs] == [("fp8", 1), ("fp8", 0), ("int8", 1), ("int8", 0)]
 
 
-def test_a_launcher_that_refuses_its_keys_leaves_the_last_sweep_and_its_page(tmp_path: Path) -> None:
+def test_a_launchers_refusal_keeps_the_last_sweep_and_report(tmp_path: Path) -> None:
     for name in ("summary.json", "report.html", "summaries/20260101.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(Summary(sweep="20260101").model_dump_json())
@@ -51,7 +51,7 @@ def test_a_launcher_that_refuses_its_keys_leaves_the_last_sweep_and_its_page(tmp
     assert not (tmp_path / "summaries" / "20260102.json").exists()
 
 
-def test_a_ray_that_does_not_start_leaves_the_last_sweep_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_of_ray_keeps_the_last_sweep_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise MissingRequirement("hydra/launcher=ray: Ray did not start")
 
@@ -76,13 +76,13 @@ def test_the_last_value_of_a_key_counts_as_it_does_for_hydra() -> None:
     assert plan(["experiment=demo", "kv=fp8"], multirun=False).names == ("fp8",)
 
 
-def test_the_sweep_of_an_experiment_is_not_lost_among_other_experiments() -> None:
+def test_an_experiments_sweep_stays_among_several_experiments() -> None:
     with pytest.raises(UserError, match=r"^experiment=demo: is a sweep itself; give it alone$"):
         plan(["experiment=quick,demo"], multirun=True)
     assert len(plan(["experiment=quick", "kv=fp8,int8"], multirun=True).jobs) == 2
 
 
-def test_a_launcher_may_be_asked_for_with_its_resources_and_gets_every_typed_key() -> None:
+def test_a_launcher_gets_its_resources_and_every_key() -> None:
     for asked in (["hydra/launcher=joblib", "hydra.launcher.n_jobs=-1"], ["hydra/launcher=submitit_local"]):
         planned = plan(["kv=fp8,int8", *asked], multirun=True)
         assert (f"hydra/launcher={planned.launcher}", planned.names) == (asked[0], ("fp8", "int8"))
@@ -150,9 +150,7 @@ def test_files_of_config_dir_bring_no_code_into_hydra(file: str, text: str, key:
 
 
 @pytest.mark.parametrize(("name", "library"), [("joblib", "joblib"), ("submitit_slurm", "submitit"), ("ray", "ray")])
-def test_a_launcher_that_is_not_installed_is_named_with_its_package(
-    name: str, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_launcher_is_named_with_its_package(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers, "find_spec", lambda asked: None if asked == library else object())
     with refused(MissingRequirement, f"hydra/launcher={name}: not installed; pip install 'kvgate[{library}]'"):
         plan(["kv=fp8,int8", f"hydra/launcher={name}"], multirun=True)
@@ -173,7 +171,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_arrives_as_it_is_typed_in_jobs_of_a_sweep_and_in_next_commands(path: str) -> None:
+def test_paths_arrive_in_jobs_and_next_commands_as_typed(path: str) -> None:
     keys = ("model.path", "workdir", "calibration.jsonl", "workloads.jsonl", "promote.name")
     (job,) = plan([f"{key}={path}" for key in keys] + ["stage=promote"], multirun=False).jobs
     assert [attrgetter(key)(job) for key in keys] == [path] * len(keys)

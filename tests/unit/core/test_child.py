@@ -115,9 +115,7 @@ def test_a_long_error_of_a_library_is_cut_to_a_line(tmp_path: Path) -> None:
         (("loading", "bye"), "bye"),
     ],
 )
-def test_a_worker_that_ends_is_reported_with_its_last_printed_exception(
-    printed: tuple[str, ...], told: str, tmp_path: Path
-) -> None:
+def test_a_dead_worker_is_reported_with_its_last_exception(printed: tuple[str, ...], told: str, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(f"import sys\nsys.stderr.write({chr(10).join(printed)!r})\nsys.exit(input() and 3)\n")
     with (

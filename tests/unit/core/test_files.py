@@ -32,7 +32,7 @@ def owned(tmp_path: Path) -> Path:
     return path
 
 
-def test_artifacts_of_one_store_share_a_file_and_not_a_symlink_to_it(store: Path) -> None:
+def test_artifacts_share_the_file_and_not_a_symlink_to_it(store: Path) -> None:
     (store / "quantize" / "one" / "file").write_text("bytes")
     (store / "quantize" / "one" / "symlink").symlink_to("file")
     for source in ("file", "symlink"):
@@ -42,7 +42,7 @@ def test_artifacts_of_one_store_share_a_file_and_not_a_symlink_to_it(store: Path
         assert target.samefile(store / "quantize" / "one" / "file")
 
 
-def test_what_its_owner_writes_in_place_reaches_no_artifact_and_a_damaged_copy_is_made_again(store: Path, owned: Path) -> None:
+def test_an_owners_writes_reach_no_artifact(store: Path, owned: Path) -> None:
     one, two, three = (store / "quantize" / "one" / name for name in ("one", "two", "three"))
     link_or_copy(owned, one)
     link_or_copy(owned, two)
@@ -78,7 +78,7 @@ def test_copies_that_no_artifact_has_go_after_a_day(store: Path, owned: Path, mo
     assert list((store / POOL).iterdir()) == []
 
 
-def test_a_file_takes_the_place_of_one_of_another_user_in_a_shared_work_directory(tmp_path: Path) -> None:
+def test_a_file_replaces_another_users_file(tmp_path: Path) -> None:
     page, theirs = tmp_path / "report.html", tmp_path / "theirs.html"
     theirs.touch(0o444)
     page.hardlink_to(theirs)
@@ -89,9 +89,7 @@ def test_a_file_takes_the_place_of_one_of_another_user_in_a_shared_work_director
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "theirs.html"]
 
 
-def test_two_writers_with_the_same_process_id_do_not_disturb_each_other(
-    store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_writers_with_one_process_id_do_not_interfere(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in two containers over one work directory: the second writer begins and ends while the first one writes."""
     page, artifacts = store / "page.html", store / "quantize" / "one"
 

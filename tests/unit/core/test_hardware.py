@@ -57,7 +57,7 @@ def test_a_driver_that_does_not_answer_is_not_taken_for_no_gpu(tmp_path: Path, m
         ({"library": "TensorRT for RTX", "compute_capabilities": ["8.9"]}, "TensorRT for RTX 10.14.1.48 and SM 8.9"),
     ],
 )
-def test_an_engine_for_another_gpu_or_version_is_refused_with_both_named(found: dict[str, object], said: str) -> None:
+def test_an_engine_for_another_gpu_or_version_is_refused(found: dict[str, object], said: str) -> None:
     built = "engine: this engine was built for TensorRT 10.14.1.48 and SM 8.9, 9.0"
     with refused(MissingRequirement, f"{built}, this machine has {said}: build it here"):
         check_built_for(Path("engine"), BUILT, BUILT.model_copy(update=found))

@@ -65,7 +65,7 @@ IN_A_KEY = "holds a password or a key, and configurations are printed and logged
     ],
 )
 @pytest.mark.usefixtures("planted")
-def test_a_secret_on_the_command_line_is_refused_unseen_before_any_file_is_written(
+def test_a_secret_argument_is_refused_before_any_write(
     override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,12 +190,12 @@ def test_names_of_secrets_are_told_from_names_of_the_domain() -> None:
     ],
     ids=lambda _: "text",  # pytest writes ids into the environment, where secrets are looked for
 )
-def test_secrets_inside_text_are_masked_and_ordinary_text_is_left_alone(text: str, expected: str) -> None:
+def test_only_secrets_are_masked_in_text(text: str, expected: str) -> None:
     assert redact_text(text) == expected
     assert holds_secret(text) == (text != expected)
 
 
-def test_secrets_are_masked_at_any_depth_and_numbers_are_not_secrets() -> None:
+def test_secrets_are_masked_at_any_depth_except_numbers() -> None:
     value = {"hub": [{"token": "abc"}], "stop_token": "</s>", "max_token": 5, "urls": ["https://u:p@h"]}
     expected = {"hub": [{"token": MASK}], "stop_token": "</s>", "max_token": 5, "urls": [f"https://{MASK}@h"]}
     assert redact(value) == expected

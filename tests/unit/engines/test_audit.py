@@ -113,7 +113,7 @@ def test_every_lost_scale_is_reported_in_a_line(
         assert any(one.startswith(line) for one in said), said
 
 
-def test_scales_in_a_file_that_the_index_does_not_name_are_not_loaded(tmp_path: Path) -> None:
+def test_scales_in_a_file_outside_the_index_are_not_loaded(tmp_path: Path) -> None:
     model = write(tmp_path / "model", COMPRESSED, {})
     save_file(OWN, model / "scales.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "model.safetensors"}}))
@@ -124,7 +124,7 @@ def test_scales_in_a_file_that_the_index_does_not_name_are_not_loaded(tmp_path: 
     assert "defaulted: layer 0 keys: 0.5 became the default, 1.0" in said
 
 
-def test_a_separate_file_of_older_modelopt_is_read_and_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_older_modelopt_is_read_and_non_numeric_scales_refused(tmp_path: Path) -> None:
     model = write(tmp_path / "model", None, PROJECTIONS)
     declared = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     (model / "hf_quant_config.json").write_text(json.dumps(declared))
@@ -141,7 +141,7 @@ def test_a_separate_file_of_older_modelopt_is_read_and_a_scale_that_is_no_number
         (without("1.self_attn.v"), 3, f"missing: layer 1 values: {NONE}"),
     ],
 )
-def test_the_command_ends_with_3_if_a_scale_is_lost_and_writes_nothing(
+def test_the_audit_exits_3_for_a_lost_scale_and_writes_nothing(
     tensors: dict[str, Any], code: int, said: str, commands: Commands, tmp_path: Path
 ) -> None:
     write(tmp_path / "model", COMPRESSED, tensors)

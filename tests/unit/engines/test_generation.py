@@ -68,7 +68,7 @@ def one_by_one(*stops: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("most", [None, 1, 2, 5, 99])
-def test_answers_are_in_the_order_of_the_prompts_and_those_of_each_alone(most: int | None) -> None:
+def test_answers_keep_the_order_and_equal_single_prompts(most: int | None) -> None:
     engine, free = HistoryEngine(), one_by_one()
     assert [len(answer) for answer in free] == LIMITS
     assert engine.generate(PROMPTS, LIMITS, (), max_sequences=most) == free
@@ -82,7 +82,7 @@ def test_answers_are_in_the_order_of_the_prompts_and_those_of_each_alone(most: i
     assert (counts == sorted(set(counts)), counts[-1]) == (True, len(PROMPTS))
 
 
-def test_the_place_of_a_finished_sequence_goes_to_the_next_prompt() -> None:
+def test_a_finished_sequence_makes_room_for_the_next_prompt() -> None:
     engine = HistoryEngine()
     engine.generate(PROMPTS, LIMITS, (), max_sequences=2)
     last = max(number for number, (kind, _, _) in enumerate(engine.steps) if kind == "prefill")
@@ -92,7 +92,7 @@ def test_the_place_of_a_finished_sequence_goes_to_the_next_prompt() -> None:
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 4, 9])
-def test_an_error_in_the_middle_is_raised_and_every_sequence_is_released(fails_at: int) -> None:
+def test_an_error_releases_every_sequence(fails_at: int) -> None:
     engine = HistoryEngine()
     engine.fails_at = fails_at
     with pytest.raises(RuntimeError, match="the device is gone"):
@@ -111,7 +111,7 @@ def test_an_error_in_the_middle_is_raised_and_every_sequence_is_released(fails_a
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1 for each of 7 prompts"),
     ],
 )
-def test_invalid_arguments_are_refused_before_anything_is_computed(changes: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused_before_any_computation(changes: dict[str, Any], message: str) -> None:
     engine = HistoryEngine()
     asked: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_tokens": (), "max_sequences": 2}
     with pytest.raises(UserError, match=message):

@@ -77,7 +77,7 @@ def test_a_model_that_the_kernels_do_not_support_is_refused(shape: KVShape, q_he
         check_kernels(FP16_POLICY, shape, q_heads)
 
 
-def test_a_layer_is_held_or_refused_with_the_key_that_gives_its_format() -> None:
+def test_an_unsupported_layer_names_the_key_of_its_format() -> None:
     override = LayerOverride(layers=(1,), value=Format(dtype="int4", group_size=128, **PER_GROUP))
     policy = SHIPPED["fp8"].model_copy(update={"overrides": (override,)})
     layers = choose_layers(policy, KVShape(layers=2, kv_heads=2, head_dim=64), 8)
@@ -92,7 +92,7 @@ def pretend_gpu(patch: pytest.MonkeyPatch, here: bool, capability: tuple[int, in
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
 
-def test_auto_is_the_gpu_if_there_is_one_and_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_gpu_if_present_and_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, here=True)
     assert [resolve_device(device) for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert gpu_identity() == {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
@@ -143,7 +143,7 @@ SLIDES = "config.json: 3 of 3 layers attend to their last 32 tokens alone: "
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "trtllm", "vllm", "sglang", "torch backend.device=cuda"])
-def test_a_backend_refuses_sliding_windows_and_evictions_that_it_does_not_hold(backend: str, tmp_path: Path) -> None:
+def test_unsupported_windows_and_evictions_are_refused(backend: str, tmp_path: Path) -> None:
     policy = "fp8_uncalibrated" if backend in ("vllm", "sglang") else "fp8"
     (config,) = plan([f"kv={policy}", *f"backend={backend}".split()], multirun=False).jobs
     window = "model.path: sliding_window=32: with the CUDA kernels" if backend.startswith("torch") else SLIDES

@@ -112,12 +112,12 @@ def test_a_format_stores_the_codes_of_the_reference_engine(form: Format) -> None
 
 
 @pytest.mark.parametrize("form", [*FORMATS[::3], *NVFP4S, TURBOQUANT], ids=name)
-def test_what_is_stored_of_bfloat16_numbers_is_rounded_once_from_float32(form: Format) -> None:
+def test_bfloat16_numbers_are_rounded_once_for_storage(form: Format) -> None:
     assert_stores_what_the_reference_stores(form, "bfloat16")
 
 
 @pytest.mark.parametrize("tokens", [3, 1], ids=["prefill", "decode"])
-def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(tokens: int) -> None:
+def test_bfloat16_attention_is_float32_rounded_once(tokens: int) -> None:
     """ONNX Runtime supports only casts for bfloat16, so it runs the whole function only if nothing else is bfloat16."""
     policy = KVPolicy(
         name="aged",
@@ -138,7 +138,7 @@ def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(to
 @pytest.mark.parametrize("compute", ["float32", "float16"])
 @pytest.mark.parametrize(("dtype", "limit", "peer"),
                          [("fp8_e4m3", 448, ml_dtypes.float8_e4m3fn), ("fp8_e5m2", 57344, ml_dtypes.float8_e5m2)])  # fmt: skip
-def test_fp8_rounds_every_float16_as_ml_dtypes_does_and_saturates(
+def test_fp8_rounds_every_float16_as_ml_dtypes_and_saturates(
     dtype: str, limit: float, peer: type, compute: Literal["float32", "float16"]
 ) -> None:
     every = np.arange(65536, dtype=np.uint16).view(np.float16)

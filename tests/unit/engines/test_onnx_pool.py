@@ -60,7 +60,7 @@ def test_a_graph_is_shown_the_pages_of_its_batch_and_no_others() -> None:
         np.testing.assert_array_equal(pool.array_view(name, spans)[tables[table]], absolute)
 
 
-def test_growth_keeps_the_stored_tokens_and_stays_within_the_limit() -> None:
+def test_growth_keeps_stored_tokens_within_the_limit() -> None:
     pool = PagedPool(FP16_POLICY, SHAPE, 5)
     handle = pool.start()
     sizes, spans = [], set()
@@ -100,7 +100,7 @@ def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("policy", [EXACT, WINDOW], ids=lambda policy: policy.name)
-def test_a_fork_copies_the_pages_that_either_branch_will_write_and_shares_the_rest(policy: KVPolicy) -> None:
+def test_a_fork_copies_only_pages_that_will_be_written(policy: KVPolicy) -> None:
     pool = PagedPool(policy, SHAPE, 4)
     origin = pool.start()
     fill(pool, origin, 130)
@@ -136,9 +136,7 @@ def kept_positions(policy: KVPolicy, length: int) -> list[int]:
     [(STREAMING, SHAPE), (SLIDING, SHAPE), (FP16_POLICY, replace(SHAPE, windows=(5, 70)))],
     ids=["streaming", "sliding", "sliding layers"],
 )
-def test_a_page_table_lists_the_pages_that_are_kept_and_lengths_count_their_tokens(
-    policy: KVPolicy, shape: KVShape, chunks: list[int]
-) -> None:
+def test_page_tables_list_kept_pages_and_lengths_their_tokens(policy: KVPolicy, shape: KVShape, chunks: list[int]) -> None:
     pool = PagedPool(policy, shape, 16)
     handle = pool.start()
     for count in chunks:
@@ -161,7 +159,7 @@ def test_a_page_table_lists_the_pages_that_are_kept_and_lengths_count_their_toke
 
 
 @pytest.mark.parametrize("length", [128, 130, 320, 330])
-def test_a_page_that_two_sequences_share_stays_until_both_have_evicted_it(length: int) -> None:
+def test_a_shared_page_stays_until_both_sequences_evict_it(length: int) -> None:
     pool = PagedPool(STREAMING, SHAPE, 32)
     origin = pool.start()
     fill(pool, origin, length)
@@ -177,7 +175,7 @@ def test_a_page_that_two_sequences_share_stays_until_both_have_evicted_it(length
     assert stored(pool, fork)[: len(after)] == after
 
 
-def test_pages_that_were_reserved_for_a_step_that_failed_serve_the_next_one() -> None:
+def test_pages_of_a_failed_step_serve_the_next_step() -> None:
     pool = PagedPool(STREAMING, SHAPE, 16)
     handle = pool.start()
     fill(pool, handle, 260)

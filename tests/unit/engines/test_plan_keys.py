@@ -60,7 +60,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("tensorrt_rtx", {"tensorrt_rtx": "10.14.1.48"}),
     ],
 )
-def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
+def test_plan_keys_have_the_imported_librarys_version(
     backend: str, versions: dict[str, str], tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, object] = {}
@@ -114,7 +114,7 @@ def test_what_plans_need_is_asked_for_before_any_work(
         check_inputs(config)
 
 
-def test_the_default_profile_of_plans_fits_the_built_in_workloads(tmp_path: Path) -> None:
+def test_the_default_plan_profile_fits_the_shipped_workloads(tmp_path: Path) -> None:
     config: Any = configured(tmp_path, "backend=tensorrt_rtx")
     assert config.backend.max_batch >= max(config.workloads.batch_size, config.workloads.load.batch)
 

@@ -43,7 +43,7 @@ def test_auto_is_a_gpu_for_models_that_are_not_tiny(monkeypatch: pytest.MonkeyPa
         reference_device("cuda", LEAST_BYTES)
 
 
-def test_a_requested_gpu_that_is_missing_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_requested_gpu_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """stage=build runs no engine."""
     has_gpu(monkeypatch, here=False)
     for stage in ("all", "evaluate", "build"):
@@ -70,7 +70,7 @@ def test_the_reference_engines_gpu_is_part_of_an_evaluations_key(
     assert beside["config"] == alone["config"] | ({"reference": reference} if here else {})
 
 
-def test_weights_that_stay_in_16_bits_give_the_same_logits_bit_for_bit() -> None:
+def test_16_bit_weights_give_the_same_logits_bit_for_bit() -> None:
     text = benchlib.story_tokens(1, 200)[0].tolist()
     models = [benchlib.load_model() for _ in range(2)]
     exact = models[1].model.layers[1].mlp.up_proj.weight
@@ -162,7 +162,7 @@ def painted(pieces: tuple[AttentionPiece, ...], rows: int, columns: int) -> np.n
 
 @pytest.mark.parametrize("spans", SPANS, ids=lambda spans: "-".join(str(span.end) for span in spans))
 @pytest.mark.parametrize("number", range(len(POLICIES)), ids=lambda number: POLICIES[number].name)
-def test_every_row_sees_every_token_once_and_from_the_copy_that_the_policy_says(number: int, spans: list[Span]) -> None:
+def test_every_row_reads_each_token_once_from_the_right_copy(number: int, spans: list[Span]) -> None:
     policy, slide = POLICIES[number], SLIDES[number]
     starts = {row: row if span.start is None else span.start for span in spans for row in range(span.begin, span.end)}
     covered: list[int] = []
@@ -178,7 +178,7 @@ def test_every_row_sees_every_token_once_and_from_the_copy_that_the_policy_says(
     assert covered == list(range(spans[0].begin, spans[-1].end))
 
 
-def test_the_scores_of_a_block_are_bounded_however_long_the_context() -> None:
+def test_a_blocks_scores_are_bounded_for_any_context() -> None:
     for row_bytes in (100, 1 << 19, 1 << 22):
         blocks = attention.plan(POLICIES[0], [Span(0, 1000, 0)], row_bytes)
         rows = max(block.end - block.begin for block in blocks)

@@ -39,9 +39,7 @@ def _fresh() -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), [("tensorrt", "pypi.nvidia.com"), ("tensorrt_rtx", r"pip install 'kvgate\[rtx\]'")])
-def test_a_library_that_is_not_installed_is_named_with_how_to_get_it(
-    name: str, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_named_with_how_to_get_it(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingRequirement, match=rf"backend={name} needs TensorRT.*{how}"):
         load(name)
@@ -55,7 +53,7 @@ def test_a_library_that_is_not_installed_is_named_with_how_to_get_it(
         ("tensorrt_rtx", "1.8.0.1", r"TensorRT for RTX >= 1\.7 and < 1\.8"),
     ],
 )
-def test_a_release_whose_calls_are_not_known_is_refused_with_both_versions(
+def test_an_unknown_release_is_refused_with_both_versions(
     name: library_module.Name, version: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version, ILogger=object))
@@ -81,7 +79,7 @@ def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
     ],
     ids=["keys", "an_overridden_layer"],
 )  # fmt: skip
-def test_a_type_that_tensorrt_lacks_is_named_by_its_key_before_any_work(policy: KVPolicy, key: str) -> None:
+def test_a_type_that_tensorrt_lacks_is_refused_before_any_work(policy: KVPolicy, key: str) -> None:
     with pytest.raises(UserError, match=rf"^{key}\.dtype=fp8_e5m2: TensorRT has no type FLOAT8E5M2; .* backend=onnxruntime"):
         refuse_caches(SimpleNamespace(policy=policy))  # type: ignore[arg-type]
 
@@ -99,7 +97,7 @@ def test_plans_are_built_for_the_gpu_that_cuda_uses(
     assert cuda_gpu() == {"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580.1"}
 
 
-def test_gpus_that_torch_cannot_use_are_named_with_the_torch_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_gpus_are_named_with_the_torch_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("backend", "library"):
         monkeypatch.setattr(f"stages.engines.tensorrt.{module}.gpus", lambda: GPUS)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

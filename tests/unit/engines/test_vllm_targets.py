@@ -47,7 +47,7 @@ def interpreter(**changes: Any) -> Interpreter:
     return Interpreter(PROGRAM, "python", VllmDescription.model_validate(given))
 
 
-def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:
+def test_an_old_release_is_refused_with_the_needed_one(tmp_path: Path) -> None:
     old = interpreter(release="0.11.2").description.model_dump_json()
     with pytest.raises(MissingRequirement, match=r"has vLLM 0\.11\.2, backend=vllm needs 0\.26 or later; make vllm"):
         inspect_interpreter(PROGRAM, make_interpreter(tmp_path / "bin", says=f'{{"ok": {old}}}'))
@@ -64,7 +64,7 @@ def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_pa
         ("nvfp4", "nvfp4"),
     ],
 )
-def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(kv: str, dtype: str) -> None:
+def test_policies_map_to_vllm_types_and_skipped_layers(kv: str, dtype: str) -> None:
     policy = KVPolicy.model_validate({**conf("kv", kv), "overrides": [{"layers": [3, 10], **EXACT}]})
     assert cache_dtype(policy, config_of("vllm", "python")) == dtype
     assert skipped_layers(policy) == ["10", "3"]
@@ -126,14 +126,14 @@ def test_what_vllm_cannot_do_is_refused_by_its_key(check: Callable[[], object], 
         check()
 
 
-def test_quantized_weights_are_refused_before_the_interpreter_starts(tiny_checkpoint: Path) -> None:
+def test_quantized_weights_are_refused_without_an_interpreter(tiny_checkpoint: Path) -> None:
     job = Job(SHIPPED["fp8"], "fp8", inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(UserError, match=r"^weights=fp8: backend=vllm is given 16-bit weights"):
         VllmBackend(config_of("vllm", "/nowhere")).check_inputs(job)
 
 
 @pytest.mark.parametrize(("release", "audited"), [("0.26.0", False), ("0.32.1", True)])
-def test_scales_are_refused_only_on_releases_that_the_audit_describes(
+def test_scales_are_refused_only_on_audited_releases(
     release: str, audited: bool, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = interpreter(release=release, cache_dtypes=["fp8_e4m3"])
@@ -166,7 +166,7 @@ def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.M
         ({"kv_cache_gib": 0.5}, 1 << 29, 1 << 29),
     ],
 )
-def test_the_served_engine_has_vllms_defaults_and_the_judged_one_is_eager(
+def test_the_served_engine_has_defaults_the_judged_one_is_eager(
     changes: dict[str, Any], served: int | None, judged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of("vllm", "python", **changes)
@@ -203,7 +203,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return import_module("kvgate_vllm_worker")
 
 
-def test_rows_of_the_scored_steps_are_handed_over_if_vllm_sampled_from_them(worker: Any, tmp_path: Path) -> None:
+def test_scored_rows_are_returned_if_vllm_sampled_from_them(worker: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows"
 
     def handed(reported: torch.Tensor) -> Any:

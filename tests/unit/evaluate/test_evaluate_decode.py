@@ -54,7 +54,7 @@ def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) 
     return {event.sample: event for event in events if isinstance(event, SampleResult)}
 
 
-def test_samples_with_answers_are_repeated_and_the_shortest_are_corrupted() -> None:
+def test_answered_samples_repeat_and_the_shortest_are_corrupted() -> None:
     a, b, c, d = encoded()
     config: Any = SimpleNamespace(noise_samples=1)
     assert repeated_samples([d, a, b, c], config) == [a, c]
@@ -64,7 +64,7 @@ def test_samples_with_answers_are_repeated_and_the_shortest_are_corrupted() -> N
     assert [len(control_samples([a] * count, 1)) for count in (20, 3)] == [CONTROL_SAMPLES, 3]
 
 
-def test_references_end_with_eos_when_judged_and_are_cut_when_not() -> None:
+def test_judged_references_end_with_eos_and_others_are_cut() -> None:
     a, _, _, d = encoded()
     assert (a.reference, d.reference, d.prompt) == ((*b"xy", EOS), tuple(b"prose"), tuple(b"<user>hi"))
     changed = [replace(SAMPLES[0], check="json"), *SAMPLES[1:]]
@@ -75,7 +75,7 @@ def test_references_end_with_eos_when_judged_and_are_cut_when_not() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 16])
-def test_every_token_from_the_prompts_last_on_goes_through_decode(batch_size: int) -> None:
+def test_every_token_from_the_last_of_the_prompt_is_decoded(batch_size: int) -> None:
     engine = fake_engine(SAMPLES)
     list(decode(engine, encoded(), batch_size))
     by_prompt = {prompt: engine.decoded[handle] for handle, prompt in enumerate(engine.prefilled)}
@@ -87,7 +87,7 @@ def test_every_token_from_the_prompts_last_on_goes_through_decode(batch_size: in
     assert engine.widths.count(2) > len(engine.widths) // 2 or batch_size != 2, "an ended sequence makes room for the next"
 
 
-def test_the_corruption_comes_between_the_prefill_and_the_first_decode() -> None:
+def test_the_corruption_comes_between_prefill_and_decode() -> None:
     engine, whole = fake_engine(SAMPLES), OnePassFake(fake_engine(SAMPLES).answers)
     events: list[tuple[int, int]] = []
     list(steps_of(engine, encoded(), 4, after_prefill=lambda: events.append((len(engine.prefilled), len(engine.widths)))))
@@ -97,7 +97,7 @@ def test_the_corruption_comes_between_the_prefill_and_the_first_decode() -> None
     assert first.logits_BV.max() < sound.logits_BV.max()
 
 
-def test_an_engine_that_can_is_asked_for_one_pass_and_gives_the_same_steps() -> None:
+def test_one_pass_gives_the_steps_of_decode() -> None:
     engine = OnePassFake(fake_engine(SAMPLES).answers)
     assert_same(rows_of(engine, encoded(), 3), rows_of(fake_engine(SAMPLES), encoded(), 1))
     assert engine.prefilled == []
@@ -116,7 +116,7 @@ class RequestFake(OnePassFake):
         return [self.forced(tokens, first) for tokens, first in requests]
 
 
-def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
+def test_a_request_engine_keeps_a_batch_in_flight() -> None:
     engine, alone = RequestFake(fake_engine(SAMPLES).answers), OnePassFake(fake_engine(SAMPLES).answers)
     finished = [event for event in decode(engine, encoded(), 3) if isinstance(event, SampleResult)]
     assert engine.together == [3, 1]
@@ -155,7 +155,7 @@ def test_answers_equal_greedy_decode_from_the_prompt(make: Any, batch_size: int)
     assert max(engine.widths) <= batch_size
 
 
-def test_an_engine_that_forks_computes_no_token_of_a_reference_twice() -> None:
+def test_a_forking_engine_computes_no_reference_token_twice() -> None:
     plain, sharing = fake_engine(SAMPLES, wrong=WRONG), sharing_engine(SAMPLES, wrong=WRONG)
     for engine in (plain, sharing):
         answers_of(engine, encoded(), 2)
@@ -164,13 +164,13 @@ def test_an_engine_that_forks_computes_no_token_of_a_reference_twice() -> None:
     assert sum(sharing.widths) == sum(plain.widths) - len(WRONG), "the first token of both wrong answers is decoded once"
 
 
-def test_neither_other_samples_nor_free_answers_in_a_batch_change_the_logits_of_forced_decode() -> None:
+def test_other_samples_of_a_batch_do_not_change_forced_logits() -> None:
     alone = rows_of(fake_engine(SAMPLES, wrong=WRONG), encoded(), 1)
     assert_same(alone, rows_of(fake_engine(SAMPLES, wrong=WRONG), encoded(), 3))
     assert_same(alone, rows_of(sharing_engine(SAMPLES, wrong=WRONG), encoded(), 3, Greedy((EOS,), 4)))
 
 
-def test_logits_that_are_not_finite_are_no_token_and_end_an_answer() -> None:
+def test_non_finite_logits_end_an_answer_without_a_token() -> None:
     for make in (fake_engine, sharing_engine):
         finished = answers_of(make(SAMPLES, not_a_number=True), encoded(), 2)
         assert [finished[i].answer for i in range(4)] == [(), (), (), None]
@@ -197,7 +197,7 @@ def test_samples_share_the_prefix_of_their_document() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
-def test_a_document_is_prefilled_once_and_released_with_its_last_question(batch_size: int) -> None:
+def test_a_document_is_prefilled_once_for_all_its_questions(batch_size: int) -> None:
     items = encode(QUESTIONS, CharTokenizer(), 9)
     engine = sharing_engine(QUESTIONS, wrong=("one1",))
     finished = answers_of(engine, items, batch_size)

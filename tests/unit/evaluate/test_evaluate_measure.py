@@ -63,7 +63,7 @@ def test_the_baseline_against_itself_has_no_distance_and_passes(same: Judged) ->
     assert [row.id for row in rows] == [sample.id for sample in SAMPLES]
 
 
-def test_the_noise_floor_is_the_effect_of_another_batch_composition(baseline: Path) -> None:
+def test_the_noise_floor_is_the_effect_of_other_batches(baseline: Path) -> None:
     noise = json.loads((baseline / "once.json").read_text(encoding="utf-8"))["noise"]
     # no sample is prose; find-11 is the longest sample with an answer
     repeated = [*SAMPLES[:4], SAMPLES[11], *SAMPLES[80:84]]
@@ -83,7 +83,7 @@ def test_flips_are_counted_in_both_directions(baseline: Path, tmp_path: Path) ->
     assert report.metrics["quality/find/accuracy_baseline"] == part.accuracy.baseline
 
 
-def test_a_row_holds_the_probability_of_the_right_answer_as_the_product_over_its_tokens(baseline: Path, tmp_path: Path) -> None:
+def test_a_rows_probability_is_the_product_over_answer_tokens(baseline: Path, tmp_path: Path) -> None:
     report, rows, _ = candidate(baseline, tmp_path, noise=0.5)
     for row in rows:
         if row.workload == "tale":
@@ -112,9 +112,7 @@ def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> Non
     assert "quality/recovery" not in report.metrics
 
 
-def test_the_control_comes_last_and_fails_an_engine_whose_decoding_does_not_read_the_cache(
-    baseline: Path, tmp_path: Path
-) -> None:
+def test_the_control_comes_last_and_detects_an_unread_cache(baseline: Path, tmp_path: Path) -> None:
     _, _, verdict = candidate(baseline, tmp_path / "blind", blind=True)
     assert [check.gate for check in verdict.checks if check.status == "FAIL"] == ["must_fail_control"]
     engine = fake_engine(SAMPLES)
@@ -134,7 +132,7 @@ def test_system_metrics_are_measured_under_the_fixed_load(same: Judged) -> None:
     assert 0 < percentiles[0] <= percentiles[1] <= percentiles[2]
 
 
-def test_rates_come_with_the_share_of_the_processors_that_other_programs_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_come_with_the_cpu_share_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hypervisor took 1 s and other programs 1 s of the 10 s of all processors, this process 1 s, and 7 s were idle."""
     monkeypatch.setattr("psutil.cpu_times", lambda: (1.0, 0.0, 1.0, 6.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0))
     monkeypatch.setattr("stages.evaluate.decoding.system.time.process_time", lambda: 1.0)
@@ -153,7 +151,7 @@ class Separators(CharTokenizer):
         return super().text(token_ids).replace("~", "\u2028")
 
 
-def test_reserved_ids_and_unicode_line_separators_are_stored_and_read_back(tmp_path: Path) -> None:
+def test_reserved_ids_and_line_separators_round_trip(tmp_path: Path) -> None:
     names = ("s\x85", "__metadata__")
     separated = [Sample(id=name, workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i, name in enumerate(names)]
     plain = [replace(sample, reference=sample.reference.replace("\u2028", "~")) for sample in separated]

@@ -27,7 +27,7 @@ def strata(chosen: list[Sample]) -> Counter[tuple[str, str]]:
     return Counter((sample.workload, sample.difficulty) for sample in chosen)
 
 
-def test_every_workload_and_difficulty_is_divided_as_the_shares_say() -> None:
+def test_workloads_and_difficulties_are_divided_by_the_shares() -> None:
     graded = [replace(s, difficulty=("easy", "hard")[i % 2]) for i, s in enumerate(samples(160))]
     rounds = assign_rounds(graded, SHARES)
     assert sorted(s.id for r in rounds for s in r) == sorted(s.id for s in graded)
@@ -38,7 +38,7 @@ def test_every_workload_and_difficulty_is_divided_as_the_shares_say() -> None:
             assert abs(ran[stratum] - share * count) <= 2, (stratum, share)
 
 
-def test_documents_stay_whole_and_the_order_of_samples_decides_nothing() -> None:
+def test_documents_stay_whole_in_any_order_of_samples() -> None:
     questions = [replace(s, document=f"d{i // 4}") for i, s in enumerate(samples(200))]
     rounds = assign_rounds(questions, SHARES)
     owners = [{s.cluster for s in chosen} for chosen in rounds]
@@ -63,7 +63,7 @@ def test_a_round_without_samples_is_left_out() -> None:
             assert sorted(s.id for chosen in divided for s in chosen) == sorted(s.id for s in questions)
 
 
-def test_the_first_round_has_15_questions_of_each_kind_or_all_of_them() -> None:
+def test_the_first_round_has_15_questions_of_each_kind() -> None:
     for asked, first in ((3, 3), (15, 15), (20, 15), (60, 15), (300, 30)):
         found = Counter(sample.workload for sample in assign_rounds(samples(asked), SHARES)[0])
         assert abs(found["find"] - first) <= 1

@@ -57,9 +57,7 @@ def test_a_line_becomes_a_sample_with_defaults_for_missing_keys(tmp_path: Path) 
     assert (third.id, third.workload, third.check, third.cluster) == ("mine-0004", "custom", "exact", "mine-0004")
 
 
-def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_samples_join_the_built_in_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, GOOD)
     samples = load_samples(builtin_workloads(samples={"copy": 1}, jsonl="~/mine.jsonl"))
@@ -93,7 +91,7 @@ def test_a_bad_line_is_named_with_its_key_and_fix(tmp_path: Path, line: object, 
         read_jsonl(path, {"taken"})
 
 
-def test_a_wrong_role_is_one_problem_and_a_byte_order_mark_is_none(tmp_path: Path) -> None:
+def test_a_wrong_role_is_a_problem_but_no_byte_order_mark(tmp_path: Path) -> None:
     path = write(tmp_path, {"messages": [{"role": "tool", "content": "4"}], "reference": "4"})
     with pytest.raises(UserError, match=r"messages\.0\.role: input should be 'system'") as caught:
         read_jsonl(path, set())
@@ -125,9 +123,7 @@ def tokenizer(tiny_checkpoint: Path) -> Any:
     return load_tokenizer(tiny_checkpoint)
 
 
-def test_code_in_a_model_directory_does_not_run_when_model_and_tokenizer_are_loaded(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_code_in_a_model_directory_does_not_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """tests/long/test_closed_streams.py tests the same with a whole command started in the directory."""
     checkpoint, marker = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")), tmp_path / "it-ran"
     plant_code(checkpoint, marker)
@@ -150,7 +146,7 @@ def test_calibration_sees_the_tokens_that_evaluation_feeds(tokenizer: Any) -> No
 
 
 @pytest.mark.parametrize("template", [None, ""])
-def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tokenizer: Any, template: str | None) -> None:
+def test_a_base_models_messages_become_lines(tokenizer: Any, template: str | None) -> None:
     tokenizer.chat_template = template
     text = "system: Be brief.\nuser: Which colour?\nassistant: Of what?\nuser: The sky.\nassistant: "
     assert render_all(tokenizer, [CHAT]) == [text]
@@ -159,7 +155,7 @@ def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tok
     assert ids[0] == tokenizer.bos_token_id
 
 
-def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(tokenizer: Any) -> None:
+def test_system_text_moves_to_the_users_turn_if_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_SYSTEM
     assert render_all(tokenizer, [CHAT]) == ["<|bos|>[user]Be brief.\n\nWhich colour?[assistant]Of what?[user]The sky."]
     for second, reason in (("user", "roles must alternate"), ("system", "no system role, please")):
@@ -180,7 +176,7 @@ def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, t
         assert [number for number, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
 
 
-def test_the_users_calibration_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_calibration_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.jsonl").write_text('"one"\n{"text": "two"}\n"three"\n', encoding="utf-8")
     config = CalibrationConfig(samples=2, max_length=16, workloads=["prose"], jsonl="~/mine.jsonl")

@@ -56,7 +56,7 @@ def both(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.ndarra
     st.sampled_from([0.0, 1e-3, 0.1, 2.0]),
     st.integers(0, 1000),
 )
-def test_the_kl_over_heads_is_never_above_that_over_the_vocabulary(vocab: int, spread: float, change: float, seed: int) -> None:
+def test_the_kl_over_heads_is_at_most_that_over_the_vocabulary(vocab: int, spread: float, change: float, seed: int) -> None:
     baseline = random_logits(4, vocab, spread, seed)
     candidate = baseline + random_logits(4, vocab, change, seed + 1)
     whole, logprobs = both(baseline, candidate, token=seed % vocab)
@@ -89,7 +89,7 @@ def test_a_head_is_as_long_as_its_distribution_is_wide() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_is_nan_and_affects_no_other_row(value: float) -> None:
+def test_a_non_finite_row_is_nan_and_affects_no_other_row(value: float) -> None:
     baseline = random_logits(3, 2000, 3.0, 7)
     broken = baseline.copy()
     broken[1, 1500] = value

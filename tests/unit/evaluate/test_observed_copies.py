@@ -36,7 +36,7 @@ def test_tokens_that_were_observed_in_time_keep_their_codes() -> None:
     assert known(observed((100, 64), (130, 64), (200, 128))) == list(range(200))
 
 
-def test_only_tokens_that_came_and_went_between_two_observations_are_lost() -> None:
+def test_only_tokens_between_two_observations_are_lost() -> None:
     copy = observed((80, 64), (150, 128), (160, 128), (250, 192))
     assert copy.evicted == ((80, 128), (160, 192))
     assert known(copy) == [*range(80), *range(128, 160), *range(192, 250)]

@@ -53,7 +53,7 @@ def mix(*contexts: tuple[int, int]) -> str:
     return "capacity.contexts=[" + ",".join(f"{{tokens: {tokens}, requests: {n}}}" for tokens, n in contexts) + "]"
 
 
-def test_the_capacity_of_45_gib_for_llama_8b_equals_the_published_figures(tmp_path: Path) -> None:
+def test_capacity_of_llama_8b_in_45_gib_equals_published_figures(tmp_path: Path) -> None:
     """Figures in GiB of 1024^3 bytes; symmetric INT4 with one float16 scale per 64 channels; tokens not rounded to pages."""
     found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", "capacity.ceiling=0.7", *BARE)
     for name, tokens, at_ceiling, gib in (
@@ -80,7 +80,7 @@ GEMMA_4B = model_of("gemma3_text", 34, 8, 4, 256, sliding_window=1024, sliding_w
 
 
 @pytest.mark.parametrize(("config", "tokens", "mebibytes"), [(GEMMA_27B, 32768, 3002), (GEMMA_4B, 131072, 2683.25)])
-def test_sliding_layers_of_a_gemma_3_take_the_published_mebibytes(
+def test_sliding_layers_of_gemma_3_take_the_published_mebibytes(
     tmp_path: Path, config: dict[str, Any], tokens: int, mebibytes: float
 ) -> None:
     """Memory that llama.cpp (pull request 13194) allocates with batches of 64: reddit.com/r/LocalLLaMA/comments/1krr7hn.
@@ -97,7 +97,7 @@ def test_layers_that_share_pages_keep_those_of_full_attention(tmp_path: Path) ->
     assert "the layers with sliding windows free none" in found.notes[0]
 
 
-def test_a_latent_vector_takes_one_format_and_is_copied_to_every_gpu(tmp_path: Path) -> None:
+def test_a_latent_vector_has_one_format_and_a_copy_per_gpu(tmp_path: Path) -> None:
     found = capacity(tmp_path, DEEPSEEK_V3, "capacity.gpu_gib=141", "capacity.tensor_parallel=8", *BARE)
     assert (of(found, "fp16").bytes_per_token, of(found, "fp8").bytes_per_token) == (61 * 576 * 2, 61 * 576)
     assert {"int8", "fp8k_int4v", "int4_g32"} <= found.unfit.keys()
@@ -105,7 +105,7 @@ def test_a_latent_vector_takes_one_format_and_is_copied_to_every_gpu(tmp_path: P
     assert found.unfit["int8"] == "its latent vectors of 576 numbers (MLA) take one format, without scales a token"
 
 
-def test_the_first_line_says_what_a_request_takes_and_saves_and_how_many_fit(tmp_path: Path) -> None:
+def test_the_first_line_has_bytes_savings_and_requests(tmp_path: Path) -> None:
     found = capacity(tmp_path, LLAMA_70B, "capacity.tensor_parallel=4", mix((32768, 1)))
     (line,) = policy_line(found, "fp8")
     assert "a request of 32,768 tokens takes 1.25 GiB on each GPU, 1.25 less than under FP16" in line
@@ -125,13 +125,13 @@ def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
     assert model.weight_bytes("none", 8) == 2 * ((parameters - normalisations) // 8 + normalisations)
 
 
-def test_heads_are_divided_among_gpus_and_copied_if_there_are_more_gpus(tmp_path: Path) -> None:
+def test_heads_are_divided_among_gpus_or_copied(tmp_path: Path) -> None:
     found = capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE)
     assert (of(found, "fp16").bytes_per_token, of(found, "fp16").tokens_that_fit) == (16 * KIB, 8 * 368_640)
     assert "each head's cache is stored 2 times" in found.notes[0]
 
 
-def test_requests_of_a_mix_are_whole_and_the_rest_of_their_last_pages_is_waste(tmp_path: Path) -> None:
+def test_requests_are_whole_and_partial_pages_are_waste(tmp_path: Path) -> None:
     found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=1", "capacity.ceiling=1", mix((65, 1), (128, 1)), *BARE)
     assert found.block_waste == pytest.approx(1 - (65 + 128) / 256)
     assert of(found, "fp16").requests == 8192 // 128, "two pages each"
@@ -149,7 +149,7 @@ def test_capacity_equals_the_bytes_of_kvgates_pool(windows: tuple[int | None, ..
             assert cost.own(tokens) == policy.sequence_bytes(shape, tokens), policy.name
 
 
-def test_a_changed_policy_is_named_by_its_differences_and_the_name_composes() -> None:
+def test_a_changed_policys_name_lists_differences_and_composes() -> None:
     window = "kv.window={tokens: 64, key: null, value: {dtype: fp8_e4m3, granularity: per_tensor, scale: uncalibrated}}"
     for changes in (["kv.sink_tokens=1"], ["kv.value.group_size=32", "kv.recent_tokens=8"], [window]):
         changed = plan(["kv=fp8k_int4v", *changes], multirun=False).jobs[0].kv
@@ -164,7 +164,7 @@ COHERE = GEMMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere
 """A family whose cache size can be computed, but which no engine supports."""
 
 
-def test_shapes_of_other_architectures_are_read_if_they_are_complete(tmp_path: Path) -> None:
+def test_complete_shapes_of_other_architectures_are_read(tmp_path: Path) -> None:
     gemma = read_model(written(tmp_path, GEMMA))
     assert gemma.windows == (4096, None) * 16
     assert (gemma.kv.head_dim, gemma.notes) == (256, ())
@@ -177,7 +177,7 @@ def test_shapes_of_other_architectures_are_read_if_they_are_complete(tmp_path: P
     assert read_model(written(tmp_path, listed)).windows == (None,) * 31 + (4096,)
 
 
-def test_a_config_json_that_does_not_say_its_cache_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_incomplete_config_json_is_refused_in_one_line(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": None}, "config.json: num_hidden_layers must be a positive integer, at most 4,096, got None"),
         ({"model_type": "falcon", "num_key_value_heads": None}, "config.json: num_key_value_heads must be"),

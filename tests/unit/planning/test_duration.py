@@ -43,7 +43,7 @@ def test_a_verdict_takes_the_estimated_time_within_a_half() -> None:
         assert 1 / 1.5 < estimated / measured < 1.5
 
 
-def test_longer_documents_more_rounds_and_fewer_threads_take_longer() -> None:
+def test_documents_rounds_and_threads_change_the_estimate() -> None:
     (chat, model), (long, _) = planned(), planned("workloads.lengths=[1024,4096,8192]")
     assert seconds(long, model)[0] > 4 * seconds(chat, model)[0]
     assert seconds(chat, model)[1] > 2 * seconds(chat, model)[0]

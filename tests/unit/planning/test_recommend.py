@@ -100,7 +100,7 @@ CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_recommended_policy_has_the_most_live_tokens_with_covering_evidence(name: str) -> None:
+def test_the_most_live_tokens_with_evidence_are_recommended(name: str) -> None:
     evidence, overrides, expected, reasons = CASES[name]
     found = recommended(*evidence, overrides=tuple(overrides))
     assert chosen(found) == expected
@@ -125,15 +125,13 @@ def test_the_recommended_policy_has_the_most_live_tokens_with_covering_evidence(
         ({"forks": 0}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),
     ],
 )
-def test_a_pass_that_does_not_reach_the_use_is_passed_over_with_the_keys_that_would(
-    changes: dict[str, object], overrides: list[str], expected: str
-) -> None:
+def test_an_insufficient_pass_names_the_missing_keys(changes: dict[str, object], overrides: list[str], expected: str) -> None:
     found = recommended(judged("fp8", **changes), judged("int8"), overrides=tuple(overrides))
     assert chosen(found) == "int8"
     assert expected in reason(found, "fp8")
 
 
-def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted() -> None:
+def test_only_unjudged_policies_with_more_tokens_are_named() -> None:
     lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"]))
     (command,) = [
         line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=" in line and ",int4_g64," in line
@@ -171,7 +169,7 @@ def asked(tmp_path: Path) -> list[str]:
     return ["stage=recommend", f"model.path={tmp_path}/some-llm", f"workdir={tmp_path}/work", "tracking=none", *USE]
 
 
-def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
+def test_recommend_reads_stored_evidence_and_moves_nothing(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
@@ -230,7 +228,7 @@ def test_only_policies_that_the_backend_serves_are_suggested(
     assert f"and {len(unserved)} that the backend does not serve" in printed
 
 
-def test_altered_samples_and_those_of_another_shape_are_no_evidence(asked: list[str], tmp_path: Path) -> None:
+def test_altered_evidence_and_that_of_other_shapes_do_not_count(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
     assert "its model has 1.03125 KiB per token, this model 1.28906" in reason(refused(tmp_path, *asked), "int8")
     (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")

@@ -28,9 +28,7 @@ FP8, INT8, INT4 = load_policies("tune.policies", ["fp8", "int8", "int4_g32"])
     st.floats(1e-6, 2),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_choice_within_the_budget_has_fewer_bytes_or_as_many_with_less_kl(
-    places: list[list[tuple[int, float]]], budget: float
-) -> None:
+def test_the_choice_has_fewest_bytes_and_then_the_least_kl(places: list[list[tuple[int, float]]], budget: float) -> None:
     sizes, distances = np.moveaxis(np.array(places, float), -1, 0)
 
     def cost(choice: tuple[int, ...]) -> tuple[float, float]:
@@ -63,7 +61,7 @@ def test_a_mixed_policy_gives_every_place_its_format() -> None:
     assert {(layer, side): form for layer in range(3) for side, form in policy.sides(layer).items()} == formats
 
 
-def test_each_place_has_the_scales_of_the_policy_that_its_format_is_from() -> None:
+def test_each_place_has_the_scales_of_its_formats_policy() -> None:
     def scales(value: float) -> KVScales:
         return KVScales(layers=tuple(dict.fromkeys(SIDES, SideScales(scale=(value + n,))) for n in range(3)))
 

@@ -39,7 +39,7 @@ def unpacked(stored: Stored) -> Tensor:
     return torch.cat([byte & 15, (byte >> 4) + 8], dim=-1)
 
 
-def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range() -> None:
+def test_turboquant_values_round_half_up_in_the_exact_range() -> None:
     x, levels = vectors(), 15
     stored = quantize(x, K8V4.value, None)
     assert stored.scale is not None
@@ -61,7 +61,7 @@ def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range() -> Non
     assert stored.codes.shape[-1] == 32
 
 
-def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None:
+def test_token_head_keeps_its_zero_in_the_scales_low_bits() -> None:
     x = vectors()
     stored = quantize(x, INT4.value, None)
     assert stored.scale is not None
@@ -137,7 +137,7 @@ def test_a_format_that_an_engine_does_not_have_is_refused(form: Format, changed:
         ("onnxruntime", "llamacpp_q4_0", r"dtype=q4_0: .*; use backend=torch backend\.device=cpu, or"),
     ],
 )
-def test_graphs_refuse_and_name_formats_that_only_the_reference_engine_computes(backend: str, kv: str, message: str) -> None:
+def test_graphs_refuse_and_name_reference_only_formats(backend: str, kv: str, message: str) -> None:
     (job,) = plan([f"backend={backend}", f"kv={kv}"], multirun=False).jobs
     with pytest.raises(UserError, match=rf"^kv\.key\.{message}"):
         check_inputs(job)

@@ -49,7 +49,7 @@ def allowed_error(trial: Trial) -> Tensor:
 
 @examples
 @given(x_HTD=tensors())
-def test_no_number_comes_back_further_than_half_a_step_away_from_the_bytes_of_the_format(x_HTD: Tensor) -> None:
+def test_numbers_come_back_within_half_a_step(x_HTD: Tensor) -> None:
     heads, tokens, dim = x_HTD.shape
     for form in fitting(FORMATS, dim):
         trial = tried(x_HTD, form)

@@ -23,7 +23,7 @@ def test_a_shipped_policy_is_called_as_its_file() -> None:
     assert [policy.name for policy in SHIPPED.values()] == list(SHIPPED)
 
 
-def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequence() -> None:
+def test_a_window_costs_its_pages_twice_at_any_length() -> None:
     plain, aged = SHIPPED["fp8k_int4v"], SHIPPED["fp8k_int4v_aged"]
     values_of_a_page = 64 * 32 * KIB
     assert aged.window_page_bytes(LLAMA_8B) == values_of_a_page
@@ -50,7 +50,7 @@ def test_pages_stay_where_a_layer_or_the_policy_still_reads_them(
     assert len(changed.evicted_pages(1000, KVShape(3, 8, 128, windows))) == lost
 
 
-def test_an_evicting_sequence_costs_its_kept_pages_and_a_token_the_bytes_of_its_format() -> None:
+def test_an_evicting_sequence_costs_only_its_kept_pages() -> None:
     plain, streaming = SHIPPED["fp8"], SHIPPED["fp8_streaming"]
     assert streaming.bytes_per_token(LLAMA_8B) == plain.bytes_per_token(LLAMA_8B)
     assert streaming.sequence_bytes(LLAMA_8B, 4096) == plain.sequence_bytes(LLAMA_8B, 4096)
@@ -162,7 +162,7 @@ GROUPS_OF_128 = Format(dtype="int4", granularity="per_group", group_size=128, sc
         ),
     ],
 )
-def test_a_policy_that_the_model_cannot_hold_is_refused_by_its_key(
+def test_a_policy_that_does_not_fit_the_model_names_its_key(
     name: str, changes: dict[str, object], shape: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -194,7 +194,7 @@ def test_scales_that_do_not_match_the_policy_are_refused(layers: tuple[dict[str,
         KVScales.model_validate({"layers": layers}).check(SHIPPED["fp8_head"], SMALL, "FILE")
 
 
-def test_a_key_of_another_backend_is_refused_with_the_backends_that_have_it() -> None:
+def test_a_key_of_another_backend_names_its_backends() -> None:
     with refused(UserError, "backend.device: the backend here has no such key; choose one that has: backend=torch"):
         plan(["backend.device=cuda"], multirun=False)
 

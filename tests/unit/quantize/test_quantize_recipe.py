@@ -39,7 +39,7 @@ def test_a_missing_an_unexpected_and_another_quantizer_are_named() -> None:
     check_enabled({"a": {"num_bits": 4}}, {"a": {"num_bits": 4, "axis": None}})
 
 
-def test_a_dead_channel_gets_a_scale_that_divides_and_a_side_of_zeros_is_refused(tmp_path: Path) -> None:
+def test_a_dead_channel_gets_a_scale_and_zeros_are_refused(tmp_path: Path) -> None:
     dead: Measured = {"none": {(layer, Side.KEY): Extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32) for layer in range(2)}}
     scales = static_scales(policy(fmt("int4", "per_channel"), FP16), SMALL, dead, tmp_path)
     assert scales.layers[0][Side.KEY].scale == (2.0**-126, 2.0**-126, *(1.0,) * 30)
@@ -69,7 +69,7 @@ def test_a_policy_that_no_export_can_declare_is_explained(kv: KVPolicy, reason: 
         assert reason in str(export_refusal(kv, algorithms))
 
 
-def test_an_override_with_the_format_of_the_rest_and_an_exact_cache_can_be_declared() -> None:
+def test_redundant_overrides_and_an_exact_cache_are_accepted() -> None:
     for kv in (policy(FP8, FP8, None, LayerOverride(layers=(0,), key=FP8)), FP16_POLICY):
         assert export_refusal(kv, UNIFIED_HF_KV) is None
     assert "the export has no name for this format" in str(export_refusal(policy(BF16, BF16), UNIFIED_HF_KV))
@@ -86,7 +86,7 @@ class Words:
         return {"input_ids": [len(word) for word in text.split()][:max_length]}
 
 
-def test_texts_are_cut_and_empty_ones_left_out_and_tokens_of_another_model_are_refused() -> None:
+def test_texts_are_cut_and_foreign_tokens_are_refused() -> None:
     assert tokenize(Words(), ["a bb ccc", "", "dd"], 2, 10) == [[1, 2], [2]]
     with pytest.raises(UserError, match=r"makes token 4, the model's vocab_size is 4"):
         tokenize(Words(), ["four"], 8, 4)

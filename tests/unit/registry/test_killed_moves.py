@@ -64,7 +64,7 @@ def registry(tmp_path: Path) -> Dying:
 
 
 @pytest.mark.parametrize("rolled_back", [False, True])
-def test_a_killed_promotion_leaves_a_champion_and_is_finished_by_running_it_again(registry: Dying, rolled_back: bool) -> None:
+def test_a_killed_promotion_can_be_repeated(registry: Dying, rolled_back: bool) -> None:
     old, new = ("2", "3")
     if rolled_back:
         registry.engines().rollback()
@@ -78,7 +78,7 @@ def test_a_killed_promotion_leaves_a_champion_and_is_finished_by_running_it_agai
         assert "rolled_back_at" not in registry.versions[new]
 
 
-def test_a_killed_rollback_leaves_a_champion_and_never_brings_the_bad_one_back(registry: Dying) -> None:
+def test_a_killed_rollback_never_restores_the_bad_champion(registry: Dying) -> None:
     for left in registry.killed(lambda: registry.engines().rollback()):
         if left["champion"] == "2":
             registry.engines().rollback()
@@ -90,7 +90,7 @@ def test_a_killed_rollback_leaves_a_champion_and_never_brings_the_bad_one_back(r
         assert "promoted_at" not in registry.versions["2"]
 
 
-def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(registry: Dying) -> None:
+def test_a_killed_route_can_be_repeated_and_rolled_back(registry: Dying) -> None:
     registry.routed(copy="1")
     for left in registry.killed(lambda: registry.routed(copy="3")):
         assert left["route-copy"] in ("1", "3")

@@ -82,11 +82,11 @@ def validity(good: int, of: int) -> str:
     [(0, 0, "unknown"), (9, 10, "unknown"), (0, 2, "broken"), (1, 3, "unknown"), (400, 400, "holds"), (1950, 2000, "unknown"),
      (1900, 2000, "broken"), (1999, 2000, "holds")],
 )  # fmt: skip
-def test_a_monitor_breaks_if_its_bound_shows_it_and_few_requests_are_unknown(good: int, of: int, expected: str) -> None:
+def test_a_monitor_breaks_by_its_bound_and_few_are_unknown(good: int, of: int, expected: str) -> None:
     assert validity(good, of) == expected
 
 
-def test_a_fleet_at_the_limit_is_taken_for_broken_no_more_often_than_alpha() -> None:
+def test_a_fleet_at_the_limit_breaks_at_most_as_often_as_alpha() -> None:
     n, least = 300, LIMITS.min_json_validity
     broken = [good for good in range(n + 1) if validity(good, n) == "broken"]
     assert 0 < sum(math.comb(n, good) * least**good * (1 - least) ** (n - good) for good in broken) <= MONITOR_ALPHA
@@ -100,7 +100,7 @@ def test_quality_is_not_shown_to_hold_without_json_and_canaries() -> None:
     assert not quality_holds(read(canaries={"good": 9, "of": 10}))
 
 
-def test_no_route_moves_if_no_monitor_broke_or_there_is_no_previous_engine(fleet: MemoryRegistry) -> None:
+def test_no_route_moves_without_a_break_or_a_previous_engine(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet)
     moves = list(fleet.moves)
     for changes in ({}, {"json_validity": {"good": 1, "of": 3}}):
@@ -111,7 +111,7 @@ def test_no_route_moves_if_no_monitor_broke_or_there_is_no_previous_engine(fleet
 
 
 @pytest.mark.parametrize("broken", [NO_JSON, {"canaries": {"good": 200, "of": 400}}, SLOW, {**NO_JSON, **FULL}])
-def test_a_broken_monitor_brings_the_previous_engine_of_its_class_back(fleet: MemoryRegistry, broken: dict[str, Any]) -> None:
+def test_a_broken_monitor_restores_the_previous_engine(fleet: MemoryRegistry, broken: dict[str, Any]) -> None:
     int8_then_fp8(fleet, "retrieval")
     well = {"retrieval": {**WELL, "version": "2"}}
     with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
@@ -132,7 +132,7 @@ def pressed(fleet: MemoryRegistry, version: str = "1", **changes: object) -> tup
     return fleet.aliases.get("route-copy"), said
 
 
-def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet: MemoryRegistry) -> None:
+def test_memory_pressure_coarsens_old_values_first_keys_last(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet, int4=1900, fp8k_int4v=1300, fp8k_int4v_aged=1200)
     taken = ["1"]
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
         ("fp8k_int4v", {"copy": "INCONCLUSIVE"}, {}, "copy is INCONCLUSIVE: copy: a reason"),
     ],
 )
-def test_no_engine_is_taken_whose_keys_or_evidence_do_not_allow_it(
+def test_engines_without_suitable_keys_or_evidence_are_skipped(
     fleet: MemoryRegistry, policy: str, lines: dict[str, Any], changes: dict[str, Any], expected: str
 ) -> None:
     fp8_beside(fleet)
@@ -167,7 +167,7 @@ def test_no_engine_is_taken_whose_keys_or_evidence_do_not_allow_it(
     assert [line for line in said if line.startswith(f"copy: not version 2 ({policy}): {expected}")]
 
 
-def test_an_engine_that_was_rolled_back_is_taken_again_only_once_it_is_routed_by_name(fleet: MemoryRegistry) -> None:
+def test_a_rolled_back_engine_returns_only_by_name(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet, fp8k_int4v=1300)
     assert pressed(fleet)[0] == "2"
     with pytest.raises(GateRefusal):
@@ -216,9 +216,7 @@ def test_a_snapshot_that_is_not_of_now_is_refused(fleet: MemoryRegistry, seconds
         ("copy", "9", r"classes\.copy\.version=9: the registry has no such version"),
     ],
 )
-def test_unknown_classes_and_versions_are_refused_and_move_nothing(
-    fleet: MemoryRegistry, name: str, version: str, expected: str
-) -> None:
+def test_unknown_classes_and_versions_move_nothing(fleet: MemoryRegistry, name: str, version: str, expected: str) -> None:
     int8_then_fp8(fleet)
     fleet.moves.clear()
     with pytest.raises(UserError, match=expected):

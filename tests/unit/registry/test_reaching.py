@@ -84,7 +84,7 @@ def test_a_file_that_is_no_store_is_refused_and_stays_unchanged(
     assert caplog.text == ""
 
 
-def test_a_folder_in_the_place_of_the_store_or_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_an_unusable_store_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert refusal(f"sqlite:///{tmp_path}/folder", tmp_path, UserError).endswith("; repair it, or name another")
     (tmp_path / "file").touch()
@@ -92,7 +92,7 @@ def test_a_folder_in_the_place_of_the_store_or_that_cannot_be_made_is_named(tmp_
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_a_silent_store_is_waited_for_as_long_as_the_configuration_says(
+def test_a_silent_store_is_awaited_for_the_configured_time(
     served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reaching, "QUIET_S", 0.2)
@@ -106,7 +106,7 @@ def test_a_silent_store_is_waited_for_as_long_as_the_configuration_says(
     assert "a request may take until" in caplog.text
 
 
-def test_a_store_whose_first_command_was_interrupted_is_completed(tmp_path: Path) -> None:
+def test_a_store_is_completed_after_an_interrupted_start(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "mlflow.db") as half:
         half.execute("create table experiments (experiment_id integer primary key)")
     check_reachable(locate(Tracking(), tmp_path, "tiny", {ENVIRONMENT: f"sqlite:///{tmp_path}/mlflow.db"}))

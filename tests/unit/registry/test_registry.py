@@ -43,7 +43,7 @@ def test_an_engine_is_read_and_replayed_once_a_command(fp8: Candidate, registry:
     assert registry.replays == ["fp8"]
 
 
-def test_the_smallest_cache_that_passed_becomes_champion_and_stays_unless_a_name_is_given(registry: MemoryRegistry) -> None:
+def test_the_smallest_passing_cache_becomes_champion(registry: MemoryRegistry) -> None:
     large, small = registry.judge("int8", 480), registry.judge("fp8k_int4v", 640)
     others = registry.judge("int4", 900, "FAIL"), registry.judge("int4_g32", 890, "INCONCLUSIVE")
     move = promote(registry, large, small, *others)
@@ -72,7 +72,7 @@ def fail_the_champion(report: EvaluationReport, _rows: Sequence[SampleRow]) -> V
         ({}, {}, {"decide": fail_the_champion}, False),
     ],
 )
-def test_a_champion_competes_only_if_it_passes_and_has_the_candidates_checkpoint(
+def test_a_champion_competes_only_if_it_passes_on_the_checkpoint(
     registry: MemoryRegistry, champion: dict[str, Any], candidate: dict[str, Any], given: dict[str, Any], competes: bool
 ) -> None:
     small, _ = registry.judge("fp8k_int4v", 1000), registry.judge("int8", 500)
@@ -84,7 +84,7 @@ def test_a_champion_competes_only_if_it_passes_and_has_the_candidates_checkpoint
     assert (move.champion == "fp8k_int4v") is competes
 
 
-def test_live_tokens_decide_then_the_lower_mean_kl_and_unknown_figures_lose(fp8: Candidate) -> None:
+def test_live_tokens_decide_and_then_the_lower_mean_kl(fp8: Candidate) -> None:
     # Exact sink and recent tokens need memory per sequence, which KiB per token does not show.
     def one(name: str, tokens: float | None, kl: float | None, **changes: Any) -> Candidate:
         known = {"memory/max_live_tokens": tokens, "quality/kl_mean": kl}
@@ -125,7 +125,7 @@ LIBRARY = Finding("samples, made again", "missing", "transformers is not install
         ((LIBRARY,), MissingRequirement, "samples, made again: missing, transformers is not installed"),
     ],
 )
-def test_promote_refuses_on_the_first_finding_that_is_not_the_same(
+def test_promote_refuses_on_the_first_different_finding(
     fp8: Candidate, registry: MemoryRegistry, findings: tuple[Finding, ...], kind: type[Exception], expected: str
 ) -> None:
     with refused(kind, f"fp8 is not promoted: {expected}"):
@@ -133,7 +133,7 @@ def test_promote_refuses_on_the_first_finding_that_is_not_the_same(
     assert registry.moves == []
 
 
-def test_an_engine_that_allows_more_than_its_verdict_covers_is_not_promoted(fp8: Candidate, registry: MemoryRegistry) -> None:
+def test_an_engine_beyond_its_verdicts_limits_is_not_promoted(fp8: Candidate, registry: MemoryRegistry) -> None:
     limits = Exercised(longest_context=1003, batch=16)
     report = load_report(fp8.report.path.parent).model_copy(update={"coverage": limits})
     fp8.report.path.write_text(report.model_dump_json())
@@ -148,7 +148,7 @@ def test_an_engine_that_allows_more_than_its_verdict_covers_is_not_promoted(fp8:
     assert move.message.endswith("is the champion, up to 1,003 tokens, batch 16")
 
 
-def test_a_rollback_returns_once_and_the_engine_comes_back_after_a_new_evaluation_or_by_name(registry: MemoryRegistry) -> None:
+def test_a_rolled_back_engine_returns_by_evaluation_or_name(registry: MemoryRegistry) -> None:
     one, two = registry.judge("int8", 500), registry.judge("fp8", 1000)
     promote(registry, one)
     with pytest.raises(UserError, match="no previous champion"):
@@ -186,7 +186,7 @@ def test_a_rollback_returns_once_and_the_engine_comes_back_after_a_new_evaluatio
         ({"version": "2"}, "tiny", UserError, r"^the alias champion of kvgate-tiny points at version 7, which does not exist"),
     ],
 )
-def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_again(
+def test_a_summarys_versions_are_decided_again(
     fp8: Candidate, registry: MemoryRegistry, listed: dict[str, Any], model: str, kind: type[Exception], expected: str
 ) -> None:
     forged = Cited(path=registry.folder, digest="forged")

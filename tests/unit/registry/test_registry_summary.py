@@ -33,7 +33,7 @@ def fp8(**changes: Any) -> Candidate:
     return FP8.model_copy(update=changes)
 
 
-def test_the_same_sweep_merges_by_model_and_name_and_another_starts_afresh(tmp_path: Path) -> None:
+def test_a_sweep_merges_by_model_and_name_another_starts_anew(tmp_path: Path) -> None:
     record(tmp_path, "one", FP8)
     record(tmp_path, "one", fp8(name="int8", policy="int8"))
     record(tmp_path, "one", fp8(verdict="FAIL"))
@@ -52,7 +52,7 @@ def test_the_same_sweep_merges_by_model_and_name_and_another_starts_afresh(tmp_p
 CHECK = Check(gate=Gate.MEAN_KL, where="copy", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far")
 
 
-def test_a_candidate_survives_the_file_which_has_the_fields_that_ci_relies_on(tmp_path: Path) -> None:
+def test_a_summary_keeps_candidates_and_the_fields_for_ci(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="finite"):
         Candidate.model_validate({**FP8.model_dump(), "metrics": {"quality/kl_mean": float("inf")}})
     verdict = Verdict(
@@ -75,9 +75,7 @@ def test_a_candidate_survives_the_file_which_has_the_fields_that_ci_relies_on(tm
         (lambda _: "{}", "it lacks fields"),
     ],
 )
-def test_a_summary_with_a_gate_of_another_kvgate_or_without_its_fields_is_refused(
-    tmp_path: Path, edited: Callable[[str], str], problem: str
-) -> None:
+def test_a_summary_of_another_version_is_refused(tmp_path: Path, edited: Callable[[str], str], problem: str) -> None:
     record(tmp_path, "one", fp8(checks=(CHECK,)))
     path = tmp_path / "summary.json"
     path.write_text(edited(path.read_text()))
@@ -86,7 +84,7 @@ def test_a_summary_with_a_gate_of_another_kvgate_or_without_its_fields_is_refuse
 
 
 @pytest.mark.parametrize("sweep", ["none", "../summary", "", "a/b"])
-def test_files_that_are_no_sweeps_are_ignored_and_a_sweep_that_is_not_there_is_bad_input(tmp_path: Path, sweep: str) -> None:
+def test_other_files_are_ignored_and_a_missing_sweep_is_refused(tmp_path: Path, sweep: str) -> None:
     begin(tmp_path, "monday", ["fp8"])
     for name in (".hidden.json", "monday (conflicted copy).json"):
         (tmp_path / "summaries" / name).write_text("{")
@@ -96,9 +94,7 @@ def test_files_that_are_no_sweeps_are_ignored_and_a_sweep_that_is_not_there_is_b
         load(tmp_path, sweep)
 
 
-def test_a_sweep_that_started_no_job_restores_the_summary_unless_another_wrote_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_without_jobs_restores_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     none = begin(tmp_path, "20260101", ["fp8"])
 
     def after_another_command(path: Path, purpose: str) -> AbstractContextManager[None]:
@@ -119,7 +115,7 @@ def test_a_sweep_that_started_no_job_restores_the_summary_unless_another_wrote_i
     assert [path.name for path in tmp_path.rglob("*.json")] == []
 
 
-def test_concurrent_sweeps_lose_no_candidate_and_the_last_to_write_is_the_summary(tmp_path: Path) -> None:
+def test_concurrent_sweeps_lose_no_candidate(tmp_path: Path) -> None:
     begin(tmp_path, "sweep", ["int8", "fp8"])
     record(tmp_path, "sweep", FP8)
     begin(tmp_path, "beside", ["int4"])
@@ -134,7 +130,7 @@ def test_concurrent_sweeps_lose_no_candidate_and_the_last_to_write_is_the_summar
     assert (load(tmp_path, "sweep").exit_code, load(tmp_path, "beside").exit_code) == (0, 3)
 
 
-def test_a_sweep_finishes_with_its_last_job_and_exits_with_the_worst_code_until_a_promotion_decides(tmp_path: Path) -> None:
+def test_a_sweep_exits_with_the_worst_code_of_its_jobs(tmp_path: Path) -> None:
     begin(tmp_path, "one", ["fp8", *(f"int8 seed={seed}" for seed in range(7))])
     assert str(load(tmp_path).unfinished).endswith("job 4 (int8 seed=2), job 5 (int8 seed=3), 3 more")
     begin(tmp_path, "one", ["fp8", "int8"])
@@ -160,7 +156,7 @@ def test_a_summary_that_cannot_be_written_is_a_users_error(tmp_path: Path, monke
         record(tmp_path, "one", FP8)
 
 
-def test_the_cited_files_of_a_moved_work_directory_are_found_in_it(tmp_path: Path) -> None:
+def test_cited_files_of_a_moved_work_directory_are_found(tmp_path: Path) -> None:
     old, new = tmp_path / "artifacts" / "old", tmp_path / "new"
     engine = old / "artifacts" / "engine" / "e"
     engine.mkdir(parents=True)

@@ -31,7 +31,7 @@ def fleet(tmp_path: Path) -> MemoryRegistry:
     return fleet
 
 
-def test_each_class_gets_its_engine_by_number_or_latest_name_and_an_engine_is_replayed_once(fleet: MemoryRegistry) -> None:
+def test_classes_get_engines_by_number_or_name(fleet: MemoryRegistry) -> None:
     said = fleet.routed(retrieval="fp8", copy="fp8")
     assert fleet.aliases == {"route-retrieval": "2", "route-copy": "2"}
     assert said == ["route-retrieval: version 2 (fp8)", "route-copy: version 2 (fp8)"]
@@ -41,7 +41,7 @@ def test_each_class_gets_its_engine_by_number_or_latest_name_and_an_engine_is_re
     assert fleet.aliases == {"route-retrieval": "4", "route-copy": "2", "route-retrieval-previous": "2"}
 
 
-def test_a_rollback_by_hand_goes_to_the_previous_engine_if_there_is_one(fleet: MemoryRegistry) -> None:
+def test_a_manual_rollback_goes_to_the_previous_engine(fleet: MemoryRegistry) -> None:
     fleet.routed(retrieval="int8", copy="fp8")
     fleet.routed(**BOTH)
     assert len(list(roll_back(fleet.engines(), "retrieval"))) == 1
@@ -69,7 +69,7 @@ def test_a_rollback_by_hand_goes_to_the_previous_engine_if_there_is_one(fleet: M
         ({"retrieval": "fp8"}, UserError, "the alias route-retrieval of .* points at version 9, which does not exist"),
     ],
 )
-def test_unknown_or_unproven_engines_are_refused_and_nothing_moves(
+def test_unknown_or_unproven_engines_move_nothing(
     fleet: MemoryRegistry, routes: dict[str, str], kind: type[Exception], expected: str
 ) -> None:
     fleet.judge("int8", copy="INCONCLUSIVE")
@@ -80,9 +80,7 @@ def test_unknown_or_unproven_engines_are_refused_and_nothing_moves(
     assert fleet.moves == []
 
 
-def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(
-    fleet: MemoryRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routes_moved_by_another_command_are_left_alone(fleet: MemoryRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     def after_somebody_else(path: Path, purpose: str) -> AbstractContextManager[None]:
         fleet.aliases["route-copy"] = "1"
         return locked(path, purpose)
@@ -93,7 +91,7 @@ def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(
     assert fleet.moves == []
 
 
-def test_an_engine_is_found_in_the_store_by_its_versions_citations_and_its_evidence_replays(tmp_path: Path) -> None:
+def test_an_engine_is_found_by_its_versions_citations(tmp_path: Path) -> None:
     store = tmp_path / "store"
     evidence = judged_engine(store)
     tags = cited_tags(evidence)

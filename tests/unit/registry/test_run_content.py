@@ -16,14 +16,14 @@ def judged(folder: Path, rows: list[SampleRow]) -> Candidate:
     return candidate.model_copy(update=Candidate.decided(verdict(rows)))
 
 
-def test_a_run_has_few_metrics_however_many_kinds_of_work_there_are(tmp_path: Path) -> None:
+def test_a_run_has_few_metrics_for_any_number_of_workloads(tmp_path: Path) -> None:
     rows = [one for number in range(40) for one in answered(f"kind{number:02}", 2)]
     metrics = candidate_metrics(judged(tmp_path, rows))
     assert len(metrics) == LIMIT == 40
     assert "quality/kind00/kl_mean" in metrics
 
 
-def test_candidate_and_fp16_engine_have_the_metrics_that_decide_first_under_the_same_names(tmp_path: Path) -> None:
+def test_deciding_metrics_come_first_under_the_same_names(tmp_path: Path) -> None:
     own = {"quality/kl_mean": 0.0, "quality/recovery": 0.9, "memory/kib_per_token": 1.0}
     others = {"baseline/kib_per_token": 2.0, "noise/kl_mean": 0.0, "quality/accuracy_baseline": 0.5}
     candidate = judged_candidate(tmp_path, "fp8", metrics={**own, **others})
@@ -34,7 +34,7 @@ def test_candidate_and_fp16_engine_have_the_metrics_that_decide_first_under_the_
     assert baseline_metrics(candidate.model_copy(update={"metrics": own})) == {}
 
 
-def test_the_tables_are_every_check_and_the_samples_from_lost_answers_on_farthest_first(tmp_path: Path) -> None:
+def test_tables_have_every_check_and_the_worst_samples_first(tmp_path: Path) -> None:
     broken = judged(tmp_path, answered("copy", 64, lost=40))
     rows = [
         row("copy", 1, True, True),

@@ -55,7 +55,7 @@ NO_KEYS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", NO_KEYS)
-def test_a_file_that_is_no_key_is_named_in_one_line_and_never_shown(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_is_no_key_is_named_and_never_shown(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "key.pem"
     NO_KEYS[kind](path)
     with pytest.raises(UserError, match=r"^signing\.key=.*: (is|no such|has) [^\n]*$") as caught:
@@ -74,9 +74,7 @@ def test_signing_without_its_extra_says_what_to_install(ours: tuple[Path, Path],
         keys(ours[0])
 
 
-def test_the_private_key_is_refused_on_the_command_line_and_is_in_no_file_of_the_store(
-    signed: Path, ours: tuple[Path, Path]
-) -> None:
+def test_the_private_key_reaches_no_argument_and_no_file(signed: Path, ours: tuple[Path, Path]) -> None:
     text = ours[0].read_text()
     secret = text.splitlines()[1]
     with pytest.raises(UserError, match=r"signing\.key: holds a password or a key") as caught:
@@ -92,9 +90,7 @@ def signature_finding(evidence: Path, trusted: SigningConfig) -> str:
     return f"{finding.status}, {finding.detail}"
 
 
-def test_evidence_signed_by_a_trusted_key_alone_verifies_in_its_store_and_as_a_copy(
-    signed: Path, tmp_path: Path, ours: tuple[Path, Path]
-) -> None:
+def test_only_evidence_signed_by_a_trusted_key_verifies(signed: Path, tmp_path: Path, ours: tuple[Path, Path]) -> None:
     theirs = key_pair(tmp_path, "theirs")[1]
     assert signature_finding(signed, keys(None, theirs, ours[1])) == "same, by a trusted key"
     untrusted = signature_finding(signed, keys(None, theirs))
@@ -127,7 +123,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(
         verify_stage(stage_verify(forged, ours[1]))
 
 
-def test_a_rollback_and_a_champion_need_the_signature_of_a_trusted_key(
+def test_rollback_and_champion_need_a_trusted_signature(
     tmp_path: Path, ours: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unsigned = judged_engine(tmp_path / "artifacts")
@@ -172,7 +168,7 @@ def test_an_invalid_signature_is_reported(
     assert expected in found
 
 
-def test_of_an_engine_that_was_judged_twice_the_signed_identity_counts(signed: Path) -> None:
+def test_the_signed_identity_of_an_engine_judged_twice_counts(signed: Path) -> None:
     store, other = signed.parent.parent, signed.parent / ("0" * 32)
     shutil.copytree(signed, other, ignore=shutil.ignore_patterns(SIGNATURE_FILE, ".manifest.json"))
     engine = store / read_evidence(signed).identity.link("engine").place

@@ -16,7 +16,7 @@ def located(work: Path, uri: str | None = None, model: str = "tiny") -> Location
     return locate(Tracking(), work, model, {} if uri is None else {ENVIRONMENT: uri})
 
 
-def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_store_is_absolute_in_the_work_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     location = located(Path("work"), model="my model:v1/x")
     assert location.uri == f"sqlite:///{tmp_path}/work/mlflow.db"
@@ -28,7 +28,7 @@ def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Pa
         Tracking(model_name="a/b")
 
 
-def test_an_empty_file_is_no_store_yet_and_a_directory_is_left_to_the_refusal_on_opening(tmp_path: Path) -> None:
+def test_an_empty_file_or_a_directory_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "empty.db").touch()
     for name, exists in (("empty.db", False), ("missing.db", False), ("", True)):
         location = located(tmp_path / "work", f"sqlite:///{tmp_path}/{name}")
@@ -36,7 +36,7 @@ def test_an_empty_file_is_no_store_yet_and_a_directory_is_left_to_the_refusal_on
         assert location.lock == located(tmp_path / "other", location.uri).lock, "work directories may share a database"
 
 
-def test_the_configuration_wins_and_a_server_keeps_its_artifacts_itself_and_gets_no_bundles(tmp_path: Path) -> None:
+def test_a_server_keeps_its_artifacts_and_gets_no_bundles(tmp_path: Path) -> None:
     environ = {ENVIRONMENT: "http://server:5000"}
     assert locate(Tracking(uri="https://other"), tmp_path, "tiny", environ).uri == "https://other"
     location = locate(Tracking(), tmp_path, "tiny", environ)
@@ -51,7 +51,7 @@ def test_an_unusable_uri_is_refused_without_showing_its_password(uri: str, shown
     assert "hunter2" not in str(caught.value)
 
 
-def test_the_command_never_shows_a_password_and_the_address_opens_the_charts_of_a_sweep(tmp_path: Path) -> None:
+def test_the_shown_address_has_no_password_and_opens_the_sweep(tmp_path: Path) -> None:
     command = str(server_command(located(tmp_path, "postgresql://me:hunter2@db/mlflow")))
     assert "hunter2" not in command
     assert '--backend-store-uri "$MLFLOW_TRACKING_URI"' in command

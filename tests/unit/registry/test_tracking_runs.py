@@ -56,9 +56,7 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_engine(
-    store: MlflowStore, tmp_path: Path
-) -> None:
+def test_a_sweep_has_runs_of_candidates_and_of_the_fp16_engine(store: MlflowStore, tmp_path: Path) -> None:
     figures: dict[str, Any] = {"quality/kl_mean": 0.01, "baseline/kib_per_token": 4.0}
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
         done = store.register(run, judged(tmp_path, "fp8", "PASS", **figures), [row("copy", 1, True, False)])
@@ -115,7 +113,7 @@ def test_a_run_that_does_not_end_well_is_closed_as_such(store: MlflowStore, erro
     assert [store.client.get_run(run_id).info.status for run_id in runs] == [status]
 
 
-def test_the_same_engine_with_the_same_evidence_is_registered_once(store: MlflowStore, tmp_path: Path) -> None:
+def test_an_engine_with_the_same_evidence_is_registered_once(store: MlflowStore, tmp_path: Path) -> None:
     candidate = judged(tmp_path, "once")
     first = track_one(store, candidate, "a")
     found = version(store, first)
@@ -136,7 +134,7 @@ def test_the_same_engine_with_the_same_evidence_is_registered_once(store: Mlflow
     assert store.engine_digest(found) is None
 
 
-def test_other_evidence_is_another_version_and_no_failed_engine_is_the_candidate(store: MlflowStore, tmp_path: Path) -> None:
+def test_other_evidence_is_another_version(store: MlflowStore, tmp_path: Path) -> None:
     good, bad = judged(tmp_path, "good"), judged(tmp_path, "bad", "FAIL")
     passed = track_one(store, good, "a")
     track_one(store, bad, "a")
@@ -151,7 +149,7 @@ def test_other_evidence_is_another_version_and_no_failed_engine_is_the_candidate
 
 
 @pytest.mark.parametrize("log_bundle", [True, False])
-def test_a_version_carries_its_evidence_and_if_configured_its_bundle(
+def test_a_version_has_its_evidence_and_optionally_its_bundle(
     log_bundle: bool, store: MlflowStore, work: Path, tmp_path: Path
 ) -> None:
     configured = MlflowStore(locate(Tracking(log_bundle=log_bundle), work, "tiny"))
@@ -178,7 +176,7 @@ def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore) -> 
     assert list(locks.glob("*")) == []
 
 
-def test_a_copied_work_directory_is_refused_before_it_writes_into_the_original(store: MlflowStore, work: Path) -> None:
+def test_a_copied_work_directory_never_writes_to_the_original(store: MlflowStore, work: Path) -> None:
     copy = shutil.copytree(work, work.with_name("copy"))
     with pytest.raises(
         UserError, match=f"is a copy, .* files in {work}/mlartifacts: .*rm -r {copy}/mlflow.db {copy}/mlartifacts"
@@ -187,7 +185,7 @@ def test_a_copied_work_directory_is_refused_before_it_writes_into_the_original(s
     MlflowStore(locate(Tracking(uri=store.location.uri), copy, "tiny"))  # another work directory may use the original's store
 
 
-def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(store: MlflowStore, work: Path, tmp_path: Path) -> None:
+def test_a_moved_work_directory_keeps_its_runs_and_models(store: MlflowStore, work: Path, tmp_path: Path) -> None:
     done = track_one(store, judged(tmp_path / "judged", "moved"), "before")
     original = work.rename(work.with_name("hidden"))
     try:

@@ -67,7 +67,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})
 
 
-def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list[Exhibit], page: str) -> None:
+def test_the_report_has_every_line_of_every_verdict(judged: list[Exhibit], page: str) -> None:
     text = " ".join(Elements(page).text.split())
     checks = [check for exhibit in judged for check in exhibit.candidate.checks]
     assert len(checks) > 30
@@ -76,7 +76,7 @@ def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list
     assert f"{checks[0].gate.heading} {checks[0].where}" in " ".join(re.sub(r"<[^>]*>", " ", page).split())
 
 
-def test_charts_show_the_front_every_length_once_and_every_policy(judged: list[Exhibit]) -> None:
+def test_charts_show_the_front_every_length_and_every_policy(judged: list[Exhibit]) -> None:
     *policies, baseline = quality_numbers(judged)
     assert {row["policy"] for row in policies if row["front"]} == {"fp8", "int4"}, "int8 takes more bytes and is farther away"
     assert (baseline["kib"], baseline["exact"]) == (2.0, 1e-5)
@@ -92,7 +92,7 @@ def test_charts_show_the_front_every_length_once_and_every_policy(judged: list[E
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_page_leads_with_what_is_kept_of_the_probability_of_right_answers(judged: list[Exhibit], tmp_path: Path) -> None:
+def test_the_report_leads_with_recovery(judged: list[Exhibit], tmp_path: Path) -> None:
     told = occasion(tmp_path, judged, champion="fp8", passed_over={"int8": "passed, but less"})
     page = make_page(judged, told)
     assert [(row["name"], row["champion"]) for row in page["rows"][1:]] == [("fp8", True), ("int8", False), ("int4", False)]
@@ -146,7 +146,7 @@ def test_the_page_may_run_no_scripts_and_request_nothing(page: str) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_secrets_are_masked_before_answers_are_cut_into_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_masked_before_answers_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_PASSWORD", "hunter two words")
     of = rows(3, baseline_generation="say hunter two words", candidate_generation="say hunter and three words, api_key=abcdef")
     made = exhibit(tmp_path, "fp8", of, prompt="hunter two words")
@@ -157,7 +157,7 @@ def test_secrets_are_masked_before_answers_are_cut_into_differences(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_large_sweep_stays_below_three_megabytes_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_large_report_stays_below_three_megabytes(tmp_path: Path) -> None:
     of = rows(300, ("one", "two", "three"), count=320)
     first = exhibit(tmp_path, "kv0", of, prompt='<"& ' * 5_000)
     many = [replace(first, candidate=first.candidate.model_copy(update={"name": f"kv{i}"})) for i in range(30)]
@@ -223,7 +223,7 @@ def show(work: Path, shown: Candidate, attach: Callable[[str, list[Path]], None]
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) -> None:
+def test_prompts_of_the_users_file_stay_in_the_work_directory(work: Path) -> None:
     jsonl = work.parent / "own.jsonl"
     jsonl.write_text(json.dumps(OWN) + "\n")
     directory = judged_engine(work / "artifacts", ["workloads=jsonl", f"workloads.jsonl={jsonl}"], copy=3)
@@ -240,7 +240,7 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_unreadable_evidence_is_reported_and_no_store_is_opened_for_an_unregistered_engine(work: Path) -> None:
+def test_unreadable_evidence_is_reported_without_opening_a_store(work: Path) -> None:
     directory = judged_engine(work / "artifacts")
     shown = candidate(directory, version="")
     (directory / IDENTITY_FILE).write_text("{}")

@@ -68,7 +68,7 @@ def test_what_was_altered_is_noticed_and_made_again(tmp_path: Path, alter: Calla
     assert (again.path / "sub" / "one.txt").read_text() == "one"
 
 
-def test_an_artifact_that_changes_while_it_is_finished_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_artifact_that_changes_while_sealed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
 
     def altered(path: Path, target: Path) -> Path:
@@ -94,7 +94,7 @@ def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
     assert not make_artifact(store, recipe(), write_one).reused
 
 
-def test_a_resumable_artifact_goes_on_from_what_its_own_recipe_left(tmp_path: Path) -> None:
+def test_a_resumable_artifact_continues_from_its_own_recipe(tmp_path: Path) -> None:
     found: list[list[str]] = []
 
     def fill(out: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_resumable_artifact_goes_on_from_what_its_own_recipe_left(tmp_path: Pa
     assert make_artifact(store, recipe(a=1), fill, resumable=True).reused
 
 
-def test_scratch_of_a_dead_process_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+def test_only_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
     made = make_artifact(Store(tmp_path), recipe(a=1), write_one)
     others = {a: Store(tmp_path).path(recipe(a=a)) for a in (2, 3)}
     for target in (made.path, *others.values()):
@@ -133,7 +133,7 @@ def test_scratch_of_a_dead_process_goes_and_that_of_a_living_one_stays(tmp_path:
     assert {path.name for path in (tmp_path / ".partial" / "demo").iterdir()} == {recipe(a=a).key for a in (2, 3)}
 
 
-def test_a_store_says_who_uses_it_and_lets_other_users_say_it_and_lock_it_too(tmp_path: Path) -> None:
+def test_a_store_names_its_users_and_others_can_lock_it(tmp_path: Path) -> None:
     root, before = tmp_path / "store", os.umask(0o077)
     try:
         with used(root, make=True), used(root, make=True):
@@ -173,7 +173,7 @@ def test_a_manifest_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> No
     assert read_manifest(tmp_path) is None
 
 
-def test_the_digest_of_a_folder_ignores_its_siblings_and_nan_has_none(tmp_path: Path) -> None:
+def test_a_folders_digest_ignores_siblings_and_nan_has_none(tmp_path: Path) -> None:
     def with_sibling(out: Path) -> None:
         write_one(out)
         (out / "else.txt").write_text("x")
@@ -186,7 +186,7 @@ def test_the_digest_of_a_folder_ignores_its_siblings_and_nan_has_none(tmp_path: 
         digest.json_digest({"a": float("nan")})
 
 
-def test_code_digest_covers_what_a_module_imports_also_inside_functions() -> None:
+def test_code_digest_covers_all_imports_of_a_module() -> None:
     modules = digest.reachable_modules("stages.quantize.run")
     assert {"stages", "stages.quantize.run", "stages.quantize.modelopt_adapter", "stages.policies.policy"} <= set(modules)
     assert "pipeline.store.store" not in digest.reachable_modules("stages.policies.policy")
@@ -223,7 +223,7 @@ def test_only_what_code_does_is_part_of_its_digest(
 
 
 @pytest.mark.parametrize("backend", ["llamacpp", "sglang", "trtllm", "vllm"])
-def test_the_digest_of_an_engine_covers_the_scripts_that_its_library_s_interpreter_runs(backend: str) -> None:
+def test_an_engines_digest_covers_its_interpreters_scripts(backend: str) -> None:
     engine = digest.reachable_modules(f"stages.engines.{backend}.engine")
     scripts = [script for owner in (backend, "interpreter") for script in (ENGINES / owner / "worker").glob("kvgate_*.py")]
     assert len(scripts) >= 3
@@ -240,7 +240,7 @@ def _hold(path: Path, ready: Connection) -> None:
         signal.pause()
 
 
-def test_a_wait_says_what_it_is_for_and_ends_with_its_limit_or_with_the_process_that_holds_the_lock(
+def test_a_wait_says_its_reason_and_ends_with_limit_or_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / ".lock"

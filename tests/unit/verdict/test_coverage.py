@@ -55,7 +55,7 @@ def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     assert found[0].startswith("sample short: token 1 of generate is 7, which forced decode finds")
 
 
-def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
+def test_only_free_answers_without_decode_steps_are_forced() -> None:
     engine = fake_engine(SAMPLES)
     items = encode(SAMPLES, CharTokenizer(), 9)
     given = engine.generate([item.prompt for item in items], 9, (EOS,))
@@ -100,7 +100,7 @@ def test_a_verdict_says_how_far_it_holds() -> None:
 MIB = 1 << 20
 
 
-def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_noisy() -> None:
+def test_an_unclaimed_copy_shows_unless_the_machine_is_noisy() -> None:
     held = ProcessMemory(
         tokens=8192, grown_bytes=0, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=0
     )
@@ -191,7 +191,7 @@ def test_one_request_of_many_fails_either_engine(fault: dict[str, Any]) -> None:
     assert "1 of 7 requests" in judged(faulty)[1][1]
 
 
-def test_a_candidate_is_allowed_what_its_baseline_makes_usual_up_to_a_limit() -> None:
+def test_a_candidate_is_allowed_its_baselines_usual_error() -> None:
     assert ALLOWED < allowed([COARSE]) < 10 * ALLOWED
     assert allowed([]) == ALLOWED
     assert allowed([compared(kl=None)]) == ALLOWED**2

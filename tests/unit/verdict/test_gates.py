@@ -184,7 +184,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_verdict_follows_from_its_samples_and_names_the_gates_that_stop_it(name: str) -> None:
+def test_a_verdict_names_the_gates_that_stop_it(name: str) -> None:
     case = CASES[name]
     outcome = verdict(case.rows, gates(**case.gates), **case.report)
     assert outcome.status == case.status
@@ -199,7 +199,7 @@ def line(outcome: Verdict, gate: str) -> Check:
     return next(check for check in outcome.checks if check.gate == gate)
 
 
-def test_eight_documents_that_lose_nothing_double_the_score_often_enough_and_seven_do_not() -> None:
+def test_eight_lossless_documents_double_the_score_seven_do_not() -> None:
     """The score is the mean of 2^n and 1.15^n and passes at 1 / 0.009. With Student's t, the level is 0.0135."""
     found = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (7, 8)}
     assert {n: check.status for n, check in found.items()} == {7: "INCONCLUSIVE", 8: "PASS"}
@@ -214,13 +214,13 @@ def test_no_samples_are_asked_for_that_would_not_help(rows: Rows, needed: dict[s
 @pytest.mark.parametrize(
     ("rows", "gate"), [(every(100, far_tokens=10), "max_far_token_share"), (every_class() + prose(4), "max_mean_kl")]
 )
-def test_what_too_few_documents_could_show_can_fail_and_has_no_line_otherwise(rows: Rows, gate: str) -> None:
+def test_fail_only_gates_have_no_line_unless_they_fail(rows: Rows, gate: str) -> None:
     outcome = verdict(rows)
     assert (outcome.status, outcome.warnings) == ("PASS", [])
     assert not [check for check in outcome.checks if check.gate == gate and check.where in ("all", "prose")]
 
 
-def test_a_share_that_passes_by_the_number_of_requests_says_what_they_show() -> None:
+def test_a_share_that_passes_by_count_says_what_it_shows() -> None:
     check = line(verdict(answered("copy", 60)), "max_ruined_share")
     assert (check.status, check.threshold) == ("PASS", 0.025)
     assert "60 requests without a ruined one pass, although 60 only show that the share is at most 0.0" in check.reason
@@ -245,7 +245,7 @@ def test_one_more_lost_sample_never_makes_a_verdict_better() -> None:
 VERDICT = (Path(__file__).resolve().parents[3] / "docs" / "verdict.md").read_text(encoding="utf-8")
 
 
-def test_every_line_of_a_verdict_has_its_question_test_and_limit_in_the_documents() -> None:
+def test_every_gate_is_in_the_documentations_table() -> None:
     table = VERDICT.partition("| gate | question | test | limit")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \| [^|]+ \|$", table, re.MULTILINE)
     assert rows == list(Gate)

@@ -54,7 +54,7 @@ def keeping(share: float, rows: list[SampleRow], spread: float = 0.0) -> list[Sa
     ]
 
 
-def test_a_broken_engine_is_refused_after_the_first_round_and_a_fail_stays() -> None:
+def test_a_broken_engine_fails_after_one_round_for_good() -> None:
     rows = [row("copy", i, after=i >= 16) for i in range(160)] + answered("retrieval", 160)
     assert stops(rows) == ("FAIL", 1)
     (reason,) = up_to(rows, 1).reasons
@@ -82,13 +82,13 @@ def test_what_passed_at_an_early_look_does_not_pass_for_good() -> None:
     assert verdict(in_rounds(answered("copy", 160), PLAN), planned_rounds=5, control=control).status == "PASS", "is no look"
 
 
-def test_a_plan_that_is_used_up_without_a_decision_is_inconclusive_and_final() -> None:
+def test_an_undecided_plan_ends_inconclusive_and_final() -> None:
     rows = keeping(0.953, answered("copy", 120), spread=0.1)
     assert stops(rows) == ("INCONCLUSIVE", 5)
     assert up_to(rows, 5).samples_needed["copy"] > 120
 
 
-def test_many_documents_decide_by_student_s_t_if_a_bet_is_undecided() -> None:
+def test_students_t_decides_many_documents_if_a_bet_does_not() -> None:
     """Half of the documents lose more than the bet allows for."""
     for documents, spread, status in ((36, 0.105, "PASS"), (35, 0.105, "INCONCLUSIVE"), (36, 0.15, "INCONCLUSIVE")):
         (check,) = lines("min_recovery", report(rows := keeping(1.0, answered("copy", documents), spread)), rows)[:1]
@@ -105,7 +105,7 @@ def test_what_samples_do_not_decide_stops_after_the_first_round() -> None:
         assert (outcome.status, is_final(outcome, judged)) == (status, True)
 
 
-def test_prose_alone_follows_the_same_looks_and_waits_near_the_limit() -> None:
+def test_prose_alone_follows_the_looks_and_waits_near_the_limit() -> None:
     assert stops(prose(400)) == ("PASS", 2)  # the first look at 60 requests without a ruined request
     assert stops(prose(400, mean_kl=0.5)) == ("FAIL", 1)
     assert up_to(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
@@ -117,7 +117,7 @@ def test_student_s_t_is_used_at_the_last_planned_look_alone() -> None:
     assert seen == [{"INCONCLUSIVE"}, {"INCONCLUSIVE"}, {"PASS"}]
 
 
-def test_following_the_advice_spends_the_rest_of_the_first_evaluations_level() -> None:
+def test_following_the_advice_spends_the_remaining_level() -> None:
     attempts = [gates(attempt=number).pass_alpha for number in range(1, MOST_ATTEMPTS + 1)]
     assert sum(attempts) <= ALPHA
     assert attempts[0] == pytest.approx(0.9 * ALPHA)
@@ -128,7 +128,7 @@ def test_following_the_advice_spends_the_rest_of_the_first_evaluations_level() -
     assert last.samples_needed == {}
 
 
-def test_a_planned_workload_that_was_not_asked_yet_keeps_the_verdict_open() -> None:
+def test_a_planned_workload_that_did_not_run_is_inconclusive() -> None:
     rows = [r for r in in_rounds(every_class(), PLAN) if r.round <= 4]
     planned = dict.fromkeys(CLASSES, True)
     assert verdict(rows, planned_rounds=len(PLAN), planned_workloads=planned).status == "PASS"

@@ -28,7 +28,7 @@ def two_points(rng: np.random.Generator, documents: int, high: float) -> Array:
 @pytest.mark.parametrize(
     ("fails", "high"), [*((False, high) for high in (0.0501, 0.08, CUT)), *((True, high) for high in (0.0501, 0.5, 5.0, 500.0))]
 )
-def test_a_mean_at_its_limit_is_decided_wrongly_at_most_as_often_as_its_level(fails: bool, high: float) -> None:
+def test_a_mean_at_its_limit_errs_at_most_at_its_level(fails: bool, high: float) -> None:
     mean = Mean(two_points(np.random.default_rng(int(fails)), 120, high), LIMIT)
     gains, stakes = (mean.fail_gains, bets.FAIL_STAKES) if fails else (mean.pass_gains, bets.PASS_STAKES)
     wrong = np.logical_or.reduce([log_score(gains(LIMIT)[:, :n], stakes) >= -math.log(0.05) for n in range(1, 121)])
@@ -40,7 +40,7 @@ def test_a_mean_at_its_limit_is_decided_wrongly_at_most_as_often_as_its_level(fa
     values=st.lists(st.floats(0, 0.4), min_size=2, max_size=60),
     level=st.sampled_from([0.05, 0.01]),
 )
-def test_the_bound_is_the_limit_that_the_same_documents_would_just_be_rejected_at(values: list[float], level: float) -> None:
+def test_the_bound_is_the_limit_of_rejection(values: list[float], level: float) -> None:
     mean = Mean(np.array(values), LIMIT)
     result = mean.test(level, level)
     stakes: tuple[float, ...]
@@ -55,7 +55,7 @@ def test_the_bound_is_the_limit_that_the_same_documents_would_just_be_rejected_a
         assert log_score(rejected(result.bound), stakes) >= -math.log(level) - 1e-6
 
 
-def test_a_document_outside_of_the_range_ends_its_stake_and_no_other() -> None:
+def test_a_document_outside_of_the_range_ends_only_its_stake() -> None:
     values = np.array([0.0] * 40 + [0.2])
     ended = log_score(Mean(values, LIMIT, worst=0.1, whole=True).pass_gains(LIMIT), (1.0,))
     assert ended == -math.inf
@@ -90,7 +90,7 @@ def test_many_runs_are_decided_like_each_run_alone(documents: int, whole: bool) 
     assert whole == bool((runs.passes(0.01, 0.01) & ~runs.passes(0.01)).any()), "Student's t decides from MANY documents on"
 
 
-def test_student_s_t_allows_for_skewed_values_and_is_plain_where_there_is_no_skew() -> None:
+def test_students_t_corrects_only_for_skewed_values() -> None:
     even = np.array([-1.0, 1.0] * 20)
     plain = float(even.std(ddof=1)) / math.sqrt(40) * float(student.isf(0.01, 39))
     assert bets.skewed_upper_bound(even, 0.01) == pytest.approx(plain)
@@ -101,7 +101,7 @@ def test_student_s_t_allows_for_skewed_values_and_is_plain_where_there_is_no_ske
     assert bets.skewed_upper_bound(np.full(40, 0.3), 0.01) == pytest.approx(0.3)
 
 
-def test_the_mean_over_documents_counts_each_document_once_and_the_totals_each_sample() -> None:
+def test_means_count_documents_and_totals_count_samples() -> None:
     documents = ["a", "a", "a", "b"]
     rows: Any = [SimpleNamespace(document=name) for name in documents]
     assert means(rows, [1.0, 1.0, 4.0, 0.0]) == pytest.approx([2.0, 0.0])

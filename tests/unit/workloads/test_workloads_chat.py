@@ -28,7 +28,7 @@ def told_in(sample: Sample) -> str:
     return "\n".join([page_of(sample), *said])
 
 
-def test_questions_about_one_page_share_all_tokens_up_to_the_worked_answers(tiny_checkpoint: Path) -> None:
+def test_questions_about_a_document_share_their_first_tokens(tiny_checkpoint: Path) -> None:
     tokenizer = load_tokenizer(tiny_checkpoint)
     for asked in zip(*(generate(name, 6, 0) for name in QUESTIONS), strict=True):
         assert len({sample.document for sample in asked}) == 1
@@ -47,7 +47,7 @@ def test_difficulties_take_turns_and_harder_pages_are_longer(name: str) -> None:
 
 
 @names
-def test_distractors_are_wrong_and_known_and_no_worked_answer_gives_the_answer_away(name: str) -> None:
+def test_distractors_are_wrong_and_no_answer_is_given_away(name: str) -> None:
     samples = generate(name, COUNT, 0)
     for sample in samples:
         assert sample.check == "mention"
@@ -76,7 +76,7 @@ def test_recall_asks_for_facts_that_are_stated_after_the_page() -> None:
         assert sample.reference in told_in(sample)
 
 
-def test_calibration_reads_no_sentence_of_the_documentation_that_an_evaluation_asks_for() -> None:
+def test_calibration_and_evaluation_share_no_sentence() -> None:
     paragraphs = [{paragraph for page in pages(split) for paragraph in page} for split in SPLITS]
     assert len(set().union(*paragraphs)) == sum(map(len, paragraphs)), "splits share no paragraph"
     calibrated = " ".join(s.prompt + s.reference for s in generate("documentation", 30, 0, "calibration"))
@@ -85,7 +85,7 @@ def test_calibration_reads_no_sentence_of_the_documentation_that_an_evaluation_a
     assert not [phrase for phrase in quoted if phrase in calibrated]
 
 
-def test_documentation_is_scored_but_not_judged_and_its_pages_are_used_up_once() -> None:
+def test_documentation_is_scored_not_judged_and_used_once() -> None:
     samples = generate("documentation", 24, 0)
     assert {sample.check for sample in samples} == {"none"}
     assert all(len(sample.prompt) > 500 and len(sample.reference) > 500 for sample in samples)
