@@ -1,28 +1,117 @@
 """Graphs and bundles with the attention plugin: its nodes receive what the replaced functions computed with."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
-from helpers.engines.random_llama import BY_NAME, LAYERS
-from helpers.tensorrt.graphs import INT4_KEYS, SM, Surgery, forced, surgeries
+from helpers.engines.random_llama import BY_NAME, INT4, LAYERS, fmt, int4_groups, make_bundle, shared_decoder
+from onnx import helper
 
 from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
 from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
 from plugins.kv_attention.variants import Setting, decode_variant
 from stages.engines.base import Mode
+from stages.engines.bundle import open_bundle
+from stages.engines.onnx.bundle import BACKEND, WEIGHTS_FILE, Bundle
+from stages.engines.onnx.config import ComputeDType
+from stages.engines.onnx.engine import load_engine as load_onnx
+from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.bundle import PLANS
-from stages.engines.tensorrt.plugin import default_counts, with_plugin
+from stages.engines.tensorrt.plugin import default_counts, use_plugin, with_plugin
+from stages.engines.tensorrt.shapes import PlanLimits
+from stages.policies.onnx_body import FLOAT_TYPES
+from stages.policies.policy import KVPolicy, LayerOverride
+
+COUNT, SM = 3, 89
+
+AGED = KVPolicy(
+    name="aged", key=fmt("fp8_e4m3", "per_head"), value=int4_groups(32), sink_tokens=4, recent_tokens=60,
+    overrides=(LayerOverride(layers=(1,), key=INT4),),
+)  # fmt: skip
+"""Sinks and recent tokens; the second layer's keys have a format that the kernels do not support."""
+
+INT4_KEYS = "kv.overrides.0.key.dtype=int4: the CUDA kernels hold keys as fp16, bf16, fp8_e4m3 or int8"
+
+
+@dataclass
+class Surgery:
+    """A policy's decode graph `model` and `prefill` graph, with attention replaced by the plugin."""
+
+    onnx_bundle: Path
+    bundle: Bundle
+    model: onnx.ModelProto
+    prefill: onnx.ModelProto
+    layers: KernelLayers
+    limits: PlanLimits
+
+    def node(self, name: str) -> onnx.NodeProto:
+        node: onnx.NodeProto
+        (node,) = (node for model in (self.model, self.prefill) for node in model.graph.node if node.name == name)
+        return node
+
+
+def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:
+    described, _, _ = open_bundle(onnx_bundle, Bundle, BACKEND)
+    model, prefill = (onnx.load(onnx_bundle / f"{mode}.onnx", load_external_data=False) for mode in PLANS)
+    layers = use_plugin(model, described.model, policy, "decode", programs=COUNT, sm=SM)
+    assert use_plugin(prefill, described.model, policy, "prefill", programs=COUNT, sm=SM) == layers
+    return Surgery(onnx_bundle, described, model, prefill, layers, PlanLimits(policy, 4, 512, prefill_rows=3))
+
+
+def forced(surgery: Surgery, folder: Path, tokens: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a decode step, or a chunk of `tokens` tokens, after three prompts of unequal length.
+
+    Returns the graph's inputs, and the queries, keys, values and results of its attention nodes, by tensor name.
+    """
+    info = surgery.bundle.model
+    mode = "decode" if tokens == 1 else "prefill"
+    model = onnx.load(surgery.onnx_bundle / f"{mode}.onnx", load_external_data=False)
+    kind = FLOAT_TYPES[info.compute_dtype]
+    nodes = [node for node in model.graph.node if node.op_type.startswith("PagedAttention_")]
+    names = list(dict.fromkeys(name for node in nodes for name in (*node.input[:3], *node.output)))
+    model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
+    graph = folder / f"exposed_{mode}_{info.compute_dtype}.onnx"
+    onnx.save(model, graph)
+    (folder / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
+    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+
+    engine = load_onnx(surgery.onnx_bundle, threads=1)
+    rng = np.random.default_rng(3)
+    handles, _ = engine.prefill([rng.integers(0, info.vocab_size, size).tolist() for size in (5, 130, 200)])
+    engine.pool.reserve(handles, tokens)
+    tables, spans = engine.pool.view(handles)
+    pool = {name: np.ascontiguousarray(engine.pool.array_view(name, spans)) for name in engine.pool.arrays}
+    feeds = {
+        "input_ids": np.arange(7, 10)[:, None] + np.arange(tokens),
+        "position_ids": tables["lengths"][:, None].astype(np.int64) + np.arange(tokens),
+        "last": np.full(3, tokens - 1), **tables, **pool, **engine._constants,
+    }  # fmt: skip
+    bound = session.io_binding()
+    types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    for taken in session.get_inputs():
+        values = feeds[taken.name] = np.ascontiguousarray(feeds[taken.name])
+        bound.bind_input(taken.name, "cpu", 0, types[taken.name], values.shape, values.ctypes.data)
+    for output in names:
+        bound.bind_output(output)
+    session.run_with_iobinding(bound)
+    return feeds, dict(zip(names, bound.copy_outputs_to_cpu(), strict=True))
 
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
-    return surgeries(tmp_path_factory)
+    """The graphs of two policies, each with another activation type."""
+    policies: dict[ComputeDType, KVPolicy] = {"float16": BY_NAME["fp8k_int4v"], "float32": AGED}
+    root = tmp_path_factory.mktemp("surgeries")
+    return {
+        policy.name: operate(make_bundle(shared_decoder(tmp_path_factory, dtype), root / policy.name, policy), policy)
+        for dtype, policy in policies.items()
+    }
 
 
 def test_layers_that_the_kernels_support_get_two_plugins_which_alone_take_the_pools(
