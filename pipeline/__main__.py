@@ -67,7 +67,9 @@ def _plan_command(argv: Sequence[str]) -> "Plan | int":
     if arguments.help or arguments.shell_completion:
         return _run_hydra(parser, arguments)
     from pipeline.config.compose import configurations, plan
+    from pipeline.config.overrides import refuse_contradictions
 
+    refuse_contradictions(arguments.overrides)
     planned = plan(arguments.overrides, arguments.multirun, arguments.config_dir)
     if arguments.cfg:
         print(*configurations(planned), sep="", end="")

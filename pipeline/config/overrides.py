@@ -15,7 +15,7 @@ from hydra.errors import OverrideParseException
 from pipeline.config import CONF, launchers
 from pipeline.config.explain import suggest
 from pipeline.config.launchers import LAUNCHER_KEYS
-from pipeline.config.override_syntax import as_typed, is_hydras, quoted, written
+from pipeline.config.override_syntax import as_typed, is_hydras, key_of, quoted, written
 from stages.core.errors import UserError, short
 from stages.core.redaction import redact_text
 from stages.core.strict import Unreadable, read_file
@@ -27,8 +27,8 @@ MOST_JOBS = 1000
 
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
-SHARED = re.compile("workdir$|log$|tracking")
-"""Keys whose values all jobs of a sweep share: the work directory, the format of the output, and the registry."""
+SHARED = re.compile("workdir$|log$|dry$|tracking")
+"""Keys whose values all jobs of a sweep share: the work directory, the output, and the registry."""
 SEARCHPATH = "hydra.searchpath"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 PROMPT_LOOKUP = "workloads.speculation"
@@ -63,11 +63,22 @@ def readable(argument: str, parser: OverridesParser) -> str:
     if not equals or not _is_read(text, parser):
         raise UserError(f"{shown}: cannot be read as KEY=VALUE; write KEY=VALUE with a key that exists")
     if BRACKETED.fullmatch(value):
-        example = shlex.quote(f'{key}=["TEXT"]')
-        raise UserError(f"{shown}: cannot be read as a list or a dict; quote the texts in it, as in {example}")
+        example = shlex.quote(key + ('=["TEXT"]' if value.startswith("[") else '={name: "TEXT"}'))
+        raise UserError(f"{shown}: cannot be read as a list or a dict; quote its texts, but no names, as in {example}")
     if "," in value:
         raise UserError(f"{shown}: cannot be read; quote the text, as in {as_text(shown)}, or each one of a sweep")
     return text
+
+
+def refuse_contradictions(arguments: Sequence[str]) -> None:
+    """Raise UserError if a command line gives a key two values, of which Hydra would silently take the last."""
+    first: dict[str, str] = {}
+    for argument in arguments:
+        before = first.setdefault(key_of(argument), argument)
+        if argument != before:
+            raise UserError(
+                f"{short(redact_text(argument), 200)}: contradicts {short(redact_text(before), 200)}; keep one of them"
+            )
 
 
 def _is_read(argument: str, parser: OverridesParser) -> bool:
@@ -90,6 +101,8 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
     for applies, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
+        (override.is_delete(), "a key cannot be removed; write KEY=VALUE, as in gates.min_recovery=0.9"),
+        (key == "backend.name", f"is not a key of the user's; write backend={override.value()}"),
         (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
         (SHARED.match(key) and override.is_sweep_override(), "the jobs of a sweep share it; give one value"),
@@ -97,10 +110,6 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
         if applies:
             return f"{line}: {problem}"
     options = options_of(key)
-    if override.is_delete():
-        return (
-            f"{line}: {key} cannot be removed; choose an option with {key}=OPTION" if options and key != "experiment" else None
-        )
     if options and not isinstance(override.value(), Glob):
         swept = override.is_sweep_override()
         for value in islice(override.sweep_iterator(), MOST_JOBS + 1) if swept else [override.value()]:

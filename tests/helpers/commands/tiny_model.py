@@ -38,7 +38,8 @@ SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", 
 
 
 def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *few, *arguments]
+    once = {part.partition("=")[0]: part for part in (f"workdir={work}", *few, *arguments)}
+    command = [sys.executable, "-m", "pipeline", *once.values()]
     environment = {**os.environ, **SECRETS}
     return subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=MOST_S, env=environment
