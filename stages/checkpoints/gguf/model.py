@@ -171,7 +171,8 @@ def _gemma3(value: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(header: Header, architecture: str, value: Any, config: dict[str, Any]) -> dict[str, Any] | None:
-    kind = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    scaled = header.metadata.get(f"{architecture}.rope.scaling.factor", 1) != 1
+    kind = header.metadata.get(f"{architecture}.rope.scaling.type", "linear" if scaled else "none")  # as in llama.cpp
     factors = ROPE_FACTORS in header.tensors
     if kind not in ("none", "linear", "yarn") or (factors and kind != "none"):
         extra = f" with {ROPE_FACTORS}" if factors else ""

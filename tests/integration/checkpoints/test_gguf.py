@@ -143,6 +143,7 @@ def test_a_weight_that_is_not_finite_is_refused_at_opening_even_in_a_file_that_w
     ("scaling", "metadata"),
     [
         ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        ({"rope_type": "linear", "factor": 4.0}, {"factor": 4.0}),  # llama.cpp's default type
         (
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
             {"type": "yarn", "factor": 4.0, "original_context_length": 128},
