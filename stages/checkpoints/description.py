@@ -141,7 +141,9 @@ def describe_checkpoint(
         raise refusal(path, f"config.json: num_experts_per_tok={chosen} exceeds the number of experts, {experts}; correct it")
     shape, q_heads = attention_shape(path, config)
     rotated = config.get("no_rope_layers")
-    if rotated is not None and (not isinstance(rotated, list) or len(rotated) != shape.layers):
+    if rotated is not None and not (
+        isinstance(rotated, list) and len(rotated) == shape.layers and all(number in (0, 1) for number in rotated)
+    ):
         raise wrong(path, config, "no_rope_layers", f"a list of {shape.layers} numbers, 0 or 1")
     rope = read_rope(path, config)
     vocab_size = integer(path, config, "vocab_size")

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -58,11 +58,11 @@ Tensors = dict[str, tuple[int, ...]]
 """Tensor name -> shape."""
 
 
-def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
+def expected_tensors(path: Path, config: dict[str, Any], frequencies: Mapping[str, Any] | None = None) -> Tensors:
     """Return the names and shapes of the tensors that transformers would save for a model with this configuration.
 
-    `config` is the content of config.json. The model is built on the meta device. The first call imports torch and
-    transformers, which takes 3 s.
+    `config` is the content of config.json, `frequencies` are the rotary frequencies among the weights. The model is built on
+    the meta device. The first call imports torch and transformers, which takes 3 s.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,7 +77,7 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
             built: Any = AutoModelForCausalLM.from_config(described(**compose_rope(path, config)))
         # transformers 5 stacks the experts' weights in memory but saves them one by one.
         state: Any = revert_weight_conversion(built, dict(built.state_dict()))
-        check_rotary(path, config, built)
+        check_rotary(path, config, built, frequencies)
         _check_windows(path, config, built.config)
         refuse_unread_keys(path, config, built.config, state)
     except UserError:

@@ -1,5 +1,6 @@
 """Compares the rotary embeddings that transformers builds with the parameters in config.json."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,30 @@ DEFAULTED = (*BESIDE, "original_max_position_embeddings")
 """Parameters for which a model class may supply a default. It may supply others only if it also supplies `rope_type`."""
 
 
-def check_rotary(path: Path, config: dict[str, Any], model: Any) -> None:
-    """Raise UserError if a model's rotary embeddings differ from its configuration.
+def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping[str, Any] | None = None) -> None:
+    """Raise UserError if a model's rotary embeddings differ from its configuration or from its weights.
 
     Args:
         path: Directory of the checkpoint, for errors.
         config: Content of config.json.
         model: The model that transformers built from `config`, on any device.
+        stored: Frequencies by tensor name, which old checkpoints have among the weights and transformers ignores.
 
     Raises:
         UserError: A parameter, a frequency or the attention factor differs.
     """
     made = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
+    computed = [buffer for name, buffer in made.named_buffers() if name.endswith("inv_freq")]
+    for name, frequencies in (stored or {}).items():  # often rounded to 16 bits
+        if not any(
+            frequencies.shape == buffer.shape and buffer.allclose(frequencies.float(), rtol=0.01, atol=1e-6)
+            for buffer in computed
+        ):
+            raise refusal(
+                path,
+                f"the weights hold {short(name)} of other rotary frequencies than config.json states; correct rope_theta and "
+                f"rope_scaling, or remove the tensor if they are right",
+            )
     for kind, stated in read_rope(path, config).layers.items():
         if kind is not None and kind not in model.config.layer_types:
             continue

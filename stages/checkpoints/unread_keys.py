@@ -4,6 +4,7 @@ transformers reads only the keys of the family's configuration class. A model tr
 another model.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields
 from difflib import get_close_matches
@@ -37,7 +38,8 @@ SAME = ({"act", "activation"}, {"eps", "epsilon"})
 """Words of keys that mean the same: `hidden_act` of one family is `activation_function` in another."""
 WITHOUT_EFFECT: tuple[Any, ...] = (
     *(None, False, 0, 1, {}, []),
-    *("default", "none", "full", "softmax", "greedy", "rope", "rotary", "causal", "mha", "gqa", "mqa", "sdpa", "eager"),
+    *("default", "none", "full", "full_attention", "softmax", "greedy", "rope", "rotary", "causal", "mha", "gqa", "mqa"),
+    *("sdpa", "eager"),
 )
 """Values that leave every supported family's computation unchanged."""
 ALWAYS: dict[str, tuple[Any, ...]] = {
@@ -71,7 +73,7 @@ def refuse_unread_keys(path: Path, config: dict[str, Any], read: Any, tensors: I
             raise refusal(
                 path, f"config.json: {short(key)} is not read in a model of type {read.model_type}; write it as {min(own)}"
             )
-        if _has_no_effect(key.lower().split("_"), value, [config[name] for name in given], tensors):
+        if _has_no_effect(_words(key), value, [config[name] for name in given], tensors):
             continue
         other = get_close_matches(key, (known | COMPARED) & config.keys(), 1, 0.6)
         if isinstance(value, bool) or not other or config[other[0]] != value:
@@ -85,17 +87,23 @@ def refuse_unread_keys(path: Path, config: dict[str, Any], read: Any, tensors: I
 def _unread_keys(config: dict[str, Any], known: Set[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield unread keys that may change the computation, each with the known keys of the same meaning (`SAME`)."""
     for key, value in config.items():
-        words = key.lower().split("_")
+        words = _words(key)
         same = next((synonyms for synonyms in SAME if synonyms.intersection(words)), set[str]())
-        if key in known or not words[0] or _has_word(key, TRAINING_WORDS):
+        if key in known or key.startswith("_") or _has_word(words, TRAINING_WORDS):
             continue
         unset = value is None or isinstance(value, bool)  # such as activation_checkpointing
-        if not unset if same else _has_word(key, DECODER_WORDS):
+        named = isinstance(value, str) and value.lower() in DECODER_WORDS  # such as position_encoding: alibi
+        if not unset if same else named or _has_word(words, DECODER_WORDS):
             yield key, [name for name in known if same.intersection(name.split("_"))]
 
 
-def _has_word(key: str, words: Set[str]) -> bool:
-    return any(f"_{word}_" in f"_{key.lower()}_" for word in words)
+def _words(key: str) -> list[str]:
+    """Return the words of a key in lower case: `rope_theta`, `rope-theta` and `ropeTheta` have the same words."""
+    return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower())
+
+
+def _has_word(words: list[str], searched: Set[str]) -> bool:
+    return any(f"_{word}_" in f"_{'_'.join(words)}_" for word in searched)
 
 
 def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterable[str]) -> bool:

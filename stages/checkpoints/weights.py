@@ -22,6 +22,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that are plain numbers."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FREQUENCIES = ".rotary_emb.inv_freq"
 ROWS = 4096
 """Rows of two matrices that are compared at a time, to save memory."""
 
@@ -29,7 +30,7 @@ MOST_HEADER_BYTES = 100_000_000
 """Maximum header bytes of a safetensors file, as defined by the format."""
 
 
-def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[str, Any]], Mapping[str, Shape]]) -> None:
+def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[str, Shape]]) -> None:
     """Refuse weights that do not match config.json.
 
     Args:
@@ -42,7 +43,12 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
     """
     on_disk = tensors_on_disk(info)
     described = {key: value for key, value in read_config(info.path).items() if key != "quantization_config"}
-    expected = expected_tensors(info.path, described)
+    frequencies = {}
+    for name, (file, _) in on_disk.items():
+        if name.endswith(FREQUENCIES):
+            with safe_open(info.path / file, "pt") as content:
+                frequencies[name] = content.get_tensor(name)
+    expected = expected_tensors(info.path, described, frequencies)
     shapes = {name: shape for name, (_, shape) in on_disk.items()}
     plain = [(name, name, shape) for name, shape in shapes.items()]
     found = set()
@@ -51,7 +57,7 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
         file = on_disk[stored][0]
         found.add(name)
         # transformers computes rotary frequencies and a tied output matrix itself.
-        if name not in expected and name != HEAD and not name.endswith(".rotary_emb.inv_freq"):
+        if name not in expected and name != HEAD and not name.endswith(FREQUENCIES):
             raise refusal(
                 info.path,
                 f"{file} holds {printable(stored[:200])}, which config.json has no place for ({about}); give the config.json "

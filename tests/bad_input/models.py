@@ -51,6 +51,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
     ("a window of another family", {"sliding_window": 64}, ("sliding_window", "null", "64")),
     ("more experts than there are", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
+    ("a third kind of rotation", {"no_rope_layers": [1, 2]}, ("no_rope_layers", "numbers, 0 or 1", "[1, 2]")),
     ("two decoders", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
 )
 
@@ -65,6 +66,9 @@ UNREAD: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("the activation under another name", {"hidden_act": ..., "activation_function": "gelu"}, ("write it as hidden_act",)),
     ("a rotary scaling beside its object", {"rope_type": "linear", "factor": 8.0}, ("rope_type=linear",)),
     ("heads that were removed", {"pruned_heads": {"0": [1]}}, ("pruned_heads={'0': [1]}",)),
+    ("a base in capitals", {"ropeTheta": 5e5}, ("ropeTheta=500000.0", "llama")),
+    ("a base with a hyphen", {"rope-theta": 5e5}, ("rope-theta=500000.0", "llama")),
+    ("a decoder's word as a value", {"position_encoding": "alibi"}, ("position_encoding=alibi", "llama")),
 )
 """Cases that are detected only after transformers has built the model, because the class decides which keys are read."""
 
@@ -87,6 +91,7 @@ def put(name: str, shape: tuple[int, ...]) -> Callable[[Tensors], object]:
 
 
 NORM, UP, EMBED = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 FILE = "model.safetensors"
 
 
@@ -99,6 +104,7 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a header of 2^64-1 bytes", with_file(FILE, lambda old: b"\xff" * 8 + old[8:]), (FILE, "download")),
     ("a tensor missing", with_weights(drop(NORM)), (NORM, "missing")),
     ("a tensor too many", with_weights(put("model.layers.0.self_attn.q_proj.bias", (128,))), ("q_proj.bias", "no place")),
+    ("rotary frequencies of another model", with_weights(put(FREQUENCIES, (32,))), (FREQUENCIES, "rope_theta")),
     ("a tensor transposed", with_weights(put(UP, (16, 32))), (UP, "[16, 32]", "[32, 16]")),
     ("FP8 weights", with_weights(dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
     ("offsets beyond the end", with_weights(header=entry(data_offsets=[0, 10**12])), (FILE,)),
@@ -157,6 +163,7 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 
 HELD_AGAINST_THE_MODEL = (
     "a vocabulary larger than the weights'", "a tensor missing", "a tensor too many", "a tensor transposed",
+    "rotary frequencies of another model",
 )  # fmt: skip
 """Cases that are detected only after transformers has built the model on the meta device."""
 
