@@ -18,7 +18,7 @@ LONGEST_NAME = 255
 """Limit in bytes of every file system that matters here."""
 
 FOLDERS = (ARTIFACTS, "mlartifacts", "summaries", "sweep")
-FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock")
+FILES = ("summary.json", "report.html", "junit.xml", "mlflow.db", "mlflow.db.lock", ".summary.json.lock")
 
 
 def check_contents(work: Path, key: str) -> None:

@@ -22,6 +22,7 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "not a directory")),
     ("summaries is a file", "work", text("work/summaries", ""), 2, ("summaries", "not a directory")),
     (".store.json of version -1", "work", text("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
+    ("junit.xml is a directory", "work", place("work/junit.xml", lambda path: path.mkdir()), 2, ("junit.xml", "not a file")),
     ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "not a file")),
 )
 
@@ -45,6 +46,12 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("NaN", '{"prompt": NaN}', ("1:",)),
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
     ("a prompt of white space", changed(prompt=" \n "), ("prompt", "not empty")),
+    ("a reference of white space", changed(reference=" \n "), ("reference", "not empty")),
+    (
+        "an empty question",
+        json.dumps({"messages": [{"role": "user", "content": " "}], "reference": "a"}),
+        ("messages", "the last one is empty"),
+    ),
     ("prompt and messages", changed(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
     ("a tool call of nothing", changed(**TOOL, reference="{}"), ("reference", "of one of the tools")),
     ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),

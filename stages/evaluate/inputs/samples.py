@@ -42,7 +42,7 @@ class _Line(_Strict):
     workload: str = Field(default="custom", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     prompt: str | None = Field(default=None, pattern=r"\S")
     messages: tuple[_Message, ...] | None = Field(default=None, min_length=1)
-    reference: str = Field(min_length=1)
+    reference: str = Field(pattern=r"\S")
     check: LineCheck = "exact"
     document: str = ""
     depth: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
@@ -174,6 +174,8 @@ def _contradictions(sample: Sample) -> Iterator[str]:
     if bool(sample.prompt) == bool(sample.messages):
         found = "given beside" if sample.prompt else "missing, and so is"
         yield f"prompt: {found} messages, give exactly one of the two"
+    if sample.messages and not sample.messages[-1][1].strip():
+        yield "messages: the last one is empty, write the question into it"
     if sample.messages and sample.messages[-1][0] != "user":
         yield f'messages: end with a message of "{sample.messages[-1][0]}", end them with the question, of "user"'
     for key, check in (("tools", "tool_call"), ("mentions", "mention"), ("distractors", "mention")):
