@@ -26,7 +26,7 @@ def champion(
     tracking_uri: str | None = None,
     workdir: str | Path = "work",
     samples: str | Path | None = None,
-    trusted: Sequence[str | Path] = (),
+    trusted: str | Path | Sequence[str | Path] = (),
     threads: int | None = None,
 ) -> LoadedEngine:
     """Fetch the engine that the registry's alias `champion` names, verify it as stage=verify does, and load it.
@@ -39,7 +39,7 @@ def champion(
         workdir: The work directory.
         samples: The `workloads.jsonl` file or the `workloads.documents` directory that the engine was judged on, if any. A
             downloaded engine needs it, because the registry keeps the digest but not the prompts.
-        trusted: Public keys in PEM. If keys are given, the evidence must be signed with a key from this list.
+        trusted: Public keys in PEM, or one such file. If keys are given, the evidence must be signed with a key from this list.
         threads: CPU threads, as for `load`.
 
     Raises:
@@ -54,7 +54,7 @@ def champion(
         raise UserError(f"model={model!r}: is not a model; give the registered one, or the checkpoint")
     # The configuration of a command that only reads.
     settings = {"stage": "verify", "bundle": workdir, "workdir": workdir, "tracking.uri": tracking_uri}
-    config = compose({**settings, "signing.trusted": list(trusted)})
+    config = compose({**settings, "signing.trusted": [trusted] if isinstance(trusted, str | Path) else list(trusted)})
     samples_path = None if samples is None else Path(samples).expanduser()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgate-")))
