@@ -25,10 +25,10 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
     if policy.key.dtype == "fp16" or algorithm(policy.key) in algorithms:
         return None
     if policy.key.code.modelopt_name and not policy.key.code.modelopt_export:
-        wrong = "ModelOpt writes amax / 448 as the scale of a layer, where its quantizer takes amax / 2688: a factor of 6"
+        problem = "ModelOpt writes amax / 448 as the scale of a layer, where its quantizer takes amax / 2688: a factor of 6"
     else:
-        wrong = "the export has no name for this format and would refuse, drop or mislabel it"
-    return f"{describe_format(policy.key)} keys and values: {wrong}"
+        problem = "the export has no name for this format and would refuse, drop or mislabel it"
+    return f"{describe_format(policy.key)} keys and values: {problem}"
 
 
 def beyond_one_format(policy: KVPolicy) -> str | None:

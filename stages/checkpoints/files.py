@@ -139,9 +139,9 @@ def named_ends(directory: Path, vocab_size: int = LARGEST) -> tuple[int, ...]:
         for value in (content.get(KEY), nested.get(KEY) if isinstance(nested, dict) else None):
             tokens = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(token) is int and -1 <= token < vocab_size for token in tokens):
-                given = short(repr(value), 40)
+                shown_value = short(repr(value), 40)
                 raise refusal(
-                    directory, f"{name}: {KEY} must be one or more of the {vocab_size:,} tokens, got {given}; correct it"
+                    directory, f"{name}: {KEY} must be one or more of the {vocab_size:,} tokens, got {shown_value}; correct it"
                 )
             ends += tokens
     return tuple(dict.fromkeys(token for token in ends if token >= 0))

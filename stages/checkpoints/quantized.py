@@ -93,14 +93,14 @@ class Quantized:
                 return layout
         return None
 
-    def plain(self, found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> Iterator[tuple[str, str, Shape]]:
+    def plain(self, shapes: Mapping[str, Shape], expected: Mapping[str, Shape]) -> Iterator[tuple[str, str, Shape]]:
         """Yield, for each tensor on disk, its name, the name of the weight and the shape of the weight.
 
         Scales are left out. If a tensor's shape cannot hold the expected weight, the tensor's own shape is yielded.
         """
-        for name, shape in found.items():
+        for name, shape in shapes.items():
             layer, _, part = name.rpartition(".")
-            layout = self.layout(layer, found)
+            layout = self.layout(layer, shapes)
             if layout is None:
                 if not CACHE_SCALE.fullmatch(name):
                     yield name, name, shape
@@ -128,7 +128,7 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
         title, inputs = ("awq 4 bits", "exact") if method == "awq" else (method, "other")
         return Quantized(method, title, layouts, inputs)
     groups = declared.get("config_groups") or {}
-    forms, found = dict[str, None](), set[Inputs]()
+    forms, input_kinds = dict[str, None](), set[Inputs]()
     for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
         weights = group.get("weights") if isinstance(group, dict) else group
         if weights is None:  # the group only concerns attention
@@ -141,9 +141,9 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
         forms[str(form)] = None
         rounded = group.get("input_activations") or {}
         as_int8 = isinstance(rounded, dict) and all(rounded.get(key) == value for key, value in INT8_TOKEN.items())
-        found.add("int8_token" if as_int8 else "other" if rounded else "exact")
+        input_kinds.add("int8_token" if as_int8 else "other" if rounded else "exact")
     title = f"{method} {' and '.join(forms)}" if forms else f"{method}, scales of the cache alone"
-    inputs = "other" if len(found) > 1 else next(iter(found), "exact")
+    inputs = "other" if len(input_kinds) > 1 else next(iter(input_kinds), "exact")
     return Quantized(method, title, layouts, inputs)
 
 
@@ -153,9 +153,9 @@ def _check(path: Path, where: str, declared: Mapping[str, Any], allowed: Allowed
             raise _unknown(path, f"{where}.{key}", declared.get(key), tuple(value for value in values if value is not None))
 
 
-def _unknown(path: Path, where: str, got: object, known: tuple[object, ...]) -> UserError:
+def _unknown(path: Path, where: str, got: object, choices: tuple[object, ...]) -> UserError:
     return refusal(
         path,
-        f"config.json: quantization_config{short(where)}={short(repr(got), 40)}: kvgate reads {', '.join(map(str, known))}; "
+        f"config.json: quantization_config{short(where)}={short(repr(got), 40)}: kvgate reads {', '.join(map(str, choices))}; "
         "give the unquantized checkpoint",
     )

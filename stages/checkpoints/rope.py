@@ -52,7 +52,7 @@ class Rope:
         kind = self._main.get("rope_type", "default")
         return None if kind == "default" else str(kind)
 
-    def positions(self, given: int) -> int:
+    def positions(self, configured: int) -> int:
         """Return the maximum sequence length in tokens.
 
         Args:
@@ -60,7 +60,7 @@ class Rope:
                 The factors of llama3 and linear divide frequencies and do not change the length.
         """
         factor, original = (self._main.get(key) for key in ("factor", "original_max_position_embeddings"))
-        return max(given, int(original * factor)) if self.scaling == "yarn" and original else given
+        return max(configured, int(original * factor)) if self.scaling == "yarn" and original else configured
 
 
 def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
@@ -108,26 +108,26 @@ def _by_type(
     path: Path, config: Mapping[str, Any], local: str, old: dict[str, Any], read: Mapping[str | None, dict[str, Any]]
 ) -> dict[str | None, dict[str, Any]]:
     """Return the parameters of a family whose sliding layers have their own rotary embedding, which is plain by default."""
-    given, main = config.get("rope_parameters") or {}, read.get(None) or old
+    declared, main = config.get("rope_parameters") or {}, read.get(None) or old
     full = read.get(FULL) or {"rope_type": "default"}
-    for key, value in {} if None in read else given.items():
+    for key, value in {} if None in read else declared.items():
         if key not in read and value not in (None, {}):
             _refuse_contradiction(path, {f"rope_parameters.{key}": value}, "rope_parameters.full_attention", full)
-    found: dict[str | None, dict[str, Any]] = {}
+    by_layer_type: dict[str | None, dict[str, Any]] = {}
     unstated = list[str]()
     for kind, base, scaled in ((FULL, "rope_theta", main), (SLIDING, local, {})):
-        theta = config.get(base) or given.get(base)
+        theta = config.get(base) or declared.get(base)
         beside = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
         stated = {key: value for key, value in beside.items() if value is not None} | (read.get(kind) or scaled)
-        found[kind] = {"rope_type": "default"} | stated if stated else {}
-        if not found[kind] or (read and not read.get(kind) and theta is None):
+        by_layer_type[kind] = {"rope_type": "default"} | stated if stated else {}
+        if not by_layer_type[kind] or (read and not read.get(kind) and theta is None):
             unstated.append(kind)
     missing = next((kind for kind in unstated if kind in (config.get("layer_types") or (FULL, SLIDING))), None)
-    if missing is not None and (read or any(found.values())):
+    if missing is not None and (read or any(by_layer_type.values())):
         raise refusal(
             path, f"config.json: rope_parameters.{missing} is missing, and its base is unknown; add it with its rope_theta"
         )
-    return {kind: parameters for kind, parameters in found.items() if parameters}
+    return {kind: parameters for kind, parameters in by_layer_type.items() if parameters}
 
 
 def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +139,10 @@ def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     layers = read_rope(path, config).layers
     if not layers or (None in layers and "rope_type" not in layers[None]):
         return config  # the class's default scaling, with rope_theta at the top level
-    rest = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
-    return {**rest, "rope_parameters": layers.get(None) or layers}
+    other_keys = {
+        key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")
+    }
+    return {**other_keys, "rope_parameters": layers.get(None) or layers}
 
 
 def _refuse_contradiction(path: Path, stated: Mapping[str, Any], place: str, parameters: Mapping[str, Any]) -> None:
@@ -189,8 +191,8 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
         other = short(parameters["type"])
         raise refusal(path, f"config.json: {place}.type={other} contradicts rope_type={short(kind)}; keep the right one")
     if kind not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise refusal(path, f"config.json: {place}.rope_type={short(kind)} is not supported; use one of {known}")
+        choices = ", ".join(ROPE_TYPES)
+        raise refusal(path, f"config.json: {place}.rope_type={short(kind)} is not supported; use one of {choices}")
     for key, value in parameters.items():
         if key not in ROPE_TEXTS and not (value is None or type(value) is bool or is_number(value)):
             raise refusal(path, f"config.json: {place}.{short(key)} must be a number, got {short(value)}")

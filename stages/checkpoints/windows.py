@@ -44,11 +44,11 @@ def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
 
 def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> list[str]:
     """Return the layer types that transformers uses. Some families ignore layer_types; some need use_sliding_window."""
-    listed, window, family = config.get("layer_types"), config.get("sliding_window"), FAMILIES.get(kind)
-    if listed is not None:
-        _check_layer_types(path, listed, kind, layers)
+    layer_types, window, family = config.get("layer_types"), config.get("sliding_window"), FAMILIES.get(kind)
+    if layer_types is not None:
+        _check_layer_types(path, layer_types, kind, layers)
     if family is None:
-        return listed or _patterned(layers, None if window is None else _unserved(path, config, kind))
+        return layer_types or _patterned(layers, None if window is None else _unserved(path, config, kind))
     uses = config.get("use_sliding_window")
     if family.uses_flag and uses not in (None, True, False):
         raise wrong(path, config, "use_sliding_window", "true or false")
@@ -62,9 +62,9 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
         _check_patterns(path, config)
         types = _patterned(layers, lambda layer: family.slides(config, layer))
         decisive = next((key for key in PATTERNS if config.get(key) != family.defaults.get(key)), None)
-    if listed not in (None, types):
+    if layer_types not in (None, types):
         if decisive is None:
-            return list(listed)
+            return list(layer_types)
         raise refusal(
             path,
             f"config.json: layer_types contradicts {decisive}={short(config.get(decisive))} in a {kind}; keep the "
@@ -79,14 +79,16 @@ def _patterned(layers: int, slides: Callable[[int], bool] | None) -> list[str]:
     return [SLIDING if slides is not None and slides(layer) else FULL for layer in range(layers)]
 
 
-def _check_layer_types(path: Path, listed: object, kind: str, layers: int) -> None:
-    if not isinstance(listed, list) or len(listed) != layers:
-        raise refusal(path, f"config.json: layer_types must name each of the {layers} layers, got {short(repr(listed), 40)}")
-    known = list(WINDOW_KEYS) if kind.startswith("llama4") else list(WINDOW_KEYS)[:2]
-    unread = [layer_type for layer_type in listed if layer_type not in known]
+def _check_layer_types(path: Path, layer_types: object, kind: str, layers: int) -> None:
+    if not isinstance(layer_types, list) or len(layer_types) != layers:
+        raise refusal(
+            path, f"config.json: layer_types must name each of the {layers} layers, got {short(repr(layer_types), 40)}"
+        )
+    choices = list(WINDOW_KEYS) if kind.startswith("llama4") else list(WINDOW_KEYS)[:2]
+    unread = [layer_type for layer_type in layer_types if layer_type not in choices]
     if unread:
         holds = f"config.json: layer_types holds {short(repr(unread[0]), 40)}, which is not read here"
-        raise refusal(path, f"{holds}; use a model of {' and '.join(known)} layers")
+        raise refusal(path, f"{holds}; use a model of {' and '.join(choices)} layers")
 
 
 def _check_patterns(path: Path, config: dict[str, Any]) -> None:

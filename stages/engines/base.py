@@ -49,9 +49,9 @@ class ChunkedEngine(Engine):
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         try:
             for i, prompt in enumerate(prompts):
-                sequence, held = self._resume(prompt)
+                sequence, stored = self._resume(prompt)
                 handles.append(sequence)
-                logits[i] = self._prefill(sequence, prompt[held:])
+                logits[i] = self._prefill(sequence, prompt[stored:])
         except BaseException:
             self.release(handles)
             raise

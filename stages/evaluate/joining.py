@@ -53,7 +53,7 @@ def join(
             name = item.sample.id
             parts.append(after.statistics[name])
             rows.append(make_row(item, parts[-1], before.answers.get(name), after.answers.get(name)))
-    base, own = once
+    base, repeated = once
     first_base, first = rounds[0]
     conformance = None
     if first.conformance is not None and first_base.conformance is not None:
@@ -61,7 +61,7 @@ def join(
     planned: dict[str, bool] = {}
     for item in encoded:
         planned[item.sample.workload] = planned.get(item.sample.workload, False) or item.judged
-    assert own.control is not None, "a candidate has a must-fail control"
+    assert repeated.control is not None, "a candidate has a must-fail control"
     report = EvaluationReport(
         policy=first.policy,
         takes_effect=first.takes_effect,
@@ -73,13 +73,13 @@ def join(
         planned_workloads=planned,
         slices=slices(rows, parts, config.context_bins),
         noise=base.noise,
-        control=own.control,
-        system=own.system,
+        control=repeated.control,
+        system=repeated.system,
         baseline_system=base.system,
         conformance=conformance,
-        candidate_noise=own.noise,
-        coverage=Exercised.merged([*(after.coverage for _, after in rounds), own.coverage]),
-        tests=own.tests,
+        candidate_noise=repeated.noise,
+        coverage=Exercised.merged([*(after.coverage for _, after in rounds), repeated.coverage]),
+        tests=repeated.tests,
         baseline_tests=base.tests,
         scale_changes=first.scale_changes,
         drafters=config.speculation.drafters if config.speculation is not None else [],

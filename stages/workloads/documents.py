@@ -126,9 +126,9 @@ class Document:
     @property
     def messages(self) -> list[Message]:
         """The document and its worked questions: the common beginning of all conversations about the document."""
-        first, *others = self.worked
+        first, *more = self.worked
         opening: Message = ("user", f"{self.text}\n\n{first.question}")
-        return [opening, ("assistant", first.sentence), *(message for fact in others for message in fact.turns)]
+        return [opening, ("assistant", first.sentence), *(message for fact in more for message in fact.turns)]
 
     def unasked(self, kinds: Sequence[str]) -> list[Fact]:
         """Return the document's facts of the given kinds, except the facts of worked questions."""
@@ -140,7 +140,7 @@ class Document:
         A wrong answer may mention the values of all other facts of the same kind. `depth` is the relative position of the
         fact in the document, 0 to 1.
         """
-        others = (other for other in self.facts + self.told + self.quotes if other.kind == fact.kind and other != fact)
+        distractors = (other for other in self.facts + self.told + self.quotes if other.kind == fact.kind and other != fact)
         return Sample(
             id=self.slot.id,
             workload=self.slot.workload,
@@ -150,7 +150,7 @@ class Document:
             document=f"page-{self.slot.index:04d}",
             depth=depth,
             mentions=fact.values,
-            distractors=tuple(value for other in others for value in other.values),
+            distractors=tuple(value for other in distractors for value in other.values),
             difficulty=self.difficulty,
         )
 
@@ -172,14 +172,14 @@ def make_document(slot: Slot) -> Document:
     difficulty, rng = DIFFICULTIES[slot.index % len(DIFFICULTIES)], slot.rng("page")
     size = SIZES[difficulty]
     by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in DRAWS}
-    facts = [fact for known in by_kind.values() for fact in known[: size.alike]]
+    facts = [fact for alike in by_kind.values() for fact in alike[: size.alike]]
     worked = [by_kind[kind][0] for kind in SINGLE]
-    told = [fact for known in by_kind.values() for fact in known[size.alike :]]
+    told = [fact for alike in by_kind.values() for fact in alike[size.alike :]]
     for facts_in_random_order in (facts, worked, told):
         rng.shuffle(facts_in_random_order)
     sentences = _plain_sentences(paragraph for document in documentation.pages(slot.split) for paragraph in document)
-    said = zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True)
-    quotes = [Fact("quote", speaker, (sentence,)) for speaker, sentence in said]
+    quoted = zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True)
+    quotes = [Fact("quote", speaker, (sentence,)) for speaker, sentence in quoted]
     text = "\n".join([*(fact.sentence for fact in facts), "", *(quote.sentence for quote in quotes)])
     return Document(slot, text, facts, quotes, told, difficulty, worked)
 
@@ -214,8 +214,8 @@ def recall(slot: Slot) -> Sample:
         ("assistant", "I will remember it."),
     ]
     fact = rng.choice(document.told)
-    others = [other for other in document.unasked(SINGLE) if other.kind != fact.kind]
-    for between in rng.sample(others, SIZES[document.difficulty].between):
+    facts = [other for other in document.unasked(SINGLE) if other.kind != fact.kind]
+    for between in rng.sample(facts, SIZES[document.difficulty].between):
         messages += between.turns
     return document.asking_for(fact, messages)
 

@@ -41,7 +41,7 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
     """
     if config.documents is None or config.own is None or not config.lengths:
         return None
-    given = f"workloads.documents={config.own}"
+    key = f"workloads.documents={config.own}"
     texts = []
     for file in own_files("workloads.documents", config.own):
         try:
@@ -50,10 +50,10 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
             raise UserError(f"workloads.documents={file}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     words = WORD.findall("\n\n".join(texts))
     longest = max(config.lengths)
-    least = longest // TOKENS_PER_WORD
+    min_words = longest // TOKENS_PER_WORD
     if sum(TOKENS_PER_WORD if word.isascii() else 3 * len(word) for word in words) < longest:
         raise UserError(
-            f"{given}: {len(words):,} words are too few to fill {longest:,} tokens; give at least {least:,} words, or lower "
+            f"{key}: {len(words):,} words are too few to fill {longest:,} tokens; give at least {min_words:,} words, or lower "
             "workloads.lengths"
         )
     return words

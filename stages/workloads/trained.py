@@ -173,7 +173,7 @@ def retrieval(slot: Slot) -> Sample:
     lines = [(f"{record_id}.{field}", value) for record_id, record in records.items() for field, value in record.items()]
     third = slot.index % 3
     key, value = lines[rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)]
-    prompt = "Records:\n" + "".join(f"{one}={of_one}\n" for one, of_one in lines) + question(key)
+    prompt = "Records:\n" + "".join(f"{name}={of_one}\n" for name, of_one in lines) + question(key)
     reference = compact_json({key: value})
     depth = prompt.index(f"{key}=") / len(prompt)
     return Sample(slot.id, slot.workload, reference, messages=(("user", prompt),), check="json", depth=depth)
@@ -281,5 +281,5 @@ def facts_dialogue(slot: Slot) -> Sample:
         messages += [("user", "Remember:\n" + "\n".join(turn)), ("assistant", ACKNOWLEDGEMENT)]
     for key in rng.sample(keys, num_questions):
         messages += [("user", question(key)), ("assistant", compact_json({key: facts[key]}))]
-    *asked, (_, reference) = messages
-    return Sample(slot.id, slot.workload, reference, messages=tuple(asked), check="json")
+    *earlier, (_, reference) = messages
+    return Sample(slot.id, slot.workload, reference, messages=tuple(earlier), check="json")

@@ -52,8 +52,8 @@ def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }
-    named = {"bos": vocabulary.bos, "eos": vocabulary.eos, "pad": vocabulary.pad, "unk": vocabulary.unknown}
-    config |= {f"{name}_token": tokens[i] for name, i in named.items() if i is not None}
+    ends = {"bos": vocabulary.bos, "eos": vocabulary.eos, "pad": vocabulary.pad, "unk": vocabulary.unknown}
+    config |= {f"{name}_token": tokens[i] for name, i in ends.items() if i is not None}
     if vocabulary.chat_template is not None:
         config["chat_template"] = vocabulary.chat_template
     text = json.dumps(config, indent=1, ensure_ascii=False)

@@ -138,11 +138,11 @@ def _byte_level(header: Header, tokens: tuple[str, ...]) -> tuple[Splitter, tupl
             f"tokenizer.ggml.pre={pre}: how its tokenizer cuts text is not known here; use a model with one of "
             f"{', '.join(SPLITTERS)}, or its Hugging Face checkpoint"
         )
-    known = set(tokens)
+    vocabulary = set(tokens)
     merges = []
     for merge in _array(header, "tokenizer.ggml.merges", str):
         left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= known:
+        if not {left, right, left + right} <= vocabulary:
             raise header.error(
                 f"tokenizer.ggml.merges: {merge!r} is not a merge of two tokens to a token; convert the model again"
             )
@@ -177,9 +177,9 @@ def _array(header: Header, key: str, kind: type) -> list[Any]:
 
 def _ends(header: Header, eos: int, tokens: tuple[str, ...]) -> tuple[int, ...]:
     """Return the tokens that end an answer in llama.cpp: the tokens that the file names, and the tokens of ENDS."""
-    named = (_token_id(header, name, len(tokens), None) for name in ("eot", "eom"))
-    known = (i for i, token in enumerate(tokens) if token in ENDS)
-    return tuple(dict.fromkeys([eos, *(token for token in named if token is not None), *known]))
+    header_ids = (_token_id(header, name, len(tokens), None) for name in ("eot", "eom"))
+    text_ids = (i for i, token in enumerate(tokens) if token in ENDS)
+    return tuple(dict.fromkeys([eos, *(token for token in header_ids if token is not None), *text_ids]))
 
 
 def _token_id(header: Header, name: str, tokens: int, default: int | None) -> int | None:

@@ -35,12 +35,12 @@ def is_finite(stored: npt.NDArray[np.uint8], kind: str) -> bool:
         stored: Bytes of the numbers, shape (rows, bytes per row).
         kind: Key of NOT_FINITE.
     """
-    form, least = NOT_FINITE[kind]
+    form, min_code = NOT_FINITE[kind]
     unsigned = np.iinfo(form).max >> 1
     rows = max(1, BYTES // stored.shape[1])
     for start in range(0, len(stored), rows):
         numbers = np.ascontiguousarray(stored[start : start + rows]).view(form)
-        if ((numbers & unsigned) >= least).any():
+        if ((numbers & unsigned) >= min_code).any():
             return False
     return True
 

@@ -53,17 +53,17 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
     try:
         with _silent():
             tokenizer = load_tokenizer(directory)
-            made, other = (tokenizer(text, verbose=False)["input_ids"] for text in TEXTS[:2])
+            first, other = (tokenizer(text, verbose=False)["input_ids"] for text in TEXTS[:2])
             decoded = tokenizer.decode(other, skip_special_tokens=True).strip()
     except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
         raise
     except BaseException as error:  # tokenizers panics and raises bare exceptions; transformers raises many types
-        said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
-        raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
+        detail = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
+        raise refusal(path, f"its tokenizer cannot be loaded ({detail}); give the checkpoint its own tokenizer") from None
     problem = None
     if not tokenizer.eos_token:
         problem = "has no eos_token, which tokenizer_config.json should name"
-    elif made == other:
+    elif first == other:
         problem = "makes the same of every text"
     elif decoded != TEXTS[1]:
         problem = f"decodes the tokens of {TEXTS[1]!r} as {short(repr(decoded), 40)}"
@@ -77,7 +77,7 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
             "(added_tokens_decoder) agree with it",
         )
     greeting = rendered([partial(_greeting, path, tokenizer)])[0] if tokenizer.chat_template else "Hello"
-    largest = max(tokenizer.eos_token_id, *made, *tokenizer(greeting, verbose=False)["input_ids"])
+    largest = max(tokenizer.eos_token_id, *first, *tokenizer(greeting, verbose=False)["input_ids"])
     if largest >= info.vocab_size:
         raise refusal(
             path, f"its tokenizer makes token {largest}, vocab_size is {info.vocab_size}; give the checkpoint its own tokenizer"
@@ -108,12 +108,12 @@ def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
     itself = Tokenizer.from_file(str(file))
     itself.no_truncation()
     itself.no_padding()
-    known = (itself.get_added_tokens_decoder(), tokenizer.added_tokens_decoder)
-    added = list(dict.fromkeys(token.content for decoder in known for _, token in sorted(decoder.items())))
+    decoders = (itself.get_added_tokens_decoder(), tokenizer.added_tokens_decoder)
+    added = list(dict.fromkeys(token.content for decoder in decoders for _, token in sorted(decoder.items())))
     for text in (*TEXTS, *(f"a {token} b{token}" for token in added[:MOST_ADDED])):
         for special in (False, True):
-            made = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-            if made != itself.encode(text, add_special_tokens=special).ids:
+            ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+            if ids != itself.encode(text, add_special_tokens=special).ids:
                 return text
     return None
 

@@ -122,10 +122,10 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         key, reason = other
         raise refusal(path, f"config.json: {key}={short(config[key])}: {reason}; its cache is not counted; give another")
     family = FAMILIES.get(str(config.get("model_type")))
-    known = family is not None
+    supported = family is not None
     served = family is not None and config.get("architectures") == [family.architecture]
     config = family.completed(config) if family else config
-    if not known:
+    if not supported:
         integer(path, config, "num_key_value_heads")
     shape, q_heads = attention_shape(path, config)
     assumed = f"config.json has no head_dim: taken as hidden_size / num_attention_heads = {shape.head_dim}"
@@ -138,7 +138,7 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         windows=shape.windows or (None,) * shape.layers,
         max_positions=positions if type(positions) is int and positions > 0 else None,
         tensors=partial(_tensors, path, sized) if served and config.get("quantization_config") is None else None,
-        notes=() if known or config.get("head_dim") is not None else (assumed,),
+        notes=() if supported or config.get("head_dim") is not None else (assumed,),
         latent=None if latent is None else 2 * shape.head_dim,
     )
 

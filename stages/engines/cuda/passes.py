@@ -154,7 +154,7 @@ class PrefillPass:
         sequences = [cache.sequences[handle] for handle, _ in chunks]
         batch, tokens = len(chunks), sum(len(chunk) for _, chunk in chunks)
         row, each = (torch.int32, (tokens,)), (torch.int32, (batch,))
-        held = [page_count(sequence.length) for sequence in sequences]
+        page_counts = [page_count(sequence.length) for sequence in sequences]
         self.inputs = StagedInputs(
             {
                 "ids": row,
@@ -165,7 +165,7 @@ class PrefillPass:
                 "last": (torch.int64, (batch,)),
                 "lengths": each,
                 "exact_slots": each,
-                "page_table": (torch.int32, (batch, max(1, *held))),
+                "page_table": (torch.int32, (batch, max(1, *page_counts))),
             },
             cache.device,
         )
@@ -179,7 +179,7 @@ class PrefillPass:
             )
             arrays["starts"][b + 1], arrays["last"][b] = rows.stop, rows.stop - 1
             arrays["lengths"][b], arrays["exact_slots"][b] = sequence.length, sequence.buffer
-            arrays["page_table"][b, : held[b]] = sequence.pages[: held[b]]
+            arrays["page_table"][b, : page_counts[b]] = sequence.pages[: page_counts[b]]
         new = (shape.layers, tokens, shape.kv_heads, shape.head_dim)
         self.keys = torch.zeros(new, dtype=model.dtype, device=cache.device)
         """New keys (L, tokens, H, D), layers in the order of the cache's groups."""

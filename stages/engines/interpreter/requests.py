@@ -102,17 +102,17 @@ class RequestEngine(Engine, Generic[B, C]):
 
     def _load_model(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
         """Start a worker that loads a model. If loading fails, stop the worker and raise UserError."""
-        said = f"cannot load {model}"
-        return open_model(self._interpreter, environment, said, model=str(model), **fields)
+        refusal = f"cannot load {model}"
+        return open_model(self._interpreter, environment, refusal, model=str(model), **fields)
 
     def _checkpoint(self, write_faulted: Callable[[Path, Path, float], None]) -> Path:
         """Return the checkpoint's directory. With a planted fault, `write_faulted(from, to, factor)` writes a faulted copy."""
-        given = self._bundle / CHECKPOINT
+        checkpoint = self._bundle / CHECKPOINT
         if self._fault == 1.0:
-            return given
+            return checkpoint
         self._faulted = tempfile.TemporaryDirectory(prefix="kvgate-must_fail_control-")
         faulted = Path(self._faulted.name) / CHECKPOINT
-        write_faulted(given, faulted, self._fault)
+        write_faulted(checkpoint, faulted, self._fault)
         return faulted
 
     def corrupt_key_scale(self, factor: float) -> None:
@@ -233,8 +233,8 @@ class RequestEngine(Engine, Generic[B, C]):
         for request in requests:
             self._check_fits(len(request.prompt), request.tokens)
         with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
-            named = [request._asdict() for request in requests]
-            yield self._call("run", RunAnswer, requests=named, folder=folder, **fields).answers if requests else []
+            payload = [request._asdict() for request in requests]
+            yield self._call("run", RunAnswer, requests=payload, folder=folder, **fields).answers if requests else []
 
     def _rows(self, answer: Generation) -> Logits:
         """Return the logits of an answer without the vocabulary padding that tensor parallelism adds."""
@@ -297,7 +297,9 @@ class InspectableEngine(RequestEngine[B, C]):
             self._check_forced(tokens, first)
         with self._answers([whole(tokens, first) for tokens, first in requests], show=True) as answers:
             pairs = zip(answers, requests, strict=True)
-            self._shown = [self._read_copies(Path(one.stored), len(tokens)) if one.stored else [] for one, (tokens, _) in pairs]
+            self._shown = [
+                self._read_copies(Path(reply.stored), len(tokens)) if reply.stored else [] for reply, (tokens, _) in pairs
+            ]
             return [self._rows(answer) for answer in answers]
 
     def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
@@ -305,7 +307,7 @@ class InspectableEngine(RequestEngine[B, C]):
         return self._shown[number]
 
 
-def open_model(interpreter: Interpreter, environment: Mapping[str, str], said: str, **fields: object) -> Worker:
+def open_model(interpreter: Interpreter, environment: Mapping[str, str], refusal: str, **fields: object) -> Worker:
     """Start a worker that loads a model.
 
     If loading fails, stop the worker and raise a UserError that begins with `said`.
@@ -315,7 +317,7 @@ def open_model(interpreter: Interpreter, environment: Mapping[str, str], said: s
         worker.call("open", EmptyAnswer, **fields)
     except WorkerError as error:
         worker.close()
-        raise worker.refusal(f"{said}: {error}") from error
+        raise worker.refusal(f"{refusal}: {error}") from error
     except BaseException:
         worker.close()
         raise
@@ -324,5 +326,5 @@ def open_model(interpreter: Interpreter, environment: Mapping[str, str], said: s
 
 def whole(tokens: Sequence[int], first: int) -> WorkerRequest:
     """Return the request that forces tokens[first:]. The prompt's logits are skipped: no decode step computed them."""
-    known = list(tokens[first:])
-    return WorkerRequest(list(tokens[:first]), known, len(known) + 1, 1)
+    expected = list(tokens[first:])
+    return WorkerRequest(list(tokens[:first]), expected, len(expected) + 1, 1)

@@ -253,9 +253,9 @@ class PagedPool(SequencePages):
             self._evict(row, tokens)
         # A sequence lists its sinks' pages, then the pages after the evicted gap.
         sinks, evicted = self.policy.sink_pages, np.array([row.evicted_pages for row in rows])[:, None]
-        kept = np.flatnonzero((pages < sinks) | (pages >= sinks + evicted))
+        stored = np.flatnonzero((pages < sinks) | (pages >= sinks + evicted))
         indices = np.where(pages < sinks, pages, np.maximum(pages - evicted, 0))
-        return kept, lookup(tables, indices)[kept], slots[kept]
+        return stored, lookup(tables, indices)[stored], slots[stored]
 
     def _evict(self, row: PagedSequence, tokens: int) -> None:
         """Free the pages that are evicted when `tokens` tokens are appended to a sequence."""

@@ -77,12 +77,12 @@ class PrefixCache:
             UserError: The engine cannot hold the prompt. No sequence remains started.
         """
         keys = self.keys(prompt)
-        kept = self._kept_prefixes(keys)
-        self._use(keys[:kept])
-        sequence = self._engine.fork(self.kept[keys[kept - 1]]) if kept else self._engine._start()
-        self.reused_tokens += kept * self._chunk
+        count = self._kept_prefixes(keys)
+        self._use(keys[:count])
+        sequence = self._engine.fork(self.kept[keys[count - 1]]) if count else self._engine._start()
+        self.reused_tokens += count * self._chunk
         try:
-            for number in range(kept, len(keys)):
+            for number in range(count, len(keys)):
                 self._engine._prefill(sequence, prompt[number * self._chunk : (number + 1) * self._chunk])
                 self._keep(keys[: number + 1], sequence)
         except BaseException:
@@ -93,8 +93,8 @@ class PrefixCache:
     def longest(self, prompt: Sequence[int]) -> int | None:
         """Return the sequence of a prompt's longest kept prefix; None if no prefix is kept."""
         keys = self.keys(prompt)
-        kept = self._kept_prefixes(keys)
-        return self.kept[keys[kept - 1]] if kept else None
+        count = self._kept_prefixes(keys)
+        return self.kept[keys[count - 1]] if count else None
 
     def _kept_prefixes(self, keys: Sequence[str]) -> int:
         """Return how many of a prompt's prefixes are kept."""

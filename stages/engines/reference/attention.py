@@ -52,8 +52,8 @@ class Copies:
 
     def part(self, low: int, high: int) -> Tensor:
         """Return the tokens of positions low to high - 1."""
-        before = 0 if low < self.sinks else self.begin - self.sinks
-        return self.tokens[:, low - before : high - before]
+        offset = 0 if low < self.sinks else self.begin - self.sinks
+        return self.tokens[:, low - offset : high - offset]
 
 
 class Sources(NamedTuple):
@@ -223,9 +223,9 @@ class Finite:
 
     def check(self) -> None:
         """Raise UserError for the first key or value that is NaN or not finite as a float16."""
-        wrong = (~torch.stack(self._fits)).nonzero().tolist() if self._fits else []
-        if wrong:
-            place, side, row = wrong[0]
+        misfits = (~torch.stack(self._fits)).nonzero().tolist() if self._fits else []
+        if misfits:
+            place, side, row = misfits[0]
             raise not_finite(("key", "value")[side], self._layers[place], self.first_row + row, self.sequence)
 
 
@@ -256,22 +256,28 @@ def plan(
 
 
 def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, finer: bool) -> Tensor:
-    """Return borders (9, R): row i reads columns borders[p, i] to borders[p + 1, i] - 1 from source PARTS[p]."""
+    """Return borders (9, R): row i reads columns borders[p, i] to borders[p + 1, i] - 1 from source PARTS[p].
+
+    Example: columns of row 200, a decoded token, with 4 sinks, 2 recent tokens, a window of 64 and no eviction:
+
+        evicted   sinks   base   evicted   base    window    recent    chunk
+        none      0-3     none   none      4-127   128-197   198-199   200
+    """
     sinks = starts.clamp(max=policy.sink_tokens)
     recent = torch.maximum(starts - policy.recent_tokens, sinks)
     window = recent
     if finer and policy.window is not None:
         page = (starts - policy.window.tokens).clamp(min=0) // PAGE_TOKENS
         window = torch.minimum(torch.maximum(page * PAGE_TOKENS, sinks), recent)
-    kept, latest = sinks, sinks
+    sinks_end, latest = sinks, sinks
     if policy.eviction is not None:
         page = (starts - policy.eviction.window_tokens).clamp(min=0) // PAGE_TOKENS
-        kept = torch.maximum((page * PAGE_TOKENS).clamp(max=policy.eviction.sink_tokens), sinks)
-        latest = torch.maximum(page * PAGE_TOKENS, kept)
+        sinks_end = torch.maximum((page * PAGE_TOKENS).clamp(max=policy.eviction.sink_tokens), sinks)
+        latest = torch.maximum(page * PAGE_TOKENS, sinks_end)
     none = torch.zeros_like(row)
     # transformers' sliding_window_overlay: a row attends to position p if p > row - window.
     low = none if slide is None else (row + 1 - slide).clamp(min=0)
-    borders = [torch.maximum(border, low) for border in (none, sinks, kept, latest, window, recent, starts, row + 1)]
+    borders = [torch.maximum(border, low) for border in (none, sinks, sinks_end, latest, window, recent, starts, row + 1)]
     return torch.stack([none, *borders])
 
 

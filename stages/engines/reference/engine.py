@@ -214,9 +214,11 @@ class TorchEngine(ChunkedEngine):
         views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
         with disturbed(self.model, rounding) if rounding else nullcontext():
             hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
-        shown = [[place - begin for place in fed.shown if place >= begin] for fed, begin in zip(sequences, begins, strict=True)]
+        scored = [
+            [place - begin for place in fed.shown if place >= begin] for fed, begin in zip(sequences, begins, strict=True)
+        ]
         logits = [
-            [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
+            [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), scored, strict=True)]
             for row in hidden
         ]
         firsts = [part[0].errors if isinstance(part[0], OnePassView) else [] for part in parts]
@@ -235,8 +237,10 @@ class TorchEngine(ChunkedEngine):
                 continue
             blocks, rows = self._plan(spans), list[OnePassView]()
             for number in range(passes):
-                before = (parts[origin][number], begin) if begin else None
-                rows.append(OnePassView(self.policy, self.storages, blocks, layers, rows[0] if rows else None, origin=before))
+                origin_view = (parts[origin][number], begin) if begin else None
+                rows.append(
+                    OnePassView(self.policy, self.storages, blocks, layers, rows[0] if rows else None, origin=origin_view)
+                )
             parts.append(rows)
         return parts
 

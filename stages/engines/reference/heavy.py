@@ -61,11 +61,11 @@ class HeavyCache:
         attention = scores.softmax(-1)[..., : keys.shape[1]]
         got = attention.sum((1, 2))
         weights = torch.cat([self.weights.to(got.dtype), torch.zeros_like(got[:, -rows:])], dim=1) + got
-        own = torch.arange(self.length, self.length + rows, device=q.device).expand(len(weights), -1)
+        positions = torch.arange(self.length, self.length + rows, device=q.device).expand(len(weights), -1)
         appended = replace(
             self,
             length=self.length + rows,
-            positions=torch.cat([self.positions, own], dim=1),
+            positions=torch.cat([self.positions, positions], dim=1),
             weights=weights,
             stored={side: self._append(side, x) for side, x in zip(SIDES, (key, value), strict=True)},
         )
@@ -84,13 +84,13 @@ class HeavyCache:
         return each(concatenated, [self.stored[side], new])
 
     def _evict(self) -> "HeavyCache":
-        held, heavy = self.positions.shape[1], self.eviction.heavy_tokens
-        older = max(0, held - self.eviction.window_tokens)
+        count, heavy = self.positions.shape[1], self.eviction.heavy_tokens
+        older = max(0, count - self.eviction.window_tokens)
         if older <= heavy:
             return self
         by_weight = self.weights[:, :older].sort(dim=1, descending=True, stable=True).indices
         chosen = by_weight[:, :heavy].sort(dim=1).values
-        latest = torch.arange(older, held, device=chosen.device).expand(len(chosen), -1)
+        latest = torch.arange(older, count, device=chosen.device).expand(len(chosen), -1)
         return self._select(torch.cat([chosen, latest], dim=1))
 
     def _select(self, index: Tensor) -> "HeavyCache":

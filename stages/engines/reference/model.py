@@ -105,8 +105,8 @@ def hidden_states(
     config._attn_implementation = attention
     if known is not None:
         # The layers keep their indices: a model looks up windows and rotary bases by index.
-        before = [_Known(known.states) for _ in range(known.layer)]
-        model.model.layers = torch.nn.ModuleList([*before, *layers[known.layer :]])
+        skipped = [_Known(known.states) for _ in range(known.layer)]
+        model.model.layers = torch.nn.ModuleList([*skipped, *layers[known.layer :]])
     try:
         out = model.model(input_ids=ids, position_ids=positions, use_cache=False, **options)
     finally:

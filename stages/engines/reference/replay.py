@@ -118,43 +118,43 @@ class OnePassView(BlockView):
         self.errors.append({})
         self.computed.clear()
         if self.origin is not None:
-            before = (x[:, : self.first_row] for x in self.origin.layer)
-            key, value = (torch.cat(parts, dim=1) for parts in zip(before, (key, value), strict=True))
+            earlier = (x[:, : self.first_row] for x in self.origin.layer)
+            key, value = (torch.cat(parts, dim=1) for parts in zip(earlier, (key, value), strict=True))
         self.layer = key, value
         return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
         sources = one_pass(self.policy, self.storages[layer], base, x)
-        shown = self.shown[layer] if self.shown else {}
-        if base in shown and sources.base is not None:
-            sources = sources._replace(base=self._replace_codes(layer, base, sources.base, x, shown[base]))
-        if base.window in shown and sources.window is not None:
-            sources = sources._replace(window=self._replace_codes(layer, base.window, sources.window, x, shown[base.window]))
+        copies = self.shown[layer] if self.shown else {}
+        if base in copies and sources.base is not None:
+            sources = sources._replace(base=self._replace_codes(layer, base, sources.base, x, copies[base]))
+        if base.window in copies and sources.window is not None:
+            sources = sources._replace(window=self._replace_codes(layer, base.window, sources.window, x, copies[base.window]))
         return sources
 
-    def _replace_codes(self, layer: int, side: Side, own: Copies, x: Tensor, copy: StoredCopy) -> Copies:
+    def _replace_codes(self, layer: int, side: Side, copies: Copies, x: Tensor, copy: StoredCopy) -> Copies:
         """Record the errors of the engine's copy; return the reference engine's own copy with the engine's tokens.
 
         Evicted tokens keep the reference engine's values.
         """
         stored = read_copy(copy, self.storages[layer][side], x.device)
-        part = slice(copy.first, min(own.tokens.shape[1], copy.first + stored.shape[1]))
+        part = slice(copy.first, min(copies.tokens.shape[1], copy.first + stored.shape[1]))
         lost = torch.zeros(part.stop - part.start, dtype=torch.bool, device=x.device)
         for start, stop in copy.evicted:
             lost[start:stop] = True
         stored = stored[:, : part.stop - part.start]
-        stored[:, lost] = own.tokens[:, part][:, lost]
+        stored[:, lost] = copies.tokens[:, part][:, lost]
         if self.undisturbed is None:
-            self.computed[side] = x, own.tokens
-            error = _excess(stored, x[:, part], own.tokens[:, part])
+            self.computed[side] = x, copies.tokens
+            error = _excess(stored, x[:, part], copies.tokens[:, part])
             self.errors[layer][side] = Errors(copy.first, error, torch.zeros_like(error))
         else:
             exact, nearest = self.undisturbed.computed[side]
-            error = _excess(own.tokens[:, part], exact[:, part], nearest[:, part])
+            error = _excess(copies.tokens[:, part], exact[:, part], nearest[:, part])
             error[:, lost] = 0
             errors = self.undisturbed.errors[layer]
             errors[side] = replace(errors[side], disturbed=error)
-        joined = own.tokens.clone()
+        joined = copies.tokens.clone()
         joined[:, part] = stored
         return Copies(joined)
 

@@ -43,9 +43,9 @@ class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
         worker = self._load_model({}, self._checkpoint(write_faulted), server_args=self._arguments)
         try:
             used = worker.call("facts", Resolved).arguments
-            asked = self._arguments["kv_cache_dtype"]
-            if asked != "auto" and used.get("kv_cache_dtype", asked) != asked:
-                raise worker.refusal(f"made {used['kv_cache_dtype']} of a cache of type {asked}")
+            expected = self._arguments["kv_cache_dtype"]
+            if expected != "auto" and used.get("kv_cache_dtype", expected) != expected:
+                raise worker.refusal(f"made {used['kv_cache_dtype']} of a cache of type {expected}")
         except BaseException:
             worker.close()
             raise

@@ -42,7 +42,7 @@ def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Se
     """Return each set of LLM arguments as the release reads it. Raises UserError if the release refuses a set."""
     with Worker(interpreter.program, interpreter.python, **settings.rank_environment(1)) as worker:
         try:
-            return [worker.call("validate", Pinned, model=str(model.absolute()), llm_args=given) for given in arguments]
+            return [worker.call("validate", Pinned, model=str(model.absolute()), llm_args=setting) for setting in arguments]
         except WorkerError as error:
             raise UserError(
                 f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {error}; choose others, or "

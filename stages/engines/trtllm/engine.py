@@ -38,7 +38,8 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         used = self._described.kv_scales or [1.0] * len(carried)
         return [
-            LayerDelivery(given, {Side.KEY: (scale,), Side.VALUE: (scale,)}) for given, scale in zip(carried, used, strict=True)
+            LayerDelivery(stored, {Side.KEY: (scale,), Side.VALUE: (scale,)})
+            for stored, scale in zip(carried, used, strict=True)
         ]
 
     def corrupt_key_scale(self, factor: float) -> None:
@@ -71,8 +72,8 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
             return self._bundle / ENGINE
         faulted = self._checkpoint(write_faulted)
         prefix = "build_config."
-        asked = self._described.arguments.items()
-        flags = {key.removeprefix(prefix): value for key, value in asked if key.startswith(prefix)}
+        arguments = self._described.arguments.items()
+        flags = {key.removeprefix(prefix): value for key, value in arguments if key.startswith(prefix)}
         compile_engine(faulted, faulted.parent / ENGINE, flags, self._interpreter)
         return faulted.parent / ENGINE
 

@@ -39,21 +39,21 @@ def audit(path: Path) -> Audit:
     model = read_model(path)
     method, scheme, refused = _read_declaration(path)
     tensors = list(scale_tensors(path))
-    found: list[Scales] = [{} for _ in range(model.kv.layers)]
+    loaded: list[Scales] = [{} for _ in range(model.kv.layers)]
     problems = list(refused)
-    listed = set(read_json(path, INDEX).get("weight_map", {}).values()) if (path / INDEX).is_file() else None
+    indexed_files = set(read_json(path, INDEX).get("weight_map", {}).values()) if (path / INDEX).is_file() else None
     for tensor in tensors:
         if tensor.layer >= model.kv.layers:
             problems.append(f"{tensor.name}: the model has {model.kv.layers} layers")
-        elif listed is not None and tensor.file not in listed:
+        elif indexed_files is not None and tensor.file not in indexed_files:
             problems.append(f"{tensor.name}: is in {tensor.file}, which {INDEX} does not name")
         elif READ_NAMES.fullmatch(tensor.within) or (method in ("fp8", "quark") and OUTPUT.fullmatch(tensor.within)):
-            found[tensor.layer][SIDES_OF[tensor.letter][0]] = tensor.values  # vLLM reads a shared scale as the keys' scale
+            loaded[tensor.layer][SIDES_OF[tensor.letter][0]] = tensor.values  # vLLM reads a shared scale as the keys' scale
         else:
             problems.append(f"{tensor.name}: is not a name that it reads")
     carried = scales_by_layer(tensors, model.kv.layers)
-    used = [_used_scales(number, scales, method, scheme, model, problems) for number, scales in enumerate(found)]
-    layers = [LayerDelivery(carried=given, used=taken) for given, taken in zip(carried, used, strict=True)]
+    used = [_used_scales(number, scales, method, scheme, model, problems) for number, scales in enumerate(loaded)]
+    layers = [LayerDelivery(carried=stored, used=taken) for stored, taken in zip(carried, used, strict=True)]
     return Audit(f"vLLM {' and '.join(RELEASES)}, {method or 'no quantization declared'}", layers, problems)
 
 
@@ -75,31 +75,31 @@ def _read_declaration(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
     if method.startswith("modelopt") and not (isinstance(inner, dict) and inner.get("quant_algo")):
         return method, scheme, ["quant_algo is missing, without which it refuses the checkpoint"]
     if method in SEPARATE and scheme:
-        wanted = {"type": ("float",), "num_bits": (8,), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
-        wrong = [
+        accepted = {"type": ("float",), "num_bits": (8,), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
+        problems = [
             f"kv_cache_scheme.{key}={scheme.get(key)}, which it refuses"
-            for key, some in wanted.items()
-            if scheme.get(key) not in some
+            for key, values in accepted.items()
+            if scheme.get(key) not in values
         ]
-        return method, scheme, wrong
+        return method, scheme, problems
     return method, scheme, []
 
 
 def _used_scales(
-    layer: int, found: Scales, method: str, scheme: Mapping[str, Any], model: ModelShape, problems: list[str]
+    layer: int, scales: Scales, method: str, scheme: Mapping[str, Any], model: ModelShape, problems: list[str]
 ) -> Scales:
     """Return the scales that vLLM would use for a layer. Append scales that make vLLM fail to `problems`."""
     count = model.kv.kv_heads if method in SEPARATE and scheme.get("strategy") == "attn_head" else 1
     default = (1.0,) * count
-    for side, values in found.items():
+    for side, values in scales.items():
         if method in (*SEPARATE, *PAIRED) and len(values) != count:
             problems.append(f"layer {layer} {side}s: {len(values)} scales where it reads {count}, which it refuses")
             return {Side.KEY: default, Side.VALUE: default}
     if method in SEPARATE:
-        return {side: found.get(side, default) for side in (Side.KEY, Side.VALUE)}
-    if method not in PAIRED or not found:
+        return {side: scales.get(side, default) for side in (Side.KEY, Side.VALUE)}
+    if method not in PAIRED or not scales:
         return {Side.KEY: default, Side.VALUE: default}
-    key, value = (found.get(side, (-1.0,)) for side in (Side.KEY, Side.VALUE))
+    key, value = (scales.get(side, (-1.0,)) for side in (Side.KEY, Side.VALUE))
     if key[0] > 0 and value[0] > 0:
         return {Side.KEY: key, Side.VALUE: value}
     if not key[0] > 0 and not (key[0] < 0 and value[0] < 0):

@@ -106,15 +106,15 @@ def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
     pair = policy.value.code.vllm_beside.get(describe_format(key)) if key.scale != "calibrated" else None
     plain = key.arithmetic != "kvgate" or (key.symmetric and key.rotation == "none")
     single = "auto" if key.exact else key.code.vllm.get(key.granularity) if plain else None
-    held = pair or single
-    reason = _reason(policy if pair is None else policy.model_copy(update={"key": policy.value}), key, held, config)
+    dtype = pair or single
+    reason = _reason(policy if pair is None else policy.model_copy(update={"key": policy.value}), key, dtype, config)
     if reason is not None:
         raise UserError(cannot_hold(policy, "vllm", reason, CHOICES))
-    assert held is not None
-    return held
+    assert dtype is not None
+    return dtype
 
 
-def _reason(policy: KVPolicy, key: Format, held: str | None, config: VllmConfig) -> str | None:
+def _reason(policy: KVPolicy, key: Format, dtype: str | None, config: VllmConfig) -> str | None:
     """Return why vLLM's cache type `held` cannot store a policy; None if it can."""
     skips, form = skipped_layers(policy), describe_format(key)
     if reason := beyond_one_format(policy if skips is None else policy.model_copy(update={"overrides": ()})):
@@ -123,7 +123,7 @@ def _reason(policy: KVPolicy, key: Format, held: str | None, config: VllmConfig)
         return "vLLM gives skipped layers the type of the others"
     if key.dtype == "fp8_e5m2" and key.scale != "uncalibrated":
         return "it reads E5M2 only at scale 1.0"
-    if not held:
+    if not dtype:
         return f"{form} is not supported by this engine" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
     if key.dtype == "bf16" and config.dtype != "bfloat16":
         return f"without a quantized cache its type is backend.dtype={config.dtype}"
@@ -135,19 +135,19 @@ def skipped_layers(policy: KVPolicy) -> list[str] | None:
 
     Return None if a layer is overridden in any other way, which vLLM does not support.
     """
-    if not all(one.key and one.key.exact and one.value == one.key for one in policy.overrides):
+    if not all(override.key and override.key.exact and override.value == override.key for override in policy.overrides):
         return None
-    return sorted(str(layer) for one in policy.overrides for layer in one.layers)
+    return sorted(str(layer) for override in policy.overrides for layer in override.layers)
 
 
 def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
     """Refuse a policy that quantizes layers which vLLM keeps at 16 bits: the first and last two, for some cache types."""
-    most = min(2, layers // 2)
-    own = {*range(most), *range(layers - most, layers)}
-    if policy.value.code.vllm_beside and not own <= set(map(int, skipped_layers(policy) or ())):
+    count = min(2, layers // 2)
+    boundary = {*range(count), *range(layers - count, layers)}
+    if policy.value.code.vllm_beside and not boundary <= set(map(int, skipped_layers(policy) or ())):
         raise UserError(
-            f"kv={policy.name}: vLLM leaves layers {', '.join(map(str, sorted(own)))} at 16 bits under {dtype}: set "
-            f"'kv.overrides=[{{layers: {sorted(own)}, key: {{dtype: fp16}}, value: {{dtype: fp16}}}}]'"
+            f"kv={policy.name}: vLLM leaves layers {', '.join(map(str, sorted(boundary)))} at 16 bits under {dtype}: set "
+            f"'kv.overrides=[{{layers: {sorted(boundary)}, key: {{dtype: fp16}}, value: {{dtype: fp16}}}}]'"
         )
 
 
@@ -184,8 +184,8 @@ def refuse_dtype(policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None
     """Refuse a cache type or block size that the installed release or this machine does not support."""
     described = interpreter.description
     if dtype not in described.cache_dtypes:
-        listed = ", ".join(described.cache_dtypes)
-        raise UserError(f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it knows {listed}")
+        supported = ", ".join(described.cache_dtypes)
+        raise UserError(f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it knows {supported}")
     reason = described.refused.get(dtype)
     if reason is not None:
         raise UserError(
@@ -234,9 +234,9 @@ class VllmBundle(ServedBundle):
 
 def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = ()) -> dict[str, Any]:
     """Return the engine arguments for serving, under the names of vLLM's EngineArgs."""
-    given = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
+    configured = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
     step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    arguments: dict[str, Any] = {**given, "max_num_batched_tokens": step_tokens, "kv_cache_dtype": cache_dtype, **FIXED}
+    arguments: dict[str, Any] = {**configured, "max_num_batched_tokens": step_tokens, "kv_cache_dtype": cache_dtype, **FIXED}
     if skipped:
         arguments["kv_cache_dtype_skip_layers"] = list(skipped)
     if config.kv_cache_gib is not None:

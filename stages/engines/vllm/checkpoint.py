@@ -35,15 +35,17 @@ def delivers_scales(policy: KVPolicy) -> bool:
 
 def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: KVScales) -> None:
     """Write a checkpoint with the weights of `info` and the cache's scales to the new directory `out`."""
-    kept = [name for name in info.other_files if name not in (CONFIG, INDEX)]
-    copy_linking_weights((*info.weight_files, *kept), info.path, out)
+    other_files = [name for name in info.other_files if name not in (CONFIG, INDEX)]
+    copy_linking_weights((*info.weight_files, *other_files), info.path, out)
     # vLLM may use a transformers release that ignores rope_parameters and would silently assume a base of 10,000.
     config: dict[str, Any] = rope_at_top_level(json.loads((info.path / CONFIG).read_text(encoding="utf-8")))
-    own = {key: value for key, value in (read_config(info.path).get("quantization_config") or {}).items() if key not in CACHE}
-    if own:
-        config["quantization_config"] = own
+    declared = {
+        key: value for key, value in (read_config(info.path).get("quantization_config") or {}).items() if key not in CACHE
+    }
+    if declared:
+        config["quantization_config"] = declared
     if delivers_scales(policy):
-        config["quantization_config"] = quantization_config(policy) | own
+        config["quantization_config"] = quantization_config(policy) | declared
         _write_index(info, out, write_scales(out, scales))
     elif (info.path / INDEX).is_file():
         shutil.copyfile(info.path / INDEX, out / INDEX)
@@ -100,10 +102,10 @@ def _write_index(info: CheckpointInfo, out: Path, scales: list[str]) -> None:
 def delivered(checkpoint: Path, layers: int) -> list[dict[Side, tuple[float, ...]]]:
     """Return a checkpoint's scales by layer and side; a side without scales is absent."""
     tensors = load_file(checkpoint / SCALES) if (checkpoint / SCALES).is_file() else {}
-    found: list[dict[Side, tuple[float, ...]]] = [{} for _ in range(layers)]
-    for layer, sides in enumerate(found):
+    scales: list[dict[Side, tuple[float, ...]]] = [{} for _ in range(layers)]
+    for layer, sides in enumerate(scales):
         for side, letter in LETTERS.items():
             name = NAME.format(layer=layer, side=letter)
             if name in tensors:
                 sides[side] = tuple(tensors[name].tolist())
-    return found
+    return scales

@@ -85,7 +85,9 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
 
     def _serve(self, requests: Sequence[ForcedRequest], rows: int) -> list[ServedRequest]:
         forced = [request._replace(skip=max(1, request.tokens - rows)) for request in starmap(whole, requests)]
-        return [ServedRequest(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(forced)]
+        return [
+            ServedRequest(logits, answer.preempted, answer.reused, tuple(answer.blocks)) for answer, logits in self._run(forced)
+        ]
 
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the scales of the checkpoint and the scales that the loaded layers read.
@@ -96,7 +98,7 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         if self._described.kv_scales_in_checkpoint:
             carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
-        return [LayerDelivery(dict(given), self._scales_by_side(layer)) for given, layer in zip(carried, used, strict=True)]
+        return [LayerDelivery(dict(stored), self._scales_by_side(layer)) for stored, layer in zip(carried, used, strict=True)]
 
     def _scales_by_side(self, layer: Mapping[Literal["key", "value"], Sequence[float]]) -> dict[Side, tuple[float, ...]]:
         """Return the scales that a layer reads. With several workers vLLM lists one scale per head even for a shared scale."""

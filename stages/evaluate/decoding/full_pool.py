@@ -42,11 +42,11 @@ def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], cou
     return fill_pool(engine, list(mixed_requests(encoded, count, engine.max_tokens)), progress)
 
 
-def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> FullPool:
+def fill_pool(engine: Engine, requests_by_name: Sequence[Named], progress: Progress = no_progress) -> FullPool:
     """Compare requests in a pool that holds a third of their pages with the same requests in a pool with room for all."""
     assert isinstance(engine, SupportsFullPool)
-    count = len(named)
-    sizes = [page_count(len(tokens)) for _, (tokens, _) in named]
+    count = len(requests_by_name)
+    sizes = [page_count(len(tokens)) for _, (tokens, _) in requests_by_name]
     pages = max(sum(sizes) // SHARE, max(sizes) + 1)
     total = count * (ROUNDS + 2)
 
@@ -54,7 +54,7 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
         progress("full pool [requests]", done, total)
 
     served(0)
-    requests = [request for _, request in named]
+    requests = [request for _, request in requests_by_name]
     (calm,) = engine.serve_rounds([requests], ROWS)
     served(count)
     orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(ROUNDS)]
@@ -65,8 +65,8 @@ def fill_pool(engine: Engine, named: Sequence[Named], progress: Progress = no_pr
         for i, answer in zip(order, answers, strict=True):
             kls = _distances(calm[i], answer)
             if not (kl := float(np.mean(kls))) <= LEAST_LIMIT_KL:
-                name = f"{named[i][0]} (round {number})"
-                changed.append((kl, _deviation(name, named[i][1], calm[i], answer, kls)))
+                name = f"{requests_by_name[i][0]} (round {number})"
+                changed.append((kl, _deviation(name, requests_by_name[i][1], calm[i], answer, kls)))
     limit = max(LEAST_LIMIT_KL, FACTOR * _noise(engine, requests, calm)) if changed else LEAST_LIMIT_KL
     served(total)
     deviations = sorted((change for change in changed if change[0] > limit), key=lambda deviation: -deviation[0])
@@ -94,7 +94,7 @@ def _noise(engine: Engine, requests: Sequence[ForcedRequest], calm: Sequence[Ser
     return max(noise) if np.isfinite(noise).all() else 0.0
 
 
-def mixed_requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> Iterator[Named]:
+def mixed_requests(encoded: Sequence[EncodedSample], count: int, max_tokens: int | None) -> Iterator[Named]:
     """Yield requests: the shortest samples of more than three pages, then mixtures of their beginnings and endings.
 
     So some prompts begin with a page that other prompts share, and continue with a page of their own.
@@ -102,15 +102,17 @@ def mixed_requests(encoded: Sequence[EncodedSample], count: int, most: int | Non
     A request decodes at least a page of tokens, so that it needs a new page while it is decoded.
     """
     judged = sorted(answered(encoded), key=lambda item: len(item.prompt))
-    least = sum(len(item.prompt) <= 3 * PAGE_TOKENS for item in judged)
-    chosen = judged[min(least, len(judged) - max(1, len(judged) // 4)) :][: count // 2]
+    short = sum(len(item.prompt) <= 3 * PAGE_TOKENS for item in judged)
+    chosen = judged[min(short, len(judged) - max(1, len(judged) // 4)) :][: count // 2]
     for number in range(count):
         begins, ends = number % len(chosen), (number % len(chosen) + number // len(chosen)) % len(chosen)
-        one, other = chosen[begins], chosen[ends]
-        end = (*other.prompt[len(other.prompt) // 2 :], *other.reference[:-1])
-        tokens = [*one.prompt[: len(one.prompt) // 2], *end][: None if most is None else most - 1]
-        first = max(1, min(len(tokens) - len(other.reference), len(tokens) - PAGE_TOKENS))
-        name = one.sample.id if one is other else f"{one.sample.id}, continued as {other.sample.id}"
+        first_item, last_item = chosen[begins], chosen[ends]
+        end = (*last_item.prompt[len(last_item.prompt) // 2 :], *last_item.reference[:-1])
+        tokens = [*first_item.prompt[: len(first_item.prompt) // 2], *end][: None if max_tokens is None else max_tokens - 1]
+        first = max(1, min(len(tokens) - len(last_item.reference), len(tokens) - PAGE_TOKENS))
+        name = (
+            first_item.sample.id if first_item is last_item else f"{first_item.sample.id}, continued as {last_item.sample.id}"
+        )
         yield name, (tokens, first)
 
 

@@ -59,10 +59,10 @@ class _Scores:
 
     def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
         """Compare the row of the next reference token with the baseline's."""
-        own = None if self.own is None else logprobs_of(distributions, row, token)
-        if self.own is not None and own is not None:
-            self.own.append(own)
-        stored = own if self.baseline is None else self.baseline.at(len(self.tokens))
+        logprobs = None if self.own is None else logprobs_of(distributions, row, token)
+        if self.own is not None and logprobs is not None:
+            self.own.append(logprobs)
+        stored = logprobs if self.baseline is None else self.baseline.at(len(self.tokens))
         assert stored is not None, "a baseline records its log-probabilities"
         self.tokens.append(compare_logprobs(stored, distributions, row, token, greedy))
 

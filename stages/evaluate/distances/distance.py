@@ -99,17 +99,17 @@ class Distributions:
         """Return the tokens to keep, most likely first: the fewest tokens that leave REST_MASS, but at most the cap."""
         logits = self.logits_BV[row]
         vocab = len(logits)
-        least, cap = min(TOP_K, vocab), most_tokens(vocab)
+        min_count, cap = min(TOP_K, vocab), most_tokens(vocab)
         # All tokens below this logit together have less than REST_MASS.
         lowest = self._peaks[row] + np.log(self._totals[row] * REST_MASS / vocab)
         tokens = np.flatnonzero(logits >= lowest)
-        if not least <= len(tokens) <= cap:
-            count = min(max(len(tokens), least), cap)
+        if not min_count <= len(tokens) <= cap:
+            count = min(max(len(tokens), min_count), cap)
             tokens = np.flatnonzero(logits >= np.partition(logits, vocab - count)[vocab - count])
         tokens = tokens[np.argsort(-logits[tokens], kind="stable")][:cap]  # ties with the last token exceed the cap
-        left = self._totals[row] - np.cumsum(self._weights_BV[row, tokens], dtype=np.float64)
-        enough = int(np.searchsorted(-left, -REST_MASS * self._totals[row])) + 1
-        return tokens[: max(least, enough)]
+        tail = self._totals[row] - np.cumsum(self._weights_BV[row, tokens], dtype=np.float64)
+        enough = int(np.searchsorted(-tail, -REST_MASS * self._totals[row])) + 1
+        return tokens[: max(min_count, enough)]
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ class SampleLogProbs:
     def of(cls, logprobs: Sequence[LogProbs]) -> "SampleLogProbs":
         """Join the log-probabilities of a sample's scored tokens."""
         return cls(
-            offsets=np.cumsum([0, *(len(known.tokens) for known in logprobs)], dtype=np.int64),
-            tokens=np.concatenate([known.tokens for known in logprobs]),
-            logp=np.concatenate([known.logp for known in logprobs]),
-            rest=np.array([known.rest for known in logprobs]),
-            reference=np.array([known.reference for known in logprobs]),
+            offsets=np.cumsum([0, *(len(token.tokens) for token in logprobs)], dtype=np.int64),
+            tokens=np.concatenate([token.tokens for token in logprobs]),
+            logp=np.concatenate([token.logp for token in logprobs]),
+            rest=np.array([token.rest for token in logprobs]),
+            reference=np.array([token.reference for token in logprobs]),
         )
 
     def at(self, position: int) -> LogProbs:
@@ -189,43 +189,43 @@ def stored_logprobs(path: Path) -> LogProbsOf:
     return lambda name: SampleLogProbs(*(file.get_tensor(f"{name}/{array}") for array in LOGPROB_ARRAYS))
 
 
-def kl_from_logprobs(known: LogProbs, candidate: Distributions, row: int) -> float:
+def kl_from_logprobs(baseline: LogProbs, candidate: Distributions, row: int) -> float:
     """Return the KL of the candidate's row from the baseline's log-probabilities in nats; NaN if a logit is not finite."""
     if not candidate.finite[row]:
         return float("nan")
-    logq, rest_q, _ = candidate.split(row, known.tokens)
-    return _kl(known, logq, rest_q)
+    logq, rest_q, _ = candidate.split(row, baseline.tokens)
+    return _kl(baseline, logq, rest_q)
 
 
-def _kl(known: LogProbs, logq: Array, rest_q: float) -> float:
+def _kl(baseline: LogProbs, logq: Array, rest_q: float) -> float:
     """Return the KL from stored log-probabilities. `logq` (K): of the same tokens; `rest_q`: mass of all other tokens."""
-    logp = known.logp.astype(np.float64)
+    logp = baseline.logp.astype(np.float64)
     # Stored probabilities sum to 1 only within a few 1e-8. This error alone could make a KL negative.
-    total = float(np.exp(logp).sum()) + known.rest
-    logp, rest_p = logp - np.log(total), known.rest / total
+    total = float(np.exp(logp).sum()) + baseline.rest
+    logp, rest_p = logp - np.log(total), baseline.rest / total
     kl = float((np.exp(logp) * (logp - logq)).sum())
     if rest_p > 0:
         kl += rest_p * float(np.log(rest_p / rest_q))
     return max(kl, 0.0) if np.isfinite(kl) else float("nan")
 
 
-def compare_logprobs(known: LogProbs, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
+def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
     """Compare a row of the candidate with the baseline's; return the fields of StepStatistics in their order."""
     if not candidate.finite[row]:
-        return (np.nan, -known.reference, np.nan, np.nan, np.nan, np.nan)
-    logq, rest_q, log_sum = candidate.split(row, known.tokens)
+        return (np.nan, -baseline.reference, np.nan, np.nan, np.nan, np.nan)
+    logq, rest_q, log_sum = candidate.split(row, baseline.tokens)
     logits = candidate.logits_BV[row]
     k = min(TOP_K, len(logits))
     # A token is among the k most likely tokens if fewer than k tokens are more likely.
-    likelier = (logits[None, :] > logits[known.tokens[:k], None]).sum(axis=1)
+    likelier = (logits[None, :] > logits[baseline.tokens[:k], None]).sum(axis=1)
     candidate_token = float(logits[token]) - log_sum
     return (
-        _kl(known, logq, rest_q),
-        -known.reference,
+        _kl(baseline, logq, rest_q),
+        -baseline.reference,
         -candidate_token,
-        float(int(known.tokens[0]) == greedy),
+        float(int(baseline.tokens[0]) == greedy),
         float((likelier < k).sum()) / k,
-        float(np.exp(candidate_token) - np.exp(known.reference)),
+        float(np.exp(candidate_token) - np.exp(baseline.reference)),
     )
 
 

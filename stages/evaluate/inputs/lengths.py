@@ -44,14 +44,14 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
     Samples of other workloads are returned unchanged. Raises UserError if the records and questions of a document alone exceed
     its length.
     """
-    wanted, texts = {sample.document for sample in samples}, document_words(config)
-    words = {document: 0 for document in _documents(config) if document.id in wanted}
+    documents, texts = {sample.document for sample in samples}, document_words(config)
+    words = {document: 0 for document in _documents(config) if document.id in documents}
     longest, bare = _longest(list(words), tokenizer, config)
     fitted, tried = dict[str, Sample](), set[tuple[Slot, int]]()
     while words:
-        made = {document: questions(document, count, texts) for document, count in words.items()}
-        sizes = _sizes([every[longest[document]] for document, every in made.items()], tokenizer, config)
-        for (document, every), size in zip(made.items(), sizes, strict=True):
+        samples_of = {document: questions(document, count, texts) for document, count in words.items()}
+        sizes = _sizes([every[longest[document]] for document, every in samples_of.items()], tokenizer, config)
+        for (document, every), size in zip(samples_of.items(), sizes, strict=True):
             length = _length(document)
             tried.add((document, words[document]))
             if length - SLACK <= size <= length:
@@ -74,15 +74,15 @@ def _longest(
     """Return each document's longest question by index, and its tokens in a document without prose."""
     sizes = _sizes([sample for document in documents for sample in questions(document, 0)], tokenizer, config)
     by_document = {document: sizes[i * LONG_QUESTIONS : (i + 1) * LONG_QUESTIONS] for i, document in enumerate(documents)}
-    bare = {document: max(of) for document, of in by_document.items()}
-    least = max(bare.values(), default=0) + PAGE_TOKENS  # leaves room for prose
+    bare = {document: max(lengths) for document, lengths in by_document.items()}
+    minimum = max(bare.values(), default=0) + PAGE_TOKENS  # leaves room for prose
     for document in documents:
-        if _length(document) < least:
+        if _length(document) < minimum:
             raise UserError(
                 f"workloads.lengths={_length(document)}: the records and questions of a document alone take up to "
-                f"{least - PAGE_TOKENS:,} tokens of this model; give at least {whole_pages(least):,}"
+                f"{minimum - PAGE_TOKENS:,} tokens of this model; give at least {whole_pages(minimum):,}"
             )
-    return {document: of.index(max(of)) for document, of in by_document.items()}, bare
+    return {document: lengths.index(max(lengths)) for document, lengths in by_document.items()}, bare
 
 
 def _length(document: Slot) -> int:

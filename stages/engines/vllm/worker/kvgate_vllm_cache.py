@@ -18,9 +18,9 @@ def refusal(platform: str, dtype: str) -> str:
     import torch
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    held = CPUAttentionBackend.supported_kv_cache_dtypes
-    if dtype not in held:
-        return f"vLLM's attention on a CPU holds {', '.join(held)}"
+    supported = CPUAttentionBackend.supported_kv_cache_dtypes
+    if dtype not in supported:
+        return f"vLLM's attention on a CPU holds {', '.join(supported)}"
     fast = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
     return "" if fast or not dtype.startswith("fp8") else "FP8 on a CPU needs AVX-512 or AMX, which this one lacks"
 
@@ -55,7 +55,7 @@ class Cache:
         parts = self._of_each(_facts)
         layers = zip(*(part["scales"] for part in parts), strict=True)
         return {
-            "scales": [{side: self._join([part[side] for part in one]) for side in ("key", "value")} for one in layers],
+            "scales": [{side: self._join([part[side] for part in ranks]) for side in ("key", "value")} for ranks in layers],
             "block_tokens": int(self.core.vllm_config.cache_config.block_size),
             "block_bytes": self.copies * sum(part["block_bytes"] for part in parts),
         }

@@ -36,5 +36,5 @@ class VllmForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]
         return False
 
     def new_req_logits_processor(self, params: Any) -> Recording | None:
-        given = (params.extra_args or {}).get(KEY)
-        return None if given is None else Recording(**given)
+        forced = (params.extra_args or {}).get(KEY)
+        return None if forced is None else Recording(**forced)
