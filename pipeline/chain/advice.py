@@ -13,7 +13,7 @@ from stages.verdict.candidate import Candidate, is_blind
 from stages.verdict.thresholds import Check
 from stages.workloads.config import LONG
 
-MOST_QUESTIONS = 100_000
+MAX_QUESTIONS = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
 FIRST_LOOK = ("experiment=quick", "workloads.conformance_samples=0")
 """Arguments that make an evaluation a first look."""
@@ -100,7 +100,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     reason = _reason_against_more(open_checks, counted=bool(needed), possible=more or following is None)
     if reason is not None:
         return NextStep(why=f"{state}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
-    if following is None or questions.largest > MOST_QUESTIONS:
+    if following is None or questions.largest > MAX_QUESTIONS:
         step = _judge_finer(config, undecided, base, swept)
         return step.model_copy(update={"why": f"{state}, and another attempt would not decide it: {step.why}"})
     only_policies = all(key == "kv" for key in swept)

@@ -48,7 +48,7 @@ TUNED = "tuned"
 
 SIZE_TOLERANCE = 1e-9
 """Relative tolerance between a report's KiB per token and the KiB computed from config.json's shapes."""
-LONGEST_DEFAULT = 640
+MAX_DEFAULT_TOKENS = 640
 """Maximum tokens, in whole pages, of the questions that `workloads=chat` asks."""
 
 
@@ -120,7 +120,7 @@ def _find_unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]
 def _question_keys(config: Config) -> list[str]:
     """Return arguments of the suggested command: questions of the use's length, and this length as the engine's limit."""
     key, longest = config.backend.length_key, whole_pages(config.capacity.longest)
-    if longest <= LONGEST_DEFAULT:
+    if longest <= MAX_DEFAULT_TOKENS:
         return []
     limit = [] if key is None else [f"backend.{key}={longest}"]
     questions = config.workloads.jsonl or config.workloads.lengths

@@ -16,7 +16,7 @@ from stages.core.errors import short
 from stages.core.redaction import leaves, redact_text
 from stages.engines.config import backend_configs
 
-MOST_SHOWN = 400
+MAX_SHOWN_CHARACTERS = 400
 """Maximum characters of a command in a message."""
 
 
@@ -86,5 +86,5 @@ def explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
         return f"{key}: the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
     if key:
         return f"{key}: {str(cause).splitlines()[0]}; give another value"
-    command = short(redact_text(" ".join(overrides)), MOST_SHOWN)
+    command = short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
     return f"{command}: {str(error).splitlines()[0]}; write KEY=VALUE with a key and an option that exist"

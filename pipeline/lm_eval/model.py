@@ -40,7 +40,7 @@ from stages.workloads.rendering import rendered
 
 TAIL_MARGIN = 8
 """Tokens, beyond a stop string's bytes, at the end of an answer that are searched for the stop string."""
-MOST_PATH = 4095
+MAX_PATH = 4095
 """Maximum characters of a path on Linux."""
 
 __all__ = ["KvgateLM", "cli_evaluate"]
@@ -76,7 +76,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             options: Keys of the bundle's backend, for example `backend.threads=2`.
         """
         super().__init__()
-        if not bundle or len(bundle) > MOST_PATH:
+        if not bundle or len(bundle) > MAX_PATH:
             raise UserError(f"bundle={short(bundle)}: is not a path; give --model_args bundle=DIR, the directory of an engine")
         store = store_of(Path(bundle).resolve() / BUNDLE_FILE)
         self._in_use = ExitStack()  # held until the process exits: stage=prune waits for it

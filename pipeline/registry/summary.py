@@ -18,7 +18,7 @@ from pipeline.store.locks import locked
 from stages.core.errors import INTERRUPTED, SEVERITY, UserError
 from stages.core.files import write_whole
 from stages.core.redaction import redact_text
-from stages.core.strict import MOST_TEXT_BYTES, StrictModel, Unreadable, first_problem, read_file
+from stages.core.strict import MAX_TEXT_BYTES, StrictModel, Unreadable, first_problem, read_file
 from stages.verdict.candidate import Candidate
 
 FILE = "summary.json"
@@ -100,7 +100,7 @@ def _read(workdir: Path, name: str) -> Summary | None:
     """Return a summary; None if the file does not exist. Raises UserError if the file is damaged."""
     problem = "it lacks fields"
     try:
-        summary = Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
+        summary = Summary.model_validate_json(read_file(workdir / name, MAX_TEXT_BYTES))
         if summary.model_fields_set == Summary.model_fields.keys():  # `{}` is not a sweep without candidates
             return summary.model_copy(
                 update={"candidates": tuple(candidate.below(workdir) for candidate in summary.candidates)}

@@ -20,7 +20,7 @@ SCALE = re.compile(
     r"(?!.*(?:vision|visual))(?:.*\.)?layers\.(\d+)\.((?:.*\.)?(?:(kv|k|v)(?:_cache\.|_)scale|([kv])_proj\.output_scale))"
 )
 """Names of scale tensors as exporters write them. Groups: layer, name within the layer, and k, v or kv."""
-MOST_NUMBERS = 1 << 18
+MAX_NUMBERS = 1 << 18
 """Maximum number of elements in a tensor of scales."""
 
 
@@ -69,7 +69,7 @@ def _of_file(path: Path, file: str) -> Iterator[ScaleTensor]:
                     continue
                 about = stored.get_slice(name)
                 dtype, shape = about.get_dtype(), about.get_shape()
-                if dtype not in FLOATS or not 0 < math.prod(shape) <= MOST_NUMBERS:
+                if dtype not in FLOATS or not 0 < math.prod(shape) <= MAX_NUMBERS:
                     raise refusal(path, f"{file}: {name} is {dtype} of shape {shape}, which is not a scale; correct it")
                 values = tuple(map(float, stored.get_tensor(name).flat))
                 yield ScaleTensor(file, name, int(match[1]), match[2], match[3] or match[4], values)

@@ -12,7 +12,7 @@ from stages.core.errors import short
 PATTERNS = ("sliding_window_pattern", "max_window_layers")
 """Keys that select the sliding layers if layer_types is missing."""
 
-LONGEST_WINDOW = 1 << 22
+MAX_WINDOW = 1 << 22
 """Maximum window in tokens, far above the context of any model."""
 
 WINDOW_KEYS = {FULL: None, SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -37,8 +37,8 @@ def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
     if key is None:
         return None
     window = config.get(key)
-    if type(window) is not int or not 0 < window <= LONGEST_WINDOW:
-        raise wrong(path, config, key, f"an integer from 1 to {LONGEST_WINDOW:,} in a model with {layer_type} layers")
+    if type(window) is not int or not 0 < window <= MAX_WINDOW:
+        raise wrong(path, config, key, f"an integer from 1 to {MAX_WINDOW:,} in a model with {layer_type} layers")
     return window
 
 

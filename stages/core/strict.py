@@ -70,7 +70,7 @@ def first_problem(error: ValidationError, whole: str = "the file") -> str:
     return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
-MOST_TEXT_BYTES = 1 << 30
+MAX_TEXT_BYTES = 1 << 30
 """Maximum bytes of a file of samples or texts."""
 
 
@@ -106,7 +106,7 @@ def refuse_pointer(content: bytes) -> None:
 def read_given(key: str, path: Path) -> bytes:
     """Return the content of the file of samples or texts that `key` names. Raises UserError if `read_file` refuses the file."""
     try:
-        return read_file(path, MOST_TEXT_BYTES)
+        return read_file(path, MAX_TEXT_BYTES)
     except Unreadable as error:
         raise UserError(f"{key}={path}: {error}") from None
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from stages.core.strict import StrictModel
 
 Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
-MOST_IN_A_MIX = 1000
+MAX_IN_A_MIX = 1000
 
 
 class Context(StrictModel):
@@ -16,7 +16,7 @@ class Context(StrictModel):
 
     tokens: Tokens
     """Maximum tokens of a request, prompt and answer."""
-    requests: Annotated[int, Field(ge=1, le=MOST_IN_A_MIX)]
+    requests: Annotated[int, Field(ge=1, le=MAX_IN_A_MIX)]
     """Number of requests of this length in the mix."""
 
 
@@ -43,8 +43,8 @@ class CapacityConfig(StrictModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         shortest, longest = min(c.tokens for c in self.contexts), max(c.tokens for c in self.contexts)
-        if sum(context.requests for context in self.contexts) > MOST_IN_A_MIX:
-            raise ValueError(f"contexts must be at most {MOST_IN_A_MIX} requests in all: divide them by a common number")
+        if sum(context.requests for context in self.contexts) > MAX_IN_A_MIX:
+            raise ValueError(f"contexts must be at most {MAX_IN_A_MIX} requests in all: divide them by a common number")
         if self.shared_prefix_tokens >= shortest:
             raise ValueError(
                 f"shared_prefix_tokens={self.shared_prefix_tokens} must be less than the shortest of contexts, {shortest}"

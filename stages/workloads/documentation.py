@@ -18,7 +18,7 @@ from stages.workloads.conversation import Slot, Split
 PAGE_CHARACTERS = 1400
 """Minimum characters per page: about 330 tokens of a model with a vocabulary of 50,000."""
 SPLITS: tuple[Split, ...] = ("evaluation", "calibration", "train")
-SHORTEST_PARAGRAPH = 100
+MIN_PARAGRAPH = 100
 _TYPESET = str.maketrans({"’": "'", "“": '"', "”": '"', "…": "...", "—": "-", "–": "-"})
 
 
@@ -27,7 +27,7 @@ def _prose(block: str) -> str | None:
     lines = block.split("\n")
     indents = {len(line) - len(line.lstrip()) for line in lines}
     text = " ".join(block.split()).translate(_TYPESET)
-    prose = len(indents) == 1 and re.match("[A-Z]", text) and text.endswith(".") and len(text) >= SHORTEST_PARAGRAPH
+    prose = len(indents) == 1 and re.match("[A-Z]", text) and text.endswith(".") and len(text) >= MIN_PARAGRAPH
     return text if prose and "::=" not in text and ">>>" not in text else None
 
 

@@ -14,7 +14,7 @@ from stages.core.errors import OF_THE_MACHINE, UserError, short
 from stages.core.streams import nobody_reads
 
 TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
-MOST_ADDED = 1024
+MAX_ADDED_TOKENS = 1024
 """Maximum number of added tokens that are tried, each in a separate text."""
 
 
@@ -110,7 +110,7 @@ def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
     itself.no_padding()
     decoders = (itself.get_added_tokens_decoder(), tokenizer.added_tokens_decoder)
     added = list(dict.fromkeys(token.content for decoder in decoders for _, token in sorted(decoder.items())))
-    for text in (*TEXTS, *(f"a {token} b{token}" for token in added[:MOST_ADDED])):
+    for text in (*TEXTS, *(f"a {token} b{token}" for token in added[:MAX_ADDED_TOKENS])):
         for special in (False, True):
             ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
             if ids != itself.encode(text, add_special_tokens=special).ids:

@@ -35,7 +35,7 @@ EXIT_TIMEOUT_S = 30
 """Seconds that a worker has to exit after its input was closed; freeing an engine takes a moment."""
 ANSWER_BYTES = 16 << 20
 """Maximum bytes of an answer; logits are passed in files."""
-MOST_SAID = 300
+MAX_ERROR_CHARACTERS = 300
 """Maximum characters of a library's error that a message quotes."""
 LOG_TAIL_BYTES = 8 << 10
 """Bytes at the end of the log that are searched for the last line: a build may print hundreds of megabytes."""
@@ -268,7 +268,7 @@ class Worker:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
         lines = [line for line in lines if RAISED.match(line)] or lines
-        return lines[-1].strip()[:MOST_SAID] if lines else ""
+        return lines[-1].strip()[:MAX_ERROR_CHARACTERS] if lines else ""
 
     def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
         """Write the request and read one line of answer before the deadline.
@@ -302,7 +302,7 @@ class Worker:
         except ValueError:
             response = None
         if isinstance(response, dict) and isinstance(response.get("error"), str):
-            raise WorkerError(short(" ".join(response["error"].split()), MOST_SAID))
+            raise WorkerError(short(" ".join(response["error"].split()), MAX_ERROR_CHARACTERS))
         if not isinstance(response, dict) or "ok" not in response:
             raise self._lost(f"backend.python={self._python}: no answer to {op} but {line[:200]!r}")
         try:

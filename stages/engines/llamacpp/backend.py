@@ -25,7 +25,7 @@ READ_RELEASE = "0.3.36"
 """The release of llama-cpp-python that the worker was checked against."""
 GGUF = "model.gguf"
 """Name of the model in a bundle."""
-LEAST_ROTATED = 64
+MIN_ROTATED = 64
 """llama.cpp rotates only if the head size is a multiple of this number of channels, and rotates values in blocks this long."""
 
 
@@ -82,12 +82,12 @@ def rotates(policy: KVPolicy, head_dim: int) -> bool:
     Raises UserError for a rotation that llama.cpp does not perform. It rotates either all quantized sides or no side: keys in
     blocks of the largest power of two that divides head_dim, values in blocks of 64.
     """
-    blocks = {Side.KEY: head_dim & -head_dim, Side.VALUE: LEAST_ROTATED}
-    sizes = {"hadamard": head_dim, "hadamard_64": LEAST_ROTATED}
+    blocks = {Side.KEY: head_dim & -head_dim, Side.VALUE: MIN_ROTATED}
+    sizes = {"hadamard": head_dim, "hadamard_64": MIN_ROTATED}
     forms = {side: form for side, form in ((Side.KEY, policy.key), (Side.VALUE, policy.value)) if form.code.dynamic_group}
     rotated = [side for side, form in forms.items() if form.rotation != "none"]
     for side in rotated:
-        if head_dim % LEAST_ROTATED or sizes.get(forms[side].rotation) != blocks[side] or len(rotated) != len(forms):
+        if head_dim % MIN_ROTATED or sizes.get(forms[side].rotation) != blocks[side] or len(rotated) != len(forms):
             raise UserError(
                 f"kv.{side}.rotation={forms[side].rotation}: llama.cpp rotates both sides or none, with a head_dim that is a "
                 f"multiple of 64, keys in blocks of {blocks[Side.KEY]} here and values of 64; set "

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from stages.core.errors import MissingRequirement
 
-LEAST_BYTES = 100_000_000
+MIN_BYTES = 100_000_000
 """Minimum bytes of a checkpoint's weights for which `auto` selects a GPU: 50 million parameters in 16 bits. For a smaller
 model, launching kernels takes longer than computing on a CPU."""
 
@@ -19,7 +19,7 @@ def reference_device(device: str, weight_bytes: int) -> str:
     Raises:
         MissingRequirement: `device` is `cuda` and torch finds no GPU.
     """
-    if device == "cpu" or (device == "auto" and weight_bytes < LEAST_BYTES):
+    if device == "cpu" or (device == "auto" and weight_bytes < MIN_BYTES):
         return "cpu"
     import torch
 

@@ -19,14 +19,14 @@ from stages.core.errors import UserError
 from stages.core.records import PREFILL_CHUNK
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, page_count
 
-MOST_ELEMENTS = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1
 """Maximum elements of a tensor: TensorRT's layers index in 32 bits (NVIDIA/TensorRT issues 1948, 3815, 4123)."""
 
-MOST_PREFILL_ROWS = 4
+MAX_PREFILL_ROWS = 4
 """Maximum prompts of a prefill run. Four full chunks keep the GPU busy, and memory for the activations of all four is always
 allocated."""
 
-MOST_SHARED_ELEMENTS = 2**29
+MAX_SHARED_ELEMENTS = 2**29
 """Maximum elements of a function body's scores in a run of several prompts: 1 GiB in float16. One prompt may have more."""
 
 
@@ -122,10 +122,10 @@ def padded(values: npt.NDArray[np.generic], shape: tuple[int, ...]) -> npt.NDArr
 
 def prefill_rows(limits: PlanLimits, q_heads: int, *, native: bool) -> int:
     """Return the maximum prompts of a prefill run. `native`: whether any layer keeps its function body."""
-    rows = min(MOST_PREFILL_ROWS, limits.max_batch)
+    rows = min(MAX_PREFILL_ROWS, limits.max_batch)
     if not native:
         return rows
-    return max(1, min(rows, MOST_SHARED_ELEMENTS // _scores_of_chunks(replace(limits, prefill_rows=1), q_heads)))
+    return max(1, min(rows, MAX_SHARED_ELEMENTS // _scores_of_chunks(replace(limits, prefill_rows=1), q_heads)))
 
 
 def check_extents(
@@ -144,10 +144,10 @@ def check_extents(
             for side, form in policy.sides(layer).items()
         ]
         elements = max(scores, *pools)
-        if elements > MOST_ELEMENTS:
+        if elements > MAX_ELEMENTS:
             raise UserError(
                 f"backend.max_batch={max_batch}, backend.max_tokens={max_tokens}: layer {layer} of kv={policy.name} "
-                f"would have a tensor of {elements:,} elements, and TensorRT addresses {MOST_ELEMENTS:,}; lower one of the two"
+                f"would have a tensor of {elements:,} elements, and TensorRT addresses {MAX_ELEMENTS:,}; lower one of the two"
             )
 
 

@@ -37,7 +37,7 @@ EVALUATED: dict[str, object] = {
 Prompts are not reused from the cache, except in a full pool. Asynchronous scheduling is off, because a logits processor would
 see each token one step late."""
 CACHE = "kv_cache_memory_bytes"
-LEAST_CACHE = 2 << 30
+MIN_CACHE = 2 << 30
 """Minimum bytes of an evaluation's cache per worker, if the bundle does not set the size. vLLM's default would take the memory
 of the reference engine."""
 
@@ -133,7 +133,7 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
         carried = self._described.kv_scales_in_checkpoint  # otherwise the worker multiplies the keys
         model = self._checkpoint(partial(write_faulted, self._scales)) if carried else self._bundle / CHECKPOINT
         two_longest = 2 * self.max_tokens * FP16_POLICY.bytes_per_token(self.shape)
-        arguments = {CACHE: max(LEAST_CACHE, two_longest), **self._described.arguments, **self._evaluated}
+        arguments = {CACHE: max(MIN_CACHE, two_longest), **self._described.arguments, **self._evaluated}
         return self._load_model(bound, model, engine_args=arguments, key_fault=self._fault)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:

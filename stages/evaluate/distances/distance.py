@@ -30,7 +30,7 @@ TOP_K = 10
 REST_MASS = 1e-4
 """Maximum probability mass of the rest. A very flat distribution reaches the cap (`most_tokens`) first."""
 
-LEAST_CAP = 1024
+MIN_CAP = 1024
 """Minimum of the cap on kept tokens, so that a small vocabulary may be kept completely."""
 
 ROWS_AT_ONCE = 16
@@ -128,7 +128,7 @@ class LogProbs:
 
 def most_tokens(vocab_size: int) -> int:
     """Return the maximum number of kept tokens."""
-    return min(vocab_size, max(vocab_size // 8, LEAST_CAP))
+    return min(vocab_size, max(vocab_size // 8, MIN_CAP))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 from stages.core.child import in_child
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import Progress
-from stages.engines.interpreter.process import MOST_SAID, Program, Worker, WorkerError, inspect_interpreter
+from stages.engines.interpreter.process import MAX_ERROR_CHARACTERS, Program, Worker, WorkerError, inspect_interpreter
 from stages.engines.interpreter.protocol import EmptyAnswer
 
 
@@ -100,12 +100,12 @@ def test_a_long_error_of_a_library_is_cut_to_a_line(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(WorkerError) as caught:
                 worker.call("open", EmptyAnswer, 60)
-            assert len(str(caught.value)) == MOST_SAID
+            assert len(str(caught.value)) == MAX_ERROR_CHARACTERS
             assert str(caught.value).startswith("ValueError: one two xxx")
             assert str(caught.value).endswith("xxx...")
     with pytest.raises(MissingRequirement) as refused:
         inspect_interpreter(program, sys.executable)
-    assert len(str(refused.value)) < 2 * MOST_SAID
+    assert len(str(refused.value)) < 2 * MAX_ERROR_CHARACTERS
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement
 from stages.engines.reference import attention
 from stages.engines.reference.attention import BLOCK_BYTES, BLOCK_ROWS, AttentionPiece, Span
-from stages.engines.reference.device import LEAST_BYTES, reference_device
+from stages.engines.reference.device import MIN_BYTES, reference_device
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.placing import place, shorten, within_memory
 from stages.policies.formats import Format
@@ -35,12 +35,12 @@ def has_gpu(patch: pytest.MonkeyPatch, here: bool) -> None:
 
 def test_auto_is_a_gpu_for_models_that_are_not_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     has_gpu(monkeypatch, here=True)
-    assert reference_device("auto", LEAST_BYTES) == reference_device("cuda", 1) == "cuda"
-    assert reference_device("auto", LEAST_BYTES - 1) == reference_device("cpu", 1 << 40) == "cpu"
+    assert reference_device("auto", MIN_BYTES) == reference_device("cuda", 1) == "cuda"
+    assert reference_device("auto", MIN_BYTES - 1) == reference_device("cpu", 1 << 40) == "cpu"
     has_gpu(monkeypatch, here=False)
-    assert reference_device("auto", LEAST_BYTES) == "cpu"
+    assert reference_device("auto", MIN_BYTES) == "cpu"
     with pytest.raises(MissingRequirement, match=r"^reference\.device=cuda: .* no NVIDIA GPU here; set reference\.device=auto"):
-        reference_device("cuda", LEAST_BYTES)
+        reference_device("cuda", MIN_BYTES)
 
 
 def test_a_missing_requested_gpu_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.evaluate.distances.distance import (
-    LEAST_CAP,
+    MIN_CAP,
     REST_MASS,
     TOP_K,
     Distributions,
@@ -64,7 +64,7 @@ def test_the_kl_over_heads_is_at_most_that_over_the_vocabulary(vocab: int, sprea
     assert (logprobs[:, 0] >= 0).all()
     # All other statistics are equal up to the float32 rounding of stored values.
     np.testing.assert_allclose(logprobs[:, 1:], whole[:, 1:], rtol=1e-6, atol=1e-6)
-    if vocab <= LEAST_CAP and all(stored.rest == 0 for stored in all_logprobs(baseline)):
+    if vocab <= MIN_CAP and all(stored.rest == 0 for stored in all_logprobs(baseline)):
         np.testing.assert_allclose(logprobs[:, 0], whole[:, 0], atol=1e-9)
 
 

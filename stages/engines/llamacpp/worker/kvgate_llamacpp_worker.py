@@ -84,7 +84,7 @@ ERROR = 4
 DECODED_TOGETHER = 32
 """Maximum tokens of a sequence with logits in one batch. With an f16 cache, attention over 64 or more tokens uses another
 algorithm than a decode step (GGML_FA_TILE_Q)."""
-SHARED_LEAST = 32
+MIN_SHARED = 32
 """Minimum length in tokens of a common prefix that is decoded once for several prompts; the extra step must pay off."""
 
 
@@ -208,12 +208,12 @@ class LlamaCppModel:
         memory, begun = self.library.llama_get_memory(self.context), [0 for _ in prompts]
         for i, prompt in enumerate(prompts):
             shared = [_alike(prompt, prompts[j][: begun[j]]) for j in range(i)]
-            if max(shared, default=0) >= SHARED_LEAST:
+            if max(shared, default=0) >= MIN_SHARED:
                 begun[i] = max(shared)
                 self.library.llama_memory_seq_cp(memory, shared.index(begun[i]), i, -1, -1)
                 self.library.llama_memory_seq_rm(memory, i, begun[i], -1)
             needed = max((_alike(prompt, later) for later in prompts[i + 1 :]), default=0)
-            if needed >= begun[i] + SHARED_LEAST:
+            if needed >= begun[i] + MIN_SHARED:
                 self._decode([(prompt[position], position, i, False) for position in range(begun[i], needed)])
                 begun[i] = needed
         return begun
