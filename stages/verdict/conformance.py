@@ -16,8 +16,8 @@ ALLOWED = 64.0
 to 7."""
 
 MEASURED_ALLOWED = 4.0
-"""Maximum distance in roundings if the rounding is measured: the 16-bit engine's distance from its own reference engine.
-A candidate may be off by four measured roundings, 16 times the KL. The 16-bit engine itself may be off by four assumed ones."""
+"""Maximum distance in measured roundings. One measured rounding is the 16-bit engine's distance from its own reference engine.
+A candidate may differ by 4 (16 times the KL of one), the 16-bit engine itself by 4 assumed roundings."""
 
 LAYER_ALLOWED = 2.0
 """Allowed multiple of the 16-bit engine's error in a layer's stored vectors, if the rounding is measured."""
@@ -31,7 +31,7 @@ This much is always allowed, because a scale may round either way."""
 
 E4M3_SCALE_STEP = 2.0**-3
 """This maximum for E4M3 scales, which differ from their neighbours by up to an eighth. If a block's scale lies halfway between
-two of them, either choice is sound. Over 6 million random vectors with such a block, the two choices had errors that differ by
+two scales, either choice is sound. Over 6 million random vectors with such a block, the two choices had errors that differ by
 at most 0.095 of the vector's length (by 0.004 in the mean, at a head_dim of 64)."""
 
 MEAN_STEP = 2.0**-13

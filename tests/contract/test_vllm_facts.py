@@ -8,7 +8,7 @@ from helpers.engines.vllm_facts import CALLED, RULES, SAMPLING, engine_arguments
 from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import UserError
-from stages.engines.vllm.audit import RELEASES
+from stages.engines.vllm.audit import AUDITED_RELEASES
 from stages.engines.vllm.backend import PROGRAM, cache_dtype
 
 FACTS: dict[str, dict[str, Any]] = recorded()
@@ -34,7 +34,7 @@ def test_audited_releases_have_the_same_types_and_rules() -> None:
         with suppress(UserError):
             types.append(cache_dtype(policy, config))
     assert len(types) > 5
-    first = facts_of(RELEASES[0])
-    for facts in map(facts_of, RELEASES):
+    first = facts_of(AUDITED_RELEASES[0])
+    for facts in map(facts_of, AUDITED_RELEASES):
         assert set(types) <= set(facts["CacheDType"])
         assert (facts["rules"], facts["called"]) == (first["rules"], first["called"])

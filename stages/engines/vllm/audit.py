@@ -16,7 +16,7 @@ from stages.engines.backend import Audit
 from stages.policies.delivery import LayerDelivery, Scales
 from stages.policies.policy import Side
 
-RELEASES = ("0.32", "0.33")
+AUDITED_RELEASES = ("0.32", "0.33")
 """Releases that follow the rules below; tests/contract/facts/vllm.json records the digests of vLLM's functions."""
 READ_NAMES = re.compile(
     r"self_attn\.(?:(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.)?[kv]_scale|self_attn\.[kv]_cache\.scale|self_attn\.kv_scale"
@@ -54,7 +54,7 @@ def audit(path: Path) -> Audit:
     carried = scales_by_layer(tensors, model.kv.layers)
     used = [_used_scales(number, scales, method, scheme, model, problems) for number, scales in enumerate(loaded)]
     layers = [LayerDelivery(carried=stored, used=taken) for stored, taken in zip(carried, used, strict=True)]
-    return Audit(f"vLLM {' and '.join(RELEASES)}, {method or 'no quantization declared'}", layers, problems)
+    return Audit(f"vLLM {' and '.join(AUDITED_RELEASES)}, {method or 'no quantization declared'}", layers, problems)
 
 
 def _read_declaration(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:

@@ -24,7 +24,7 @@ from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, cannot_hold, resolve
 from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.vllm import worker
-from stages.engines.vllm.audit import PAIRED, RELEASES, SEPARATE
+from stages.engines.vllm.audit import AUDITED_RELEASES, PAIRED, SEPARATE
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.delivery import scale_findings
@@ -279,7 +279,7 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
 
     def _is_audited(self) -> bool:
         """Return whether the audit's rules are those of the installed release."""
-        return self.interpreter.is_among(RELEASES)
+        return self.interpreter.is_among(AUDITED_RELEASES)
 
     def warnings(self, info: CheckpointInfo) -> list[str]:
         """Return the inherited warnings, and one if the scales of quantized weights were not audited."""
@@ -287,7 +287,8 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
         if info.quantized is not None and not self._is_audited():
             warnings.append(
                 f"warning: the scales of this checkpoint were not audited: the rules are those of vLLM "
-                f"{' and '.join(RELEASES)}, not of {self.interpreter.release}; the evaluation compares the loaded scales"
+                f"{' and '.join(AUDITED_RELEASES)}, not of {self.interpreter.release}; the evaluation compares the loaded "
+                "scales"
             )
         return warnings
 
