@@ -1,4 +1,4 @@
-"""A function in a child process: its progress, exceptions and end; errors of a library in an interpreter of its own."""
+"""A function in a child process: its progress, exceptions and end."""
 
 import os
 import signal
@@ -13,8 +13,6 @@ import pytest
 from stages.core.child import in_child
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import Progress
-from stages.engines.interpreter.process import MAX_ERROR_CHARACTERS, Program, Worker, WorkerError, inspect_interpreter
-from stages.engines.interpreter.protocol import EmptyAnswer
 
 
 def work(out: Path, *, text: str, progress: Progress) -> None:  # noqa: ARG001
@@ -90,36 +88,3 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout == "once\n"
     assert (tmp_path / "out").read_text().startswith("script")
-
-
-def test_a_long_error_of_a_library_is_cut_to_a_line(tmp_path: Path) -> None:
-    said = "{'error': 'ValueError: one\\n\\ttwo ' + 'x' * 1_000_000}"
-    (tmp_path / "worker.py").write_text(f"import json\nwhile input():\n    print(json.dumps({said}))\n")
-    program = Program("vllm", "vLLM", tmp_path / "worker.py", "pip install vllm")
-    with Worker(program, sys.executable) as worker:
-        for _ in range(2):
-            with pytest.raises(WorkerError) as caught:
-                worker.call("open", EmptyAnswer, 60)
-            assert len(str(caught.value)) == MAX_ERROR_CHARACTERS
-            assert str(caught.value).startswith("ValueError: one two xxx")
-            assert str(caught.value).endswith("xxx...")
-    with pytest.raises(MissingRequirement) as refused:
-        inspect_interpreter(program, sys.executable)
-    assert len(str(refused.value)) < 2 * MAX_ERROR_CHARACTERS
-
-
-@pytest.mark.parametrize(
-    ("printed", "told"),
-    [
-        (("ValueError: no such cache", "a child has failed"), "ValueError: no such cache"),
-        (("loading", "bye"), "bye"),
-    ],
-)
-def test_a_dead_worker_is_reported_with_its_last_exception(printed: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(f"import sys\nsys.stderr.write({chr(10).join(printed)!r})\nsys.exit(input() and 3)\n")
-    with (
-        Worker(Program("vllm", "vLLM", script, "pip install vllm"), sys.executable) as worker,
-        pytest.raises(UserError, match=rf"vLLM ended with exit code 3 in open; .*; it last said: {told}$"),
-    ):
-        worker.call("open", EmptyAnswer, 60)

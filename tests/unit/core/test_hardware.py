@@ -1,16 +1,12 @@
-"""Descriptions of a machine's GPUs, and engines built for other GPUs."""
+"""Descriptions of a machine's GPUs."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.refusals import refused
 
 from stages.core.errors import MissingRequirement
 from stages.core.hardware import gpus, hardware
-from stages.engines.bundle import BuiltFor, check_built_for
-
-BUILT = BuiltFor(library="TensorRT", version="10.14.1.48", compute_capabilities=["8.9", "9.0"])
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +43,3 @@ def test_a_driver_that_does_not_answer_is_not_taken_for_no_gpu(tmp_path: Path, m
     with pytest.raises(MissingRequirement, match="does not answer: Failed to initialize NVML"):
         gpus()
     assert "Failed to initialize NVML" in str(hardware()["gpus"]), "an engine on the CPU does not need the GPU"
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ({"version": "10.15.0.1", "compute_capabilities": ["8.9"]}, "TensorRT 10.15.0.1 and SM 8.9"),
-        ({"compute_capabilities": []}, "TensorRT 10.14.1.48 and no GPU"),
-        ({"library": "TensorRT for RTX", "compute_capabilities": ["8.9"]}, "TensorRT for RTX 10.14.1.48 and SM 8.9"),
-    ],
-)
-def test_an_engine_for_another_gpu_or_version_is_refused(found: dict[str, object], said: str) -> None:
-    built = "engine: this engine was built for TensorRT 10.14.1.48 and SM 8.9, 9.0"
-    with refused(MissingRequirement, f"{built}, this machine has {said}: build it here"):
-        check_built_for(Path("engine"), BUILT, BUILT.model_copy(update=found))
