@@ -114,7 +114,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
     }
 
 
-def test_layers_that_the_kernels_support_get_two_plugins_which_alone_take_the_pools(
+def test_supported_layers_get_two_plugins_that_take_the_pools(
     graphs: dict[str, Surgery],
 ) -> None:
     both, one = graphs["fp8k_int4v"], graphs["aged"]
@@ -135,7 +135,7 @@ def test_layers_that_the_kernels_support_get_two_plugins_which_alone_take_the_po
                 assert not taken or takers == {"kv"}, "no plan widens these pools"
 
 
-def test_the_work_is_divided_for_the_programs_that_run_at_once_on_the_building_gpu(
+def test_work_is_divided_for_the_concurrency_of_the_building_gpu(
     graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
@@ -152,7 +152,7 @@ def test_the_work_is_divided_for_the_programs_that_run_at_once_on_the_building_g
 
 @pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])
 @pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
-def test_the_plugin_gets_the_inputs_of_the_function_that_it_replaces(
+def test_the_plugin_gets_the_inputs_of_the_replaced_function(
     name: str, tolerance: float, tokens: int, graphs: dict[str, Surgery], tmp_path: Path
 ) -> None:
     """Compare the ONNX bundle's attention in ONNX Runtime with the kernels' reference on the plugin's inputs."""
@@ -190,7 +190,7 @@ def test_the_plugin_gets_the_inputs_of_the_function_that_it_replaces(
         assert scaled_error > 5 * tolerance  # a wrong scaling would be noticed
 
 
-def test_a_bundles_graphs_are_replaced_and_layers_without_the_plugin_have_their_reason(
+def test_layers_without_the_plugin_have_a_reason(
     graphs: dict[str, Surgery], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda *_: None)
