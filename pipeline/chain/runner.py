@@ -124,9 +124,10 @@ def _sweep(planned: Plan, jobs: "JobRunner") -> tuple[int, NextStep | None]:
         if has_logs:
             console.LOGGER.info("jobs write their output below %s", planned.jobs[0].work / LOGS)
         ended = launch(planned, jobs)
-        for number, end in enumerate(ended) if has_logs else ():
-            for line in end.message.splitlines():  # refusals, which the jobs wrote to their log files
-                console.error(f"{jobs.place(number, planned.jobs[number]).name}{line}", exit_code=end.code)
+        if has_logs:
+            for number, end in enumerate(ended):
+                for line in end.message.splitlines():  # refusals, which the jobs wrote to their log files
+                    console.error(f"{jobs.place(number, planned.jobs[number]).name}{line}", exit_code=end.code)
     step = next((end.step for end in ended if end.step is not None), None)
     return max((end.code for end in ended), key=SEVERITY.index), step
 

@@ -172,11 +172,7 @@ def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
                 if place in inventory.artifact_places:
                     users.setdefault(place, user)
 
-    builds = defaultdict[str, list[str]](list)  # engine's digest -> places, only if some evidence may be missing
-    for piece in inventory.pieces if any(model.engines for model in inventory.models) else ():
-        manifest = read_manifest(piece.path) if piece.kind == "build" else None
-        if manifest is not None:
-            builds[files_digest(manifest["files"])].append(piece.place)
+    builds = _builds_by_engine(inventory)
     for model in inventory.models:
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
@@ -194,3 +190,14 @@ def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
         elif piece.is_artifact and first is not None and piece.made >= first.began:
             users.setdefault(piece.place, f"sweep {first.sweep}, which has not finished")
     return users
+
+
+def _builds_by_engine(inventory: Inventory) -> dict[str, list[str]]:
+    """Return the places of engines by their digest. Empty if no evidence is missing, so that no engine is looked up."""
+    builds: dict[str, list[str]] = {}
+    if any(model.engines for model in inventory.models):
+        for piece in inventory.pieces:
+            manifest = read_manifest(piece.path) if piece.kind == "build" else None
+            if manifest is not None:
+                builds.setdefault(files_digest(manifest["files"]), []).append(piece.place)
+    return builds

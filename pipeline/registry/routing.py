@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from pipeline.config.routing import PREVIOUS, MonitorConfig
-from pipeline.registry.monitors import Reading, quality_holds, read_monitors, read_snapshot
+from pipeline.registry.monitors import Reading, Snapshot, quality_holds, read_monitors, read_snapshot
 from pipeline.registry.promotion import Engines, RegisteredEngine, live_tokens
 from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.locks import locked
@@ -240,11 +240,7 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
         GateRefusal: a monitor broke, or memory is short and no smaller engine is proven.
     """
     snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
-    for workload, counted in snapshot.classes.items():
-        if route_of(engines.model, workload).now is None:
-            raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
-        if counted.version not in engines.model.versions:
-            raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
+    _check_classes(engines.model, snapshot, where)
     decisions = dict[str, Move | str]()
     broken = []
     for workload, counted in snapshot.classes.items():
@@ -268,6 +264,15 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
     yield from (f"{alias_of(workload)}: {decision}" for workload, decision in decisions.items())
     if broken:
         raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above have the details")
+
+
+def _check_classes(model: RegisteredModel, snapshot: Snapshot, where: str) -> None:
+    """Refuse a snapshot with a class without a route, or of an unknown version."""
+    for workload, counted in snapshot.classes.items():
+        if route_of(model, workload).now is None:
+            raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
+        if counted.version not in model.versions:
+            raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
 
 
 def _decide(engines: Engines, workload: str, readings: Sequence[Reading], why: str) -> Generator[str, None, Move | None]:

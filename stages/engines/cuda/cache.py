@@ -159,9 +159,10 @@ class KernelCache(SequencePages):
         self.moves += 1
 
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Tensor]:
-        for group in self.groups if allocator is not self.window_pages else ():
-            for layers in (group.paged if allocator is self.pages else group.exact).values():
-                yield from layers
+        if allocator is not self.window_pages:
+            for group in self.groups:
+                for layers in (group.paged if allocator is self.pages else group.exact).values():
+                    yield from layers
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
         """Double the number of pages or exact buffers if memory allows it, else grow to `needed`.

@@ -149,7 +149,9 @@ class PagedEngine(ChunkedEngine):
     def corrupt_key_scale(self, factor: float) -> None:
         for layer in range(self.shape.layers):
             for side, stored in StoredSide.of_layer(self.policy, self.shape, layer).items():
-                for target in [f"{name}.{layer}" for name in stored.fault_targets] if side.is_key else ():
+                if not side.is_key:
+                    continue
+                for target in [f"{name}.{layer}" for name in stored.fault_targets]:
                     if target in self._constants:
                         self._constants[target] *= factor
                     else:

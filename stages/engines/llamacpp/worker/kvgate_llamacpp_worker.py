@@ -197,8 +197,9 @@ class LlamaCppModel:
                         active.append(i)
             if not active:
                 return generated, rows
-            for i in active if key_fault != 1.0 else ():
-                corrupted[i] = self._corrupt(i, key_fault, corrupted[i])
+            if key_fault != 1.0:
+                for i in active:
+                    corrupted[i] = self._corrupt(i, key_fault, corrupted[i])
             fed = [(generated[i][-1], len(group[i]["prompt"]) + len(generated[i]) - 1, i, True) for i in active]
             for i, row in zip(active, self._decode(fed), strict=True):
                 rows[i][len(generated[i])] = row
