@@ -92,8 +92,8 @@ def show_page(
         store = _store_of(config, candidates)
         if store is None:
             return
-        if any(exhibit.own for exhibit in exhibits):
-            page = write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
+        if any(exhibit.private for exhibit in exhibits):
+            page = write_page(Path(scratch) / PAGE, [exhibit.without_private for exhibit in exhibits], about)
         for candidate in candidates:
             if candidate.version:
                 store.attach(candidate.run_id, [page])
@@ -140,6 +140,6 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         report=evidence.report,
         rows=evidence.rows,
         samples=samples,
-        own=private,
+        private=private,
         evidence=evidence.directory,
     )

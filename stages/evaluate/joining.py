@@ -48,11 +48,11 @@ def join(
     and `baseline` are the digests of the bundles.
     """
     rows, parts = list[SampleRow](), list[StepStatistics]()
-    for number, (before, after) in enumerate(rounds, start=1):
-        for item in before.scored([item for item in encoded if item.round == number]):
+    for number, (baseline_round, candidate_round) in enumerate(rounds, start=1):
+        for item in baseline_round.scored([item for item in encoded if item.round == number]):
             name = item.sample.id
-            parts.append(after.statistics[name])
-            rows.append(make_row(item, parts[-1], before.answers.get(name), after.answers.get(name)))
+            parts.append(candidate_round.statistics[name])
+            rows.append(make_row(item, parts[-1], baseline_round.answers.get(name), candidate_round.answers.get(name)))
     base, repeated = once
     first_base, first = rounds[0]
     conformance = None
@@ -78,7 +78,7 @@ def join(
         baseline_system=base.system,
         conformance=conformance,
         candidate_noise=repeated.noise,
-        coverage=Exercised.merged([*(after.coverage for _, after in rounds), repeated.coverage]),
+        coverage=Exercised.merged([*(candidate_round.coverage for _, candidate_round in rounds), repeated.coverage]),
         tests=repeated.tests,
         baseline_tests=base.tests,
         scale_changes=first.scale_changes,

@@ -31,15 +31,15 @@ class Exhibit:
     """The report's samples."""
     samples: Sequence[Sample] = ()
     """Samples with their prompts. Answers to samples that are missing here are shown without a prompt."""
-    own: Set[str] = frozenset()
+    private: Set[str] = frozenset()
     """Ids of the user's own samples, whose prompts are not uploaded to the tracking store."""
     evidence: Path | None = None
     """Directory for `stage=verify bundle=`."""
 
     @property
-    def without_own(self) -> "Exhibit":
+    def without_private(self) -> "Exhibit":
         """A copy without the prompts of the user's own samples."""
-        return replace(self, samples=[sample for sample in self.samples if sample.id not in self.own], own=frozenset())
+        return replace(self, samples=[sample for sample in self.samples if sample.id not in self.private], private=frozenset())
 
 
 @dataclass(frozen=True)

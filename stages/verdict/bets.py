@@ -112,8 +112,8 @@ class Mean:
 
     def pass_gains(self, limit: float) -> Array:
         """Return the gains of a bet that the mean is below `limit`, by document. A value counts as at least minus the limit."""
-        kept = np.maximum(self.values if self.whole else np.minimum(self.values, self.cap), -self.limit)
-        return np.asarray((limit - kept) / (self.cap - self.limit))
+        capped = np.maximum(self.values if self.whole else np.minimum(self.values, self.cap), -self.limit)
+        return np.asarray((limit - capped) / (self.cap - self.limit))
 
     def fail_gains(self, limit: float) -> Array:
         """Return the gains of a bet that the mean is above `limit`, by document."""
@@ -153,7 +153,7 @@ class Mean:
         passes = bool(self.passes(pass_level, t_level))
         return Result("PASS" if passes else None, value, min(bound, self.limit) if passes else bound, pass_level + t_level)
 
-    def needed(self, level: float, most: int, t_level: float = 0.0) -> int:
+    def needed(self, level: float, max_documents: int, t_level: float = 0.0) -> int:
         """Estimate the number of documents like these that decides with a probability of POWER; `most` if no number does."""
         sides = ((self.pass_gains(self.limit), self.stakes), (self.fail_gains(self.limit), FAIL_STAKES))
         counts = [
@@ -164,8 +164,8 @@ class Mean:
         gap = self.limit - float(self.values.mean())
         if t_level and gap > 0:
             quantiles = NormalDist().inv_cdf(1 - t_level) + NormalDist().inv_cdf(POWER)
-            counts.append(max(MANY, math.ceil(min(most, (quantiles * float(self.values.std()) / gap) ** 2))))
-        return int(min(most, *counts))
+            counts.append(max(MANY, math.ceil(min(max_documents, (quantiles * float(self.values.std()) / gap) ** 2))))
+        return int(min(max_documents, *counts))
 
 
 def skewed_upper_bound(values: Array, alpha: float) -> Array:

@@ -94,11 +94,11 @@ class Candidate(StrictModel):
     @property
     def figures(self) -> list[str]:
         """Clauses on recovery, right answers, distance from FP16 and memory, if known."""
-        before, after = (self.metrics.get(f"quality/accuracy_{engine}") for engine in ("baseline", "candidate"))
+        baseline, accuracy = (self.metrics.get(f"quality/accuracy_{engine}") for engine in ("baseline", "candidate"))
         kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
         figures = [
             self.kept,
-            None if before is None or after is None else f"right answers {after:.3f}, of FP16 {before:.3f}",
+            None if baseline is None or accuracy is None else f"right answers {accuracy:.3f}, of FP16 {baseline:.3f}",
             None if kl is None else f"mean KL {kl:.1e}",
             "memory unknown" if kib is None else f"{kib:.3f} KiB/token",
         ]

@@ -213,13 +213,13 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
             f"computes {policy} as the reference engine does: none of {count} requests differs by more than rounding "
             f"(KL at most {largest:.1e}, {ranked[0]:.2g} of the allowed error), {bounded(count, 'deviate')}"
         )
-    said = f"does not compute {policy}"
+    text = f"does not compute {policy}"
     if engine.explanation is not None:
-        said += f": it is as if {engine.explanation.what} (KL {engine.explanation.kl:.1e} from a reference engine like that)"
+        text += f": it is as if {engine.explanation.what} (KL {engine.explanation.kl:.1e} from a reference engine like that)"
     if engine.deviation is not None:
-        said += f", {engine.deviation.told(f' of sample {engine.deviation.sample}')}"
-    said += next((f", {request.problem}" for request in engine.requests if request.problem), "")
-    said += (
+        text += f", {engine.deviation.told(f' of sample {engine.deviation.sample}')}"
+    text += next((f", {request.problem}" for request in engine.requests if request.problem), "")
+    text += (
         f"; {deviating} of {count} requests differ by more than rounding, the worst by {ranked[0]:.2g} times the allowed error"
     )
-    return said if count < 2 else f"{said}, the next {ranked[1]:.2g}"
+    return text if count < 2 else f"{text}, the next {ranked[1]:.2g}"

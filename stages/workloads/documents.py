@@ -41,16 +41,16 @@ class Size:
     """Facts per kind in the document."""
     quotes: int
     """Quotes in the document."""
-    told: int
+    stated: int
     """Facts per kind in SINGLE that the user states after the document."""
     between: int
     """Questions about the document between the user's facts and the question about such a fact."""
 
 
 SIZES = {
-    "easy": Size(alike=2, quotes=2, told=1, between=0),
-    "medium": Size(alike=3, quotes=2, told=1, between=1),
-    "hard": Size(alike=4, quotes=3, told=2, between=2),
+    "easy": Size(alike=2, quotes=2, stated=1, between=0),
+    "medium": Size(alike=3, quotes=2, stated=1, between=1),
+    "hard": Size(alike=4, quotes=3, stated=2, between=2),
 }
 
 Draw = Callable[[random.Random, int], list[str]]
@@ -117,7 +117,7 @@ class Document:
     facts: list[Fact]
     """Facts in the document, in order."""
     quotes: list[Fact]
-    told: list[Fact]
+    stated: list[Fact]
     """Facts that are not in the document; the user states them later."""
     difficulty: str
     worked: list[Fact]
@@ -140,7 +140,7 @@ class Document:
         A wrong answer may mention the values of all other facts of the same kind. `depth` is the relative position of the
         fact in the document, 0 to 1.
         """
-        distractors = (other for other in self.facts + self.told + self.quotes if other.kind == fact.kind and other != fact)
+        distractors = (other for other in self.facts + self.stated + self.quotes if other.kind == fact.kind and other != fact)
         return Sample(
             id=self.slot.id,
             workload=self.slot.workload,
@@ -171,17 +171,17 @@ def make_document(slot: Slot) -> Document:
     """Generate a document: facts in random order, then quotes with sentences from Python's documentation."""
     difficulty, rng = DIFFICULTIES[slot.index % len(DIFFICULTIES)], slot.rng("page")
     size = SIZES[difficulty]
-    by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in DRAWS}
+    by_kind = {kind: _facts(rng, kind, size.alike + size.stated * (kind in SINGLE)) for kind in DRAWS}
     facts = [fact for alike in by_kind.values() for fact in alike[: size.alike]]
     worked = [by_kind[kind][0] for kind in SINGLE]
-    told = [fact for alike in by_kind.values() for fact in alike[size.alike :]]
-    for facts_in_random_order in (facts, worked, told):
+    stated = [fact for alike in by_kind.values() for fact in alike[size.alike :]]
+    for facts_in_random_order in (facts, worked, stated):
         rng.shuffle(facts_in_random_order)
     sentences = _plain_sentences(paragraph for document in documentation.pages(slot.split) for paragraph in document)
     quoted = zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True)
     quotes = [Fact("quote", speaker, (sentence,)) for speaker, sentence in quoted]
     text = "\n".join([*(fact.sentence for fact in facts), "", *(quote.sentence for quote in quotes)])
-    return Document(slot, text, facts, quotes, told, difficulty, worked)
+    return Document(slot, text, facts, quotes, stated, difficulty, worked)
 
 
 def lookup(slot: Slot) -> Sample:
@@ -207,13 +207,13 @@ def quotation(slot: Slot) -> Sample:
 def recall(slot: Slot) -> Sample:
     """State facts that are not in the document, ask about the document, then ask for a stated fact."""
     document, rng = make_document(slot), slot.rng()
-    statements = "\n".join(fact.sentence for fact in document.told)
+    statements = "\n".join(fact.sentence for fact in document.stated)
     messages = [
         *document.messages,
         ("user", f"Please remember this as well.\n{statements}"),
         ("assistant", "I will remember it."),
     ]
-    fact = rng.choice(document.told)
+    fact = rng.choice(document.stated)
     facts = [other for other in document.unasked(SINGLE) if other.kind != fact.kind]
     for between in rng.sample(facts, SIZES[document.difficulty].between):
         messages += between.turns

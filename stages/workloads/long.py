@@ -35,7 +35,7 @@ class _Records(NamedTuple):
     """The records of a document, and a code that only a later message tells."""
 
     codes: list[Fact]
-    told: Fact
+    stated: Fact
     homes: list[Fact]
     wares: list[str]
     thirds: list[list[str]]
@@ -45,7 +45,7 @@ class _Records(NamedTuple):
 def _records(rng: random.Random) -> _Records:
     keys = rng.sample(KEYS, CODES + 1)
     numbers = rng.sample(range(1000, 10_000), CODES + 1)
-    *codes, told = (Fact("code", key, (str(number),)) for key, number in zip(keys, numbers, strict=True))
+    *codes, stated = (Fact("code", key, (str(number),)) for key, number in zip(keys, numbers, strict=True))
     names, places = rng.sample(RESIDENTS, OTHERS), rng.sample(HOMES, OTHERS)
     homes = [Fact("home", name, (place,)) for name, place in zip(names, places, strict=True)]
     wares = [
@@ -55,7 +55,7 @@ def _records(rng: random.Random) -> _Records:
     thirds = [[*(fact.sentence for fact in (*codes[i::3], *homes[i::3])), *wares[i::3]] for i in range(3)]
     for third in thirds:
         rng.shuffle(third)
-    return _Records(codes, told, homes, wares, thirds)
+    return _Records(codes, stated, homes, wares, thirds)
 
 
 def _prose(rng: random.Random, split: Split, count: int, texts: Sequence[str] | None) -> list[str]:
@@ -75,7 +75,7 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
     `texts`: words to quote, each followed by its white space, from a random word on. None quotes Python's documentation.
     """
     rng = document.rng()
-    codes, told, homes, wares, thirds = _records(rng)
+    codes, stated, homes, wares, thirds = _records(rng)
     prose = _prose(rng, document.split, prose_words, texts)
     text = _between(["\n".join(third) for third in thirds], prose)
     lines = list(chain(*thirds))
@@ -86,13 +86,13 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
     instruction = f"Instruction: first name the home of {homes[0].key}, then give the code of the {late[1].key}."
     summary = f"Summarize the codes of the {early[1].key} and the {middle[1].key}, and the home of {homes[2].key}."
     remember: list[Message] = [
-        ("user", f"Please remember this as well.\n{told.sentence}"),
+        ("user", f"Please remember this as well.\n{stated.sentence}"),
         ("assistant", "I will remember it."),
         *middle[2].turns,
     ]
 
     def mention(kind: str, question: str, facts: Sequence[Fact], history: Sequence[Message] = ()) -> Sample:
-        placed = len(facts) == 1 and facts[0] is not told
+        placed = len(facts) == 1 and facts[0] is not stated
         values = tuple(fact.values[0] for fact in facts)
         reference = " ".join(fact.sentence for fact in facts)
         return Sample(
@@ -104,7 +104,7 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
             document=document.id,
             depth=lines.index(facts[0].sentence) / len(lines) if placed else None,
             mentions=values,
-            distractors=tuple(fact.values[0] for fact in (*codes, *homes, told) if fact not in facts),
+            distractors=tuple(fact.values[0] for fact in (*codes, *homes, stated) if fact not in facts),
             results=_places(reference, values),
         )
 
@@ -114,7 +114,7 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
         mention("middle", middle[0].question, [middle[0]]),
         mention("late", late[0].question, [late[0]]),
         mention("instruction", instruction, [homes[0], late[1]]),
-        mention("turn", told.question, [told], remember),
+        mention("turn", stated.question, [stated], remember),
         mention("summary", summary, [early[1], middle[1], homes[2]]),
         Sample(
             id=f"{document.id}-json",

@@ -148,7 +148,7 @@ def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
     }
 
 
-def make_row(item: EncodedSample, steps: StepStatistics, before: Answer | None, after: Answer | None) -> SampleRow:
+def make_row(item: EncodedSample, steps: StepStatistics, baseline: Answer | None, candidate: Answer | None) -> SampleRow:
     """Build the row of a sample from the baseline's answer `before` and the candidate's `after`; None if it is not judged."""
     sample = item.sample
     return SampleRow(
@@ -158,14 +158,14 @@ def make_row(item: EncodedSample, steps: StepStatistics, before: Answer | None, 
         context_tokens=len(item.prompt),
         depth=sample.depth,
         scored_tokens=len(item.reference),
-        judged=after is not None,
-        baseline_correct=before.correct if before else None,
-        candidate_correct=after.correct if after else None,
-        baseline_valid=well_formed(sample, before.text) if before else None,
-        candidate_valid=well_formed(sample, after.text) if after else None,
-        reference=sample.reference if after else None,
-        baseline_generation=before.text if before else None,
-        candidate_generation=after.text if after else None,
+        judged=candidate is not None,
+        baseline_correct=baseline.correct if baseline else None,
+        candidate_correct=candidate.correct if candidate else None,
+        baseline_valid=well_formed(sample, baseline.text) if baseline else None,
+        candidate_valid=well_formed(sample, candidate.text) if candidate else None,
+        reference=sample.reference if candidate else None,
+        baseline_generation=baseline.text if baseline else None,
+        candidate_generation=candidate.text if candidate else None,
         mean_kl=_mean(steps.kl),
         max_kl=_mean(steps.kl.max(keepdims=True)),
         far_tokens=int((steps.kl > FAR_KL).sum()),
@@ -177,7 +177,7 @@ def make_row(item: EncodedSample, steps: StepStatistics, before: Answer | None, 
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
         difficulty=sample.difficulty,
         round=item.round,
-        acceptance=_acceptance(before, after) if before and after else {},
+        acceptance=_acceptance(baseline, candidate) if baseline and candidate else {},
         baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
         candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
         right_answer="baseline" if item.replaced else "reference",

@@ -41,12 +41,12 @@ class Recovery(Figure):
     def of(cls, place: str, rows: Sequence[SampleRow], thresholds: Thresholds) -> "Recovery":
         threshold = thresholds.min_recovery if place == ALL else thresholds.min_workload_recovery
         documents = [row.document for row in rows]
-        before = document_totals([row.baseline_probability for row in rows], documents)
-        after = document_totals([row.candidate_probability for row in rows], documents)
-        baseline = float(before.mean())
+        baseline_totals = document_totals([row.baseline_probability for row in rows], documents)
+        candidate_totals = document_totals([row.candidate_probability for row in rows], documents)
+        baseline = float(baseline_totals.mean())
         # The allowed loss of a document is proportional to its baseline probability: a candidate that keeps the share
         # `threshold` of every document is exactly at the limit.
-        loss, limit = (1 - threshold) * baseline - (after - threshold * before), (1 - threshold) * baseline
+        loss, limit = (1 - threshold) * baseline - (candidate_totals - threshold * baseline_totals), (1 - threshold) * baseline
         mean = Mean(loss, limit, best=-OUTLIER * limit, worst=WORST * limit, whole=True)
         return cls(Gate.RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline, thresholds=thresholds)
 
