@@ -40,7 +40,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
-def test_a_checkpoint_of_transformers_5_is_taken_with_its_weights(saved: Path) -> None:
+def test_a_checkpoint_of_transformers_5_loads_with_its_weights(saved: Path) -> None:
     config = read_config(saved)
     assert "rope_parameters" in config
     info = describe_checkpoint(saved, config, ("model.safetensors",), ("config.json",))
@@ -105,7 +105,7 @@ def test_a_config_of_transformers_4_57_means_the_same_to_5(family: str, tmp_path
     assert has_windows(info, config)
 
 
-def test_a_decoder_nested_in_text_config_is_read_as_if_it_stood_alone(tmp_path: Path) -> None:
+def test_a_decoder_nested_in_text_config_is_read(tmp_path: Path) -> None:
     family_model("llama").save_pretrained(tmp_path)
     config = read_config(tmp_path)
     beside = {"architectures": config.pop("architectures"), "dtype": config.pop("dtype")}
@@ -114,7 +114,7 @@ def test_a_decoder_nested_in_text_config_is_read_as_if_it_stood_alone(tmp_path: 
     check_weights(nested, expected_tensors)
 
 
-def test_a_tied_model_may_hold_an_output_matrix_only_if_it_equals_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_models_output_matrix_must_equal_the_embedding(tmp_path: Path) -> None:
     model = family_model("llama")
     model.save_pretrained(tmp_path)
     info, tensors = described(tmp_path, read_config(tmp_path)), load_file(tmp_path / "model.safetensors")
@@ -129,7 +129,7 @@ def test_a_tied_model_may_hold_an_output_matrix_only_if_it_equals_the_embedding(
             check_weights(info, expected_tensors)
 
 
-def test_a_configuration_that_the_class_refuses_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_a_configuration_that_its_class_refuses_is_refused(tmp_path: Path) -> None:
     family_model("qwen2_moe").save_pretrained(tmp_path)
     info = described(tmp_path, read_config(tmp_path) | {"norm_topk_prob": "often"})
     with pytest.raises(UserError, match=r"config.json: transformers .* refuses it: .*norm_topk_prob") as refused:
@@ -260,7 +260,7 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
         ),
     ],
 )
-def test_ignored_keys_that_ask_for_another_computation_are_refused(
+def test_ignored_keys_that_change_the_computation_are_refused(
     family: str, keys: dict[str, Any], unread: str | None, tmp_path: Path
 ) -> None:
     config = {key: value for key, value in written(family, **keys).items() if value is not ...}

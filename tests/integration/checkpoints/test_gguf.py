@@ -74,9 +74,7 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "float
     ("family", "kind"),
     [*(("Llama", kind) for kind in STORED), *((family, "Q8_0") for family in ("Mistral", "Qwen2", "Qwen3", "Gemma3"))],
 )
-def test_a_converted_model_gives_the_logits_of_the_model_whose_weights_were_written(
-    family: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_converted_model_has_the_logits_of_its_source(family: str, kind: str, tmp_path: Path) -> None:
     model, stored = random_model(family), STORED[kind]
     out = converted(tmp_path, family, kind, model)
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == stored
@@ -88,9 +86,7 @@ def test_a_converted_model_gives_the_logits_of_the_model_whose_weights_were_writ
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_a_model_larger_than_a_shard_is_written_as_several_and_tied_embeddings_stay_tied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_models_are_sharded_and_tied_embeddings_stay_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "SHARD_BYTES", 100_000)
     model = random_model("Qwen2", tie_word_embeddings=True)
     out = converted(tmp_path, "Qwen2", model=model)
@@ -108,7 +104,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", GGUF_NUMBERS)
-def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, tmp_path: Path) -> None:
+def test_a_non_finite_block_is_found_without_dequantizing_it(kind: str, tmp_path: Path) -> None:
     form, first, end = GGUF_NUMBERS[kind]
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     item = np.dtype(NOT_FINITE[form][0]).itemsize
@@ -126,7 +122,7 @@ def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, 
             check_finite_gguf(header)
 
 
-def test_a_weight_that_is_not_finite_is_refused_at_opening_even_in_a_file_that_was_opened_before(tmp_path: Path) -> None:
+def test_a_non_finite_weight_is_refused_at_every_opening(tmp_path: Path) -> None:
     gguf = write_gguf(tmp_path / "s.gguf", "Llama", random_model("Llama"))
     info = inspect_gguf(gguf).info
     check_opens(info)
@@ -159,7 +155,7 @@ def test_rope_scaling_is_kept(scaling: dict[str, Any], metadata: dict[str, Any],
     torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-6)
 
 
-def test_the_rotary_factors_of_llama_3_become_its_scaling_and_other_factors_are_refused(tmp_path: Path) -> None:
+def test_only_llama_3_rotary_factors_are_accepted(tmp_path: Path) -> None:
     head_dim = 128
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled = {**scaling, "original_max_position_embeddings": 8192, "rope_theta": 50000.0}
@@ -228,7 +224,7 @@ def test_bos_and_eos_are_added_as_the_metadata_says(pre: str, keys: Any, ends: A
     assert tokenizer("ab")["input_ids"] == [*ends[0], *plain, *ends[1]]
 
 
-def test_token_types_decide_which_tokens_are_special_and_which_are_matched_whole(tmp_path: Path) -> None:
+def test_token_types_decide_special_and_whole_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__padding_token_id=0))
     ids = tokenizer("<|im_start|>a<tool>b")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "a", "<tool>", "b"]
@@ -254,7 +250,7 @@ def sentencepiece(text: str) -> list[int]:
     return ids
 
 
-def test_a_tokenizer_of_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
+def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(converted(tmp_path, "Mistral", **SENTENCEPIECE))
     for text in ("the other there", "in a the  ether", "Zürich, 12 ther", "thetherein"):
         assert tokenizer(text)["input_ids"] == [1, *sentencepiece(text)], text
@@ -262,7 +258,7 @@ def test_a_tokenizer_of_sentencepiece_merges_by_score_and_falls_back_to_bytes(tm
     assert tokenizer.eos_token == "</s>"
 
 
-def test_gemma_puts_no_space_before_a_text_and_matches_runs_of_spaces_whole(tmp_path: Path) -> None:
+def test_gemma_adds_no_space_and_matches_runs_of_spaces_whole(tmp_path: Path) -> None:
     tokens, types = [*SENTENCEPIECE_TOKENS, "  ", "\n\n"], [*SENTENCEPIECE_TYPES, 4, 4]
     scores = [*SENTENCEPIECE_SCORES, -1000.0, -1000.0]
     keys: dict[str, Any] = {"tokens": tokens, "token_type": types, "scores": scores}

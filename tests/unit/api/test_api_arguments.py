@@ -82,7 +82,7 @@ def test_an_invalid_path_or_model_is_named(given: Any) -> None:
         ("engine", {"threads": 0}, "backend.threads: input should be greater than or equal to 1"),
     ],
 )
-def test_what_is_no_engine_is_refused(place: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_load_refuses_a_directory_without_an_engine(place: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "bundle.json").write_text(json.dumps({"backend": "onnxruntime"}))
     with refused(UserError, "", said):
@@ -113,7 +113,7 @@ def test_an_invalid_prompt_or_length_is_named(prompt: Any, most: Any, said: str)
         engine.generate(prompt, most)
 
 
-def test_an_invalid_policy_gives_one_line_per_problem_and_none_takes_a_shipped_name(tmp_path: Path) -> None:
+def test_invalid_policies_are_refused_with_a_line_per_problem(tmp_path: Path) -> None:
     whole = config_of("kv=int8").kv
     assert make_policy(**whole.model_dump()) == whole
     with pytest.raises(UserError) as caught:
@@ -126,9 +126,7 @@ def test_an_invalid_policy_gives_one_line_per_problem_and_none_takes_a_shipped_n
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_champion_of_older_rules_must_be_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = judged_engine(tmp_path / "work" / "artifacts")
     file = evidence / "identity.json"
     identity = json.loads(file.read_text())
@@ -143,9 +141,7 @@ def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_a
         champion("tiny", workdir=tmp_path / "work")
 
 
-def test_a_downloaded_champion_without_its_engine_or_with_needless_samples_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_without_engine_or_extra_samples_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloaded = judged_engine(tmp_path / "artifacts")
     make_champion(monkeypatch, downloaded)
     assert reading.read_evidence(downloaded).engine is not None, "in ../../build"
@@ -182,7 +178,7 @@ def test_a_list_of_prompts_is_one_batch() -> None:
         engine.generate([])
 
 
-def test_without_lm_eval_the_command_says_what_to_install_and_ends_with_4(
+def test_without_lm_eval_the_command_exits_4_with_a_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval" or name == "pipeline.lm_eval.model"]:

@@ -18,7 +18,7 @@ from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.thresholds import RULES
 
 
-def test_an_untouched_engine_is_the_same_in_its_store_and_copied_out_of_it(evidence: Path, copy: Path) -> None:
+def test_an_untouched_engine_verifies_in_its_store_and_as_a_copy(evidence: Path, copy: Path) -> None:
     engine = evidence.parent.parent / read_identity(evidence / IDENTITY_FILE).link("engine").place
     assert find_evidence(engine) == [evidence]
     assert wrong(evidence) == wrong(copy) == {}
@@ -125,7 +125,7 @@ def test_every_alteration_is_named_even_if_it_is_sealed_again(
     assert code(copy) == (3 if differs else 4 if missing else 0)
 
 
-def test_any_file_that_was_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
+def test_a_file_added_to_the_engine_is_named_and_not_followed(copy: Path, tmp_path: Path) -> None:
     outside, engine = tmp_path / "outside", copy / "engine"
     outside.mkdir()
     (outside / "evil.so").write_text("")
@@ -150,7 +150,7 @@ def test_any_file_that_was_added_to_the_engine_is_named_and_not_followed(copy: P
         (lambda identity: [identity["verdict"].pop(name) for name in ("rules", "round")], 1),  # before rules had a version
     ],
 )
-def test_a_verdict_by_older_rules_is_refused_for_its_rules_whatever_fields_it_has(
+def test_a_verdict_by_older_rules_is_refused_for_its_rules(
     evidence: Path, tmp_path: Path, change: Callable[[Any], object], rules: int
 ) -> None:
     copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
@@ -170,7 +170,7 @@ def test_a_copy_without_its_identity_names_the_missing_file(copy: Path) -> None:
         find_evidence(copy)
 
 
-def test_the_users_samples_travel_with_the_evidence_and_are_not_read_through_a_link(tmp_path: Path) -> None:
+def test_samples_travel_with_evidence_and_links_are_not_read(tmp_path: Path) -> None:
     samples = tmp_path / "mine.jsonl"
     samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
     judged = judged_engine(tmp_path / "store", ["workloads=jsonl", f"workloads.jsonl={samples}"])
@@ -216,7 +216,7 @@ def test_the_users_texts_travel_with_the_evidence_as_one_file(tmp_path: Path) ->
         ("engine", "model", None, {"chain: build"}),
     ],
 )
-def test_an_artifact_with_an_exchanged_input_is_named_even_when_it_is_sealed_again(
+def test_an_exchanged_input_is_named_even_if_sealed_again(
     role: str, name: str, other: Role | None, named: set[str], copy: Path
 ) -> None:
     def exchange(identity: Any) -> None:
@@ -259,16 +259,14 @@ def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> N
         ),
     ],
 )
-def test_an_identity_of_other_types_or_with_paths_elsewhere_is_a_users_error(
-    copy: Path, change: Callable[[Any], None], problem: str
-) -> None:
+def test_an_invalid_identity_is_a_users_error(copy: Path, change: Callable[[Any], None], problem: str) -> None:
     edit(copy / IDENTITY_FILE, change)
     with pytest.raises(UserError, match=problem):
         replayed(copy)
     assert code(copy) == 2
 
 
-def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one(tmp_path: Path) -> None:
+def test_other_broken_identities_are_skipped_unless_relevant(tmp_path: Path) -> None:
     evidence = judged_engine(tmp_path)
     engine = tmp_path / read_identity(evidence / IDENTITY_FILE).link("engine").place
     broken = evidence.with_name("0" * 32)
