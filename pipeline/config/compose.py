@@ -33,7 +33,7 @@ from pipeline.config.launchers import BASIC, check_installed, refuse_code
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
     LAUNCHER,
-    MOST_JOBS,
+    MAX_JOBS,
     OPTION,
     SEARCHPATH,
     as_text,
@@ -56,8 +56,8 @@ _OPTIONAL = {name: key.default for name, key in KVPolicy.model_fields.items() if
 ConfigStore.instance().store("policy", _OPTIONAL)
 
 TRACKING_URI = "tracking.uri"
-MOST_DIGITS = 1000
-MOST_KEY, MOST_VALUE = 200, 1 << 15
+MAX_DIGITS = 1000
+MAX_KEY, MAX_VALUE = 200, 1 << 15
 """Maximum characters of a key and of its value."""
 
 
@@ -155,13 +155,13 @@ def _refuse_override(override: str) -> None:
     key, _, value = override.partition("=")
     if "\0" in override:
         raise UserError(f"{short(key)}: holds a null character; leave it out")
-    if len(key) > MOST_KEY or len(value) > MOST_VALUE:
+    if len(key) > MAX_KEY or len(value) > MAX_VALUE:
         raise UserError(
-            f"{short(key)}: is too long ({len(override):,} characters; a key may have {MOST_KEY}, a value {MOST_VALUE:,}); "
+            f"{short(key)}: is too long ({len(override):,} characters; a key may have {MAX_KEY}, a value {MAX_VALUE:,}); "
             "shorten it"
         )
-    if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
-        raise UserError(f"{short(key)}: holds a number of more than {MOST_DIGITS:,} digits; give a shorter one")
+    if any(len(number) > MAX_DIGITS for number in re.findall(r"[\d_]+", value)):
+        raise UserError(f"{short(key)}: holds a number of more than {MAX_DIGITS:,} digits; give a shorter one")
     if key.lstrip("+") != TRACKING_URI:
         _refuse_secrets(value, redact_text(key.lstrip("+~")))
 
@@ -309,23 +309,23 @@ def initialized() -> Iterator[None]:
 def _jobs(overrides: list[Override]) -> list[list[str]]:
     """Return the overrides of every job: all combinations of the swept values, in the order of Hydra's sweeper.
 
-    Raises UserError for a key without a value, and for more than MOST_JOBS jobs.
+    Raises UserError for a key without a value, and for more than MAX_JOBS jobs.
     """
     choices: dict[str, list[str]] = {}  # the last value of a key counts, at the position of the first
     for o in overrides:
         key = o.get_key_element()
         if o.is_sweep_override():
             try:
-                choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MOST_JOBS + 1)]
+                choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MAX_JOBS + 1)]
             except ValueError as error:  # from Python's range()
                 raise UserError(f"{as_typed(str(o.input_line))}: {error}; list the values to sweep") from None
         else:
             choices[key] = [str(o.input_line) if o.is_delete() else f"{key}={o.get_value_element_as_str()}"]
         if not choices[key]:
             raise UserError(f"{as_typed(str(o.input_line))}: there is no such option; list the values to sweep")
-    if prod(map(len, choices.values())) > MOST_JOBS:
+    if prod(map(len, choices.values())) > MAX_JOBS:
         swept = " ".join(as_typed(str(o.input_line)) for o in overrides if o.is_sweep_override())
-        raise UserError(f"{swept}: more than {MOST_JOBS:,} jobs; make several sweeps")
+        raise UserError(f"{swept}: more than {MAX_JOBS:,} jobs; make several sweeps")
     return [list(job) for job in product(*choices.values())]
 
 

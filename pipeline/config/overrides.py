@@ -20,9 +20,9 @@ from stages.core.errors import UserError, short
 from stages.core.redaction import redact_text
 from stages.core.strict import Unreadable, read_file
 
-MOST_BYTES, MOST_DEPTH = 1_000_000, 100
+MAX_BYTES, MAX_DEPTH = 1_000_000, 100
 """Maximum bytes and nesting of a file of options."""
-MOST_JOBS = 1000
+MAX_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
 OPTION = re.compile(r"[\w-]+")
@@ -112,7 +112,7 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
     options = options_of(key)
     if options and not isinstance(override.value(), Glob):
         swept = override.is_sweep_override()
-        for value in islice(override.sweep_iterator(), MOST_JOBS + 1) if swept else [override.value()]:
+        for value in islice(override.sweep_iterator(), MAX_JOBS + 1) if swept else [override.value()]:
             if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):
                 shown = "null" if value is None else short(value, 200)
                 return f"{key}={shown}: is not the name of an option; choose one of {', '.join(options)}"
@@ -142,13 +142,13 @@ def _check_option(path: Path, folder: Path) -> None:
         raise UserError(f"--config-dir: {path}: kvgate's own option of this name comes first; give it another name")
     depth = 0
     try:
-        for event in yaml.parse(read_file(path, MOST_BYTES).decode()):
+        for event in yaml.parse(read_file(path, MAX_BYTES).decode()):
             if isinstance(event, yaml.AliasEvent):
                 raise Unreadable("uses a YAML alias (*name); write the value out")
             if depth == 0 and isinstance(event, yaml.SequenceStartEvent | yaml.ScalarEvent):
                 raise Unreadable("has no keys; write KEY: VALUE")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_DEPTH:
-                raise Unreadable(f"nested more than {MOST_DEPTH} deep")
+            if depth > MAX_DEPTH:
+                raise Unreadable(f"nested more than {MAX_DEPTH} deep")
     except (ValueError, OverflowError, yaml.YAMLError) as error:  # not UTF-8, or "\UFFFFFFFF"
         raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())}); correct it") from None

@@ -15,7 +15,7 @@ from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.strict import StrictModel, Unreadable, absolute, read_file
 
 SIGNATURE_FILE = "identity.sig"
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 HOW = "make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem; openssl ec -in key.pem -pubout -out public.pem"
 
 
@@ -52,7 +52,7 @@ class SigningConfig(StrictModel):
     def problem(self, identity: Path) -> str | None:
         """Return why an identity has no signature by a trusted key; None if it has one."""
         signature = identity.with_name(SIGNATURE_FILE)
-        if signature.is_symlink() or not signature.is_file() or signature.stat().st_size > MOST_BYTES:
+        if signature.is_symlink() or not signature.is_file() or signature.stat().st_size > MAX_BYTES:
             return f"{SIGNATURE_FILE} is missing, a link, or too large"
         problem = None
         for verifier in [_open("trusted", path) for path in self.trusted]:
@@ -70,7 +70,7 @@ def _open(name: str, path: str) -> Any:
     try:
         from model_signing import signing, verifying
 
-        read_file(file := absolute(path), MOST_BYTES)
+        read_file(file := absolute(path), MAX_BYTES)
         if name == "key":
             return signing.Config().use_elliptic_key_signer(private_key=file)
         return verifying.Config().use_elliptic_key_verifier(public_key=file)

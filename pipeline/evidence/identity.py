@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic requires this class before P
 from pipeline import __version__
 from pipeline.config.config import Config
 from pipeline.config.signing import SigningConfig
-from pipeline.store.store import MOST_BYTES
+from pipeline.store.store import MAX_BYTES
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest
 from stages.core.errors import UserError, short
@@ -179,7 +179,7 @@ def read_lineage(path: Path) -> Lineage:
 
 def _read(path: Path, record: type[R]) -> R:
     try:
-        return record.model_validate_json(read_file(path, MOST_BYTES))
+        return record.model_validate_json(read_file(path, MAX_BYTES))
     except Unreadable as error:
         raise UserError(f"{path}: {error}") from None
     except ValidationError as error:
@@ -221,7 +221,7 @@ def read_bundle(engine: Path) -> dict[str, Any]:
     """Return the `bundle.json` of any backend, without checking its values. Raises UserError if it is not a JSON object."""
     path = engine / BUNDLE_FILE
     try:
-        record = parse_json(read_file(path, MOST_BYTES))
+        record = parse_json(read_file(path, MAX_BYTES))
     except Unreadable as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(record, dict):

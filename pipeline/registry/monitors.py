@@ -15,7 +15,7 @@ from pipeline.config.routing import ClassName, MonitorConfig
 from stages.core.errors import UserError
 from stages.core.strict import StrictModel, Unreadable, absolute, first_problem, parse_json, read_file
 
-MOST_BYTES = 1_000_000
+MAX_BYTES = 1_000_000
 MAX_AGE_S = 900
 """Maximum seconds between now and `taken_at` of a snapshot."""
 MONITOR_ALPHA = 0.001
@@ -74,7 +74,7 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
     """Read the snapshot. Raises UserError with its first problem, also if the snapshot is too old."""
     where = f"monitor.snapshot={monitor.snapshot}"
     try:
-        content = read_file(absolute(str(monitor.snapshot)), MOST_BYTES)
+        content = read_file(absolute(str(monitor.snapshot)), MAX_BYTES)
         parse_json(content)  # refuses repeated keys, of which pydantic takes the last
         snapshot = Snapshot.model_validate_json(content)
     except Unreadable as error:

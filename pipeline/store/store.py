@@ -39,7 +39,7 @@ USE_LOCK = ".lock"
 """Lock file at the root of a store; a removal of artifacts holds it."""
 USERS = ".users"
 """Folder of a store with a locked file for each command that uses its artifacts, named after the process."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Maximum size of a manifest."""
 RESUMABLE_S = 30 * 24 * 3600.0
 """Seconds without a write before an unfinished artifact counts as abandoned."""
@@ -187,7 +187,7 @@ def check_store(root: Path) -> None:
     if not path.exists():
         return
     try:
-        version = parse_json(read_file(path, MOST_BYTES))["schema_version"]
+        version = parse_json(read_file(path, MAX_BYTES))["schema_version"]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: has no schema_version; restore it, or give another workdir") from error
     if type(version) is not int or version != STORE_VERSION:
@@ -210,7 +210,7 @@ def _remove_abandoned(scratch: Path, target: Path) -> None:
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return an artifact's manifest, or None if it is missing or unreadable; such an artifact is not used."""
     try:
-        manifest = parse_json(read_file(directory / MANIFEST, MOST_BYTES))
+        manifest = parse_json(read_file(directory / MANIFEST, MAX_BYTES))
         complete = isinstance(manifest["parts"]["inputs"], dict) and isinstance(manifest["files"], dict)
         complete = complete and {"key", "seconds"} <= manifest.keys()
     except (ValueError, TypeError, KeyError, AttributeError):

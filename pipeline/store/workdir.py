@@ -13,8 +13,8 @@ from stages.core.files import ARTIFACTS
 
 BELOW = 240
 """Length in characters of the longest path that kvgate makes below the work directory."""
-LONGEST_PATH = 4095
-LONGEST_NAME = 255
+MAX_PATH = 4095
+MAX_NAME = 255
 """Limit in bytes of every file system that matters here."""
 
 FOLDERS = (ARTIFACTS, "mlartifacts", "summaries", "sweep")
@@ -38,7 +38,7 @@ def check_workdir(work: Path, key: str, *, writes: bool = True) -> None:
     With `writes`, a nameless temporary file is written as a test. Otherwise only the permissions are checked.
     """
     name = f"workdir={key}"
-    if any(len(os.fsencode(part)) > LONGEST_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > LONGEST_PATH:
+    if any(len(os.fsencode(part)) > MAX_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > MAX_PATH:
         raise UserError(f"workdir={key[:60]}...: {len(key):,} characters are too long a path; give a shorter one")
     check_contents(work, key)
     there = next(place for place in (work, *work.parents) if os.path.lexists(place))

@@ -31,7 +31,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "mish")
 """Activation functions of transformers that decoders use."""
 
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 """Maximum layers or experts, far above any model."""
 LARGEST = 1 << 30
 """Maximum of any other size, far above any model."""
@@ -210,7 +210,7 @@ def integer(path: Path, config: dict[str, Any], key: str, default: int | None = 
     value = config.get(key)
     if value is None and default is not None:
         return default
-    most = MOST_LAYERS if key in COUNTS else LARGEST
+    most = MAX_LAYERS if key in COUNTS else LARGEST
     if type(value) is not int or not 0 < value <= most:
         raise wrong(path, config, key, f"a positive integer, at most {most:,}")
     return value

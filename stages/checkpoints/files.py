@@ -10,7 +10,7 @@ from stages.checkpoints.places import cached_repository
 from stages.core.errors import UserError, short
 from stages.core.strict import Unreadable, parse_json, read_file
 
-MOST_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 """Maximum bytes of a JSON file of a checkpoint; the largest tokenizer.json files have about 35 MB."""
 
 INDEX = "model.safetensors.index.json"
@@ -46,7 +46,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         UserError: The file is missing, unreadable, or holds no JSON object.
     """
     try:
-        content = parse_json(read_file(path / name, MOST_JSON_BYTES))
+        content = parse_json(read_file(path / name, MAX_JSON_BYTES))
     except Unreadable as error:
         if not os.path.lexists(path / name) and os.access(path, os.X_OK):
             raise refusal(path, f"not a Hugging Face checkpoint, {name} is missing; give the directory of one") from None

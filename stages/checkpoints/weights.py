@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from stages.checkpoints.description import CheckpointInfo, read_config
-from stages.checkpoints.files import INDEX, MOST_JSON_BYTES, read_json, refusal
+from stages.checkpoints.files import INDEX, MAX_JSON_BYTES, read_json, refusal
 from stages.checkpoints.quantized import TYPES, Shape
 from stages.core.errors import short
 from stages.core.redaction import printable
@@ -26,7 +26,7 @@ FREQUENCIES = ".rotary_emb.inv_freq"
 ROWS = 4096
 """Rows of two matrices that are compared at a time, to save memory."""
 
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Maximum header bytes of a safetensors file, as defined by the format."""
 
 
@@ -132,8 +132,8 @@ def check_tokenizer(info: CheckpointInfo) -> None:
     for name in info.other_files:
         if name.endswith(".json"):
             content[name] = read_json(info.path, name)
-        elif (info.path / name).stat().st_size > MOST_JSON_BYTES:
-            raise refusal(info.path, f"{name} should have {MOST_JSON_BYTES:,} bytes at most; download it again")
+        elif (info.path / name).stat().st_size > MAX_JSON_BYTES:
+            raise refusal(info.path, f"{name} should have {MAX_JSON_BYTES:,} bytes at most; download it again")
     tokenizer = content.get("tokenizer.json", {})
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -182,7 +182,7 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
             start = stream.read(len(LFS_POINTER))
         refuse_pointer(start)
         length = int.from_bytes(start[:8], "little")
-        if not 2 <= length <= min(MOST_HEADER_BYTES, (path / file).stat().st_size - 8):
+        if not 2 <= length <= min(MAX_HEADER_BYTES, (path / file).stat().st_size - 8):
             raise SafetensorError(f"its header should have {length:,} bytes")
         with safe_open(path / file, framework="numpy") as content:
             for name in content.keys():  # noqa: SIM118  (not a mapping)

@@ -86,7 +86,7 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     return samples
 
 
-MOST_PROBLEMS = 20
+MAX_PROBLEMS = 20
 
 
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
@@ -115,7 +115,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             used_ids.add(sample.id)
             samples.append(sample)
     if problems:
-        shown, more = problems[:MOST_PROBLEMS], len(problems) - MOST_PROBLEMS
+        shown, more = problems[:MAX_PROBLEMS], len(problems) - MAX_PROBLEMS
         if more > 0:
             shown.append(f"{path}: {more:,} more problems, correct these first")
         raise UserError("\n".join(shown))

@@ -32,7 +32,7 @@ FEW = [
 ]
 
 
-MOST_S = 1200
+MAX_SECONDS = 1200
 """Seconds after which a command hangs, also on a machine that is busy with other tests."""
 SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", "PGPASSWORD": "hunter2-password"}
 
@@ -42,7 +42,7 @@ def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
     command = [sys.executable, "-m", "pipeline", *once.values()]
     environment = {**os.environ, **SECRETS}
     return subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=MOST_S, env=environment
+        command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=MAX_SECONDS, env=environment
     )
 
 
@@ -57,7 +57,7 @@ def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
             patch.setattr(f"{module}.in_child", _in_this_process)
-        done = run_in_fork(case, cwd, seconds=MOST_S, limited=False)
+        done = run_in_fork(case, cwd, seconds=MAX_SECONDS, limited=False)
     assert done.code is not None, "it takes too long"
     return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)
 
