@@ -192,8 +192,8 @@ def _planned(overrides: list[Override], multirun: bool, parser: OverridesParser)
     if any(o.key_or_group == SEARCHPATH for o in overrides):
         check_installed(launcher)
         typed = {o.key_or_group: str(o.input_line) for o in overrides if is_hydras(o.key_or_group)}
-        others = [line for key, line in typed.items() if key not in (SEARCHPATH, LAUNCHER)]
-        refuse_code(composed.hydra, _composed([f"{LAUNCHER}={launcher}", *others]).hydra)
+        overrides_of_others = [line for key, line in typed.items() if key not in (SEARCHPATH, LAUNCHER)]
+        refuse_code(composed.hydra, _composed([f"{LAUNCHER}={launcher}", *overrides_of_others]).hydra)
     launcher_config: Any = OmegaConf.to_container(composed.hydra.launcher)
     if multirun or composed.hydra.mode == RunMode.MULTIRUN:
         return replace(_sweep(overrides, composed.hydra, parser), launcher=launcher, launcher_config=launcher_config)

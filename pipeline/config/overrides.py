@@ -59,14 +59,14 @@ def readable(argument: str, parser: OverridesParser) -> str:
     if _is_read(argument, parser):
         return argument
     key, equals, value = argument.partition("=")
-    shown, text = short(redact_text(argument), 200), f"{key}={quoted(value)}"
+    title, text = short(redact_text(argument), 200), f"{key}={quoted(value)}"
     if not equals or not _is_read(text, parser):
-        raise UserError(f"{shown}: cannot be read as KEY=VALUE; write KEY=VALUE with a key that exists")
+        raise UserError(f"{title}: cannot be read as KEY=VALUE; write KEY=VALUE with a key that exists")
     if BRACKETED.fullmatch(value):
         example = shlex.quote(key + ('=["TEXT"]' if value.startswith("[") else '={name: "TEXT"}'))
-        raise UserError(f"{shown}: cannot be read as a list or a dict; quote its texts, but no names, as in {example}")
+        raise UserError(f"{title}: cannot be read as a list or a dict; quote its texts, but no names, as in {example}")
     if "," in value:
-        raise UserError(f"{shown}: cannot be read; quote the text, as in {as_text(shown)}, or each one of a sweep")
+        raise UserError(f"{title}: cannot be read; quote the text, as in {as_text(title)}, or each one of a sweep")
     return text
 
 
@@ -114,8 +114,8 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
         swept = override.is_sweep_override()
         for value in islice(override.sweep_iterator(), MAX_JOBS + 1) if swept else [override.value()]:
             if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):
-                shown = "null" if value is None else short(value, 200)
-                return f"{key}={shown}: is not the name of an option; choose one of {', '.join(options)}"
+                shown_value = "null" if value is None else short(value, 200)
+                return f"{key}={shown_value}: is not the name of an option; choose one of {', '.join(options)}"
             if value is not None and value not in options:
                 return f"{key}={value}: no such option{suggest(str(value), options)}"
     return None

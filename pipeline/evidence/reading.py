@@ -175,10 +175,10 @@ def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
     for link in identity.chain:
         for name, digest in link.inputs.items():
             if name not in USER_INPUTS:
-                known = digest in provided
+                is_known = digest in provided
             else:  # a quantized checkpoint with the same digest must not replace the converted one
-                known = name != "checkpoint" or not converted or digest in converted
-            if not known:
+                is_known = name != "checkpoint" or not converted or digest in converted
+            if not is_known:
                 yield link, f"its input {name} {digest[:12]} is not an artifact of this chain"
 
 

@@ -251,11 +251,11 @@ def _finite(logits: Any) -> Any:
     return logits
 
 
-def _at_least(least: int, name: str, value: int | str) -> int:
+def _at_least(minimum: int, name: str, value: int | str) -> int:
     try:
         number = int(value)
     except ValueError:
         number = 0
-    if number < least:
-        raise UserError(f"{name}={value}: must be a whole number, {least} or more")
+    if number < minimum:
+        raise UserError(f"{name}={value}: must be a whole number, {minimum} or more")
     return number

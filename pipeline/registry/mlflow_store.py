@@ -115,8 +115,10 @@ class RegistryReader:
         def read(name: str) -> None:
             with suppress(MlflowException):  # nothing was registered yet
                 model = self.model(name)
-                unknown = [one for one in model.pointed_at.values() if one.run_id and one.identity_digest not in identities]
-                models[name] = replace(model, engines={one.number: self.engine_digest(one) for one in unknown})
+                unknown = [
+                    cited for cited in model.pointed_at.values() if cited.run_id and cited.identity_digest not in identities
+                ]
+                models[name] = replace(model, engines={cited.number: self.engine_digest(cited) for cited in unknown})
 
         read(self.location.model_name)
         for digest in sorted(identities):

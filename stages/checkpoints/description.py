@@ -85,8 +85,8 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     _architecture(path, config)  # an unsupported model is refused before its files are checked
     weights, index = weight_files(path)
     tokenizer = tokenizer_files(path)
-    others = (name for name in (GENERATION, MODELOPT_FILE) if os.path.lexists(path / name))
-    other_files = ("config.json", *others, *index, *tokenizer)
+    more_files = (name for name in (GENERATION, MODELOPT_FILE) if os.path.lexists(path / name))
+    other_files = ("config.json", *more_files, *index, *tokenizer)
     for name in (*weights, *other_files):
         check_file(path, name)
     info = describe_checkpoint(path, config, weights, other_files)
@@ -210,9 +210,9 @@ def integer(path: Path, config: dict[str, Any], key: str, default: int | None = 
     value = config.get(key)
     if value is None and default is not None:
         return default
-    most = MAX_LAYERS if key in COUNTS else LARGEST
-    if type(value) is not int or not 0 < value <= most:
-        raise wrong(path, config, key, f"a positive integer, at most {most:,}")
+    maximum = MAX_LAYERS if key in COUNTS else LARGEST
+    if type(value) is not int or not 0 < value <= maximum:
+        raise wrong(path, config, key, f"a positive integer, at most {maximum:,}")
     return value
 
 

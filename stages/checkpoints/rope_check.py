@@ -24,8 +24,8 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping
     Raises:
         UserError: A parameter, a frequency or the attention factor differs.
     """
-    made = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
-    computed = [buffer for name, buffer in made.named_buffers() if name.endswith("inv_freq")]
+    rebuilt = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
+    computed = [buffer for name, buffer in rebuilt.named_buffers() if name.endswith("inv_freq")]
     for name, frequencies in (stored or {}).items():  # often rounded to 16 bits
         if not any(
             frequencies.shape == buffer.shape and buffer.allclose(frequencies.float(), rtol=0.01, atol=1e-6)
@@ -42,12 +42,12 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping
         prefix = "" if kind is None else f"{kind}_"
         applied = model.config.rope_parameters if kind is None else model.config.rope_parameters[kind]
         differing = [f"{key}={short(applied.get(key))}" for key, value in stated.items() if applied.get(key) != value]
-        kept = DEFAULTED if "rope_type" in stated else applied.keys()
-        wanted, scale = _rotary({key: applied[key] for key in kept if key in applied} | stated, model.config)
-        frequencies = getattr(made, f"{prefix}inv_freq")
-        if differing or frequencies.shape != wanted.shape or not frequencies.allclose(wanted, rtol=1e-6, atol=0):
+        keys = DEFAULTED if "rope_type" in stated else applied.keys()
+        expected, scale = _rotary({key: applied[key] for key in keys if key in applied} | stated, model.config)
+        frequencies = getattr(rebuilt, f"{prefix}inv_freq")
+        if differing or frequencies.shape != expected.shape or not frequencies.allclose(expected, rtol=1e-6, atol=0):
             applies = "other rotary " + (f"parameters ({', '.join(differing)})" if differing else "frequencies")
-        elif getattr(made, f"{prefix}attention_scaling") != scale:
+        elif getattr(rebuilt, f"{prefix}attention_scaling") != scale:
             applies = f"another attention_factor (not {scale})"
         else:
             continue

@@ -66,16 +66,17 @@ def refuse_unread_keys(path: Path, config: dict[str, Any], read: Any, tensors: I
         read: transformers' configuration, an instance of the family's class.
         tensors: Names of the model's tensors.
     """
-    known = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
-    for key, own in _unread_keys(config, known | COMPARED | {FAMILIES[read.model_type].local_base or ""}):
-        given, value = [name for name in own if name in config], config[key]
-        if own and not given:
+    known_keys = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
+    for key, same_meaning in _unread_keys(config, known_keys | COMPARED | {FAMILIES[read.model_type].local_base or ""}):
+        present, value = [name for name in same_meaning if name in config], config[key]
+        if same_meaning and not present:
             raise refusal(
-                path, f"config.json: {short(key)} is not read in a model of type {read.model_type}; write it as {min(own)}"
+                path,
+                f"config.json: {short(key)} is not read in a model of type {read.model_type}; write it as {min(same_meaning)}",
             )
-        if _has_no_effect(_words(key), value, [config[name] for name in given], tensors):
+        if _has_no_effect(_words(key), value, [config[name] for name in present], tensors):
             continue
-        other = get_close_matches(key, (known | COMPARED) & config.keys(), 1, 0.6)
+        other = get_close_matches(key, (known_keys | COMPARED) & config.keys(), 1, 0.6)
         if isinstance(value, bool) or not other or config[other[0]] != value:
             raise refusal(
                 path,
@@ -84,17 +85,17 @@ def refuse_unread_keys(path: Path, config: dict[str, Any], read: Any, tensors: I
             )
 
 
-def _unread_keys(config: dict[str, Any], known: Set[str]) -> Iterator[tuple[str, list[str]]]:
+def _unread_keys(config: dict[str, Any], known_keys: Set[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield unread keys that may change the computation, each with the known keys of the same meaning (`SAME`)."""
     for key, value in config.items():
         words = _words(key)
         same = next((synonyms for synonyms in SAME if synonyms.intersection(words)), set[str]())
-        if key in known or key.startswith("_") or _has_word(words, TRAINING_WORDS):
+        if key in known_keys or key.startswith("_") or _has_word(words, TRAINING_WORDS):
             continue
         unset = value is None or isinstance(value, bool)  # such as activation_checkpointing
-        named = isinstance(value, str) and value.lower() in DECODER_WORDS  # such as position_encoding: alibi
-        if not unset if same else named or _has_word(words, DECODER_WORDS):
-            yield key, [name for name in known if same.intersection(name.split("_"))]
+        names_a_computation = isinstance(value, str) and value.lower() in DECODER_WORDS  # such as position_encoding: alibi
+        if not unset if same else names_a_computation or _has_word(words, DECODER_WORDS):
+            yield key, [name for name in known_keys if same.intersection(name.split("_"))]
 
 
 def _words(key: str) -> list[str]:
@@ -106,7 +107,7 @@ def _has_word(words: list[str], searched: Set[str]) -> bool:
     return any(f"_{word}_" in f"_{'_'.join(words)}_" for word in searched)
 
 
-def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterable[str]) -> bool:
+def _has_no_effect(words: list[str], value: Any, values: list[Any], tensors: Iterable[str]) -> bool:
     """Return whether the family computes what an unread key asks for.
 
     Args:
@@ -117,9 +118,9 @@ def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterab
     """
     if isinstance(value, list) and value and all(each == value[0] for each in value):
         value = value[0]
-    if own:  # other approximations of an activation have a longer name, and its gated form another
+    if values:  # other approximations of an activation have a longer name, and its gated form another
         value = {"swiglu": "silu", "geglu": "gelu"}.get(value, value) if isinstance(value, str) else value
-        return value in (None, *own) or (isinstance(value, str) and any(str(one).startswith(value) for one in own))
+        return value in (None, *values) or (isinstance(value, str) and any(str(item).startswith(value) for item in values))
     if isinstance(value, str) and {"norm", "normalization"}.intersection(words):
         norm = "layernorm" if "model.norm.bias" in tensors else "rmsnorm"
         return value.lower().replace("_", "") == norm
@@ -129,4 +130,4 @@ def _has_no_effect(words: list[str], value: Any, own: list[Any], tensors: Iterab
     elif "qk" in words and any("norm" in word for word in words):
         applied = (None, any(".q_norm." in name for name in tensors))
     applied = applied or WITHOUT_EFFECT
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in applied)
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in applied)

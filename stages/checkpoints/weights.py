@@ -51,11 +51,11 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[
     expected = expected_tensors(info.path, described, frequencies)
     shapes = {name: shape for name, (_, shape) in on_disk.items()}
     plain = [(name, name, shape) for name, shape in shapes.items()]
-    found = set()
+    seen_names = set()
     about = f"{info.architecture} of {info.shape.layers} layers"
     for stored, name, shape in plain if info.quantized is None else info.quantized.plain(shapes, expected):
         file = on_disk[stored][0]
-        found.add(name)
+        seen_names.add(name)
         # transformers computes rotary frequencies and a tied output matrix itself.
         if name not in expected and name != HEAD and not name.endswith(FREQUENCIES):
             raise refusal(
@@ -69,11 +69,11 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[
                 f"{file}: {stored} has shape {list(shape)}, config.json makes it {list(expected[name])}; give the config.json "
                 "that belongs to the weights",
             )
-    missing = sorted(expected.keys() - found)
+    missing = sorted(expected.keys() - seen_names)
     if missing:
         rest = f"{len(missing) - 1} more tensors of {about}"
         raise refusal(info.path, f"{missing[0]} is missing, and {rest}; give the complete checkpoint")
-    if HEAD in found and HEAD not in expected and not _are_equal(info.path, on_disk, HEAD, EMBEDDING):
+    if HEAD in seen_names and HEAD not in expected and not _are_equal(info.path, on_disk, HEAD, EMBEDDING):
         raise refusal(
             info.path,
             f"{HEAD} differs from {EMBEDDING} in the weights, but config.json says that both are one tensor "
@@ -84,25 +84,25 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[
 
 def tensors_on_disk(info: CheckpointInfo) -> dict[str, tuple[str, Shape]]:
     """Return the file and the shape of every tensor in a checkpoint. Raises UserError for invalid files."""
-    found: dict[str, tuple[str, Shape]] = {}
+    tensors: dict[str, tuple[str, Shape]] = {}
     types = FLOATS if info.quantized is None else (*FLOATS, *TYPES)
     codes = []
     for file in info.weight_files:
         for name, dtype, shape in _tensors(info.path, file):
-            if name in found:
-                raise refusal(info.path, f"{name} is in both {found[name][0]} and {file}; keep one of them")
+            if name in tensors:
+                raise refusal(info.path, f"{name} is in both {tensors[name][0]} and {file}; keep one of them")
             if dtype not in types:
                 raise refusal(
                     info.path, f"{file}: {printable(name[:200])} is of type {dtype}; give weights of {', '.join(types)}"
                 )
-            found[name] = file, shape
+            tensors[name] = file, shape
             codes += [name] if dtype not in FLOATS else []
     for name in codes:
-        if info.quantized is not None and info.quantized.layout(name.rpartition(".")[0], found) is None:
+        if info.quantized is not None and info.quantized.layout(name.rpartition(".")[0], tensors) is None:
             lacking = f"holds codes without the scales of {info.quantized.title}"
-            raise refusal(info.path, f"{found[name][0]}: {printable(name[:200])} {lacking}; give the complete checkpoint")
-    _check_index(info, {name: file for name, (file, _) in found.items()})
-    return found
+            raise refusal(info.path, f"{tensors[name][0]}: {printable(name[:200])} {lacking}; give the complete checkpoint")
+    _check_index(info, {name: file for name, (file, _) in tensors.items()})
+    return tensors
 
 
 TOKENIZER_CLASSES = {
@@ -166,13 +166,13 @@ def tokens_beyond(info: CheckpointInfo) -> list[str]:
     return [token["content"] for token in added if token["id"] >= info.vocab_size and token["content"]]
 
 
-def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], one: str, other: str) -> bool:
+def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], name: str, other: str) -> bool:
     """Return whether two matrices of a checkpoint hold equal numbers, regardless of their types."""
-    if one not in on_disk or other not in on_disk or on_disk[one][1] != on_disk[other][1]:
+    if name not in on_disk or other not in on_disk or on_disk[name][1] != on_disk[other][1]:
         return False
-    with safe_open(path / on_disk[one][0], "pt") as first, safe_open(path / on_disk[other][0], "pt") as second:
-        pair = first.get_slice(one), second.get_slice(other)
-        starts = range(0, on_disk[one][1][0], ROWS)
+    with safe_open(path / on_disk[name][0], "pt") as first, safe_open(path / on_disk[other][0], "pt") as second:
+        pair = first.get_slice(name), second.get_slice(other)
+        starts = range(0, on_disk[name][1][0], ROWS)
         return all(bool((pair[0][at : at + ROWS].double() == pair[1][at : at + ROWS].double()).all()) for at in starts)
 
 
@@ -196,14 +196,15 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
         raise refusal(path, f"{file} is not a complete safetensors file ({error}); download it again") from None
 
 
-def _check_index(info: CheckpointInfo, found: dict[str, str]) -> None:
+def _check_index(info: CheckpointInfo, places: dict[str, str]) -> None:
     """Raise UserError if the index assigns a tensor to another file than its own."""
     if INDEX not in info.other_files:
         return
     weight_map = read_json(info.path, INDEX)["weight_map"]
-    wrong = sorted(name for name in weight_map.keys() | found.keys() if weight_map.get(name) != found.get(name))
-    if wrong:
-        named, held = (json.dumps(place.get(wrong[0])) for place in (weight_map, found))
+    misplaced = sorted(name for name in weight_map.keys() | places.keys() if weight_map.get(name) != places.get(name))
+    if misplaced:
+        indexed, stored = (json.dumps(place.get(misplaced[0])) for place in (weight_map, places))
         raise refusal(
-            info.path, f"{INDEX} puts {wrong[0]} into {named}, it is in {held}; give the index that was saved with the weights"
+            info.path,
+            f"{INDEX} puts {misplaced[0]} into {indexed}, it is in {stored}; give the index that was saved with the weights",
         )

@@ -110,9 +110,9 @@ def _is_of(libraries: tuple[str, ...], error: BaseException) -> bool:
     return any(kind.__module__.partition(".")[0] in libraries for kind in type(error).__mro__)
 
 
-def short(value: object, most: int = 60) -> str:
+def short(value: object, max_characters: int = 60) -> str:
     """Return a value for a message: printable, on one line of at most `most` characters."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "an integer of many digits"
     text = printable(str(value))
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_characters else f"{text[: max_characters - 3]}..."

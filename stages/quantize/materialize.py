@@ -149,14 +149,14 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
 def copy_without_scales(info: CheckpointInfo, out: Path) -> None:
     """Copy the checkpoint to the new directory `out` without scales of the cache; an engine uses its policy's scales."""
     places = tensor_files(info)
-    kept = {name: file for name, file in places.items() if not CACHE_SCALE.fullmatch(name)}
-    anew = {places[name] for name in places.keys() - kept.keys()}
+    remaining = {name: file for name, file in places.items() if not CACHE_SCALE.fullmatch(name)}
+    anew = {places[name] for name in places.keys() - remaining.keys()}
     copy_checkpoint(info, out, but=anew | {INDEX} if anew else ())
     for file in anew:
-        tensors = {name: read_tensor(info, places, name) for name, place in kept.items() if place == file}
+        tensors = {name: read_tensor(info, places, name) for name, place in remaining.items() if place == file}
         save_file(tensors, out / file, metadata={"format": "pt"})
     if INDEX in info.other_files and anew:
-        (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}, indent=1) + "\n", encoding="utf-8")
+        (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": remaining}, indent=1) + "\n", encoding="utf-8")
 
 
 def own_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales | None:

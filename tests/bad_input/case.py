@@ -50,7 +50,7 @@ class Outcome:
 
 def contents(directory: Path) -> dict[str, str]:
     """Return the contents of a directory: relative path -> mode and, for a file, the digest of its bytes."""
-    found = {}
+    files = {}
     for path in sorted(directory.rglob("*")):
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode):
@@ -58,5 +58,5 @@ def contents(directory: Path) -> dict[str, str]:
             about = hashlib.sha256(path.read_bytes()).hexdigest() if size < 1 << 26 else f"{size} bytes"
         else:
             about = os.readlink(path) if stat.S_ISLNK(mode) else ""
-        found[str(path.relative_to(directory))] = f"{stat.filemode(mode)} {about}"
-    return found
+        files[str(path.relative_to(directory))] = f"{stat.filemode(mode)} {about}"
+    return files

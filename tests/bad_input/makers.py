@@ -127,8 +127,8 @@ def sharded(weight_map: object, files: dict[str, list[str]] | None = None) -> Pr
         for file, held in parts.items():
             safetensors(model / file, {name: tensors[name] for name in held})
         whole = {name: file for file, held in parts.items() for name in held}
-        listed = weight_map(whole) if callable(weight_map) else weight_map
-        (model / "model.safetensors.index.json").write_text(json.dumps(listed))
+        index = weight_map(whole) if callable(weight_map) else weight_map
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
     return prepare
 

@@ -115,10 +115,10 @@ def _refuse_unknown_metadata(header: Header, architecture: str) -> None:
 
 def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[str, Any]:
     def value(name: str, kind: Any, default: Any = None) -> Any:
-        found: Any = header.metadata.get(f"{architecture}.{name}", default)
-        if not (type(found) is kind and 0 < found < LARGEST):
-            raise header.error(f"{architecture}.{name} must be a positive {kind.__name__}, got {found!r:.40}")
-        return found
+        entry: Any = header.metadata.get(f"{architecture}.{name}", default)
+        if not (type(entry) is kind and 0 < entry < LARGEST):
+            raise header.error(f"{architecture}.{name} must be a positive {kind.__name__}, got {entry!r:.40}")
+        return entry
 
     sizes = {name: value(key, int) for key, name in SIZES.items() if key != "attention.head_count_kv"}
     heads = sizes["num_attention_heads"]
@@ -197,12 +197,12 @@ def _llama3_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any] | 
     half = config["head_dim"] // 2
     if tensor.kind != "F32" or tensor.shape != (half,):
         raise header.error(f"{ROPE_FACTORS} must be {half} values of type F32, got {tensor.shape} of {tensor.kind}")
-    found = header.floats(ROPE_FACTORS)
-    if all(factor == 1 for factor in found):
+    factors = header.floats(ROPE_FACTORS)
+    if all(factor == 1 for factor in factors):
         return None
-    scaling = {"rope_type": "llama3", "factor": _shortest(max(found)), **LLAMA3_ROPE}
+    scaling = {"rope_type": "llama3", "factor": _shortest(max(factors)), **LLAMA3_ROPE}
     expected = _llama3_factors(half, config["rope_theta"], scaling)
-    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True)):
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(factors, expected, strict=True)):
         raise header.error(f"{ROPE_FACTORS} is not the rotary scaling of Llama 3; use the model's Hugging Face checkpoint")
     return scaling
 
@@ -224,8 +224,8 @@ def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> 
     for name, (_, shape) in expected.items():
         tensor = header.tensors.get(name)
         if tensor is None or tensor.shape != shape:
-            found = f"has shape {tensor.shape}" if tensor else "is missing"
-            raise header.error(f"tensor {name} {found}, a {architecture} of this size has it in shape {shape}")
+            problem = f"has shape {tensor.shape}" if tensor else "is missing"
+            raise header.error(f"tensor {name} {problem}, a {architecture} of this size has it in shape {shape}")
     unknown = sorted(header.tensors.keys() - expected.keys() - {ROPE_FACTORS})
     if unknown or (ROPE_FACTORS in header.tensors and architecture != "llama"):
         raise header.error(

@@ -20,7 +20,7 @@ from stages.policies.vllm_turboquant.arithmetic_torch import ARITHMETIC as VLLM_
 
 CPU = torch.device("cpu")
 
-OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, VLLM_TURBOQUANT, *VLLM_TOKEN_HEADS, *GGML)}
+OWN: dict[str, Arithmetic] = {entry.spec.name: entry for entry in (NVFP4, VLLM_TURBOQUANT, *VLLM_TOKEN_HEADS, *GGML)}
 """Formats with their own arithmetic instead of their kind's."""
 
 

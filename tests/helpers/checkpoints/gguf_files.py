@@ -59,12 +59,12 @@ def random_model(family: str, **changes: Any) -> PreTrainedModel:
         "tie_word_embeddings": False,
         "rope_theta": 50000.0,
     }
-    own: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "Mistral": {"sliding_window": None},
         "Qwen3": {"head_dim": 32},
         "Gemma3": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "layer_types": list(LAYER_TYPES)},
     }
-    options |= own.get(family, {}) | changes
+    options |= settings.get(family, {}) | changes
     config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")(**options)
     model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, values in model.named_parameters():
@@ -139,13 +139,13 @@ def write_checkpoint(path: Path, checkpoint: Path, kind: str = "F16") -> Path:
     Its tokenizer splits texts as GPT-2's does, and the model answers worse than with its own.
     """
     model = load_causal_lm(checkpoint, dtype=torch.float32)
-    given = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-    ids, controls = given["model"]["vocab"], {token["content"] for token in given["added_tokens"]}
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    ids, controls = tokenizer["model"]["vocab"], {token["content"] for token in tokenizer["added_tokens"]}
     keys: dict[str, Any] = {
         "llama__rope__freq_base": float(model.config.rope_parameters["rope_theta"]),
         "tokenizer__ggml__tokens": sorted(ids, key=ids.get),
         "tokenizer__ggml__token_type": [3 if token in controls else 1 for token in sorted(ids, key=ids.get)],
-        "tokenizer__ggml__merges": [" ".join(pair) for pair in given["model"]["merges"]],
+        "tokenizer__ggml__merges": [" ".join(pair) for pair in tokenizer["model"]["merges"]],
         "tokenizer__ggml__bos_token_id": model.config.bos_token_id,
         "tokenizer__ggml__eos_token_id": model.config.eos_token_id,
         "tokenizer__ggml__add_bos_token": True,

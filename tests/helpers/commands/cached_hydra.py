@@ -30,17 +30,21 @@ def compose_once() -> None:
         return pickle.loads(loaded[key])
 
     def chosen_once(repo: Any, config_name: str, overrides_list: list[Any], **how: bool) -> Any:
-        values = [one for one in overrides_list if not one.is_sweep_override() and not repo.group_exists(one.key_or_group)]
-        groups = tuple(one.input_line for one in overrides_list if one not in values)
+        values = [
+            override
+            for override in overrides_list
+            if not override.is_sweep_override() and not repo.group_exists(override.key_or_group)
+        ]
+        groups = tuple(override.input_line for override in overrides_list if override not in values)
         sources = tuple((source.provider, source.path) for source in repo.get_sources())
         key = (config_name, groups, sources, *how.values())
-        if any(isinstance(one.value(), dict) for one in overrides_list if one not in values):
+        if any(isinstance(override.value(), dict) for override in overrides_list if override not in values):
             return choose(repo=repo, config_name=config_name, overrides_list=overrides_list, **how)
         if key not in chosen:
             chosen[key] = choose(repo=repo, config_name=config_name, overrides_list=overrides_list, **how)
-        found = copy(chosen[key])
-        found.config_overrides = values
-        return found
+        loaded = copy(chosen[key])
+        loaded.config_overrides = values
+        return loaded
 
     def composed_once(loader: object, defaults: list[Any], repo: Any) -> Any:
         key = repr((defaults, [(source.provider, source.path) for source in repo.get_sources()]))

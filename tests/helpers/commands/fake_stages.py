@@ -130,19 +130,19 @@ def join(rounds: Sequence[tuple[object, str]], config: Any, engine: str, baselin
 def real_signature(module: str, name: str) -> Signature:
     """Return the parameters of a function or class of `stages`, without importing its module, which may load torch."""
     tree = ast.parse((STAGES / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
-    if isinstance(found, ast.ClassDef):
-        made = next((node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
-        if made is None:  # a dataclass
-            fields = [node for node in found.body if isinstance(node, ast.AnnAssign)]
+    node_found = next(node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
+    if isinstance(node_found, ast.ClassDef):
+        init = next((node for node in node_found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+        if init is None:  # a dataclass
+            fields = [node for node in node_found.body if isinstance(node, ast.AnnAssign)]
             return Signature([_parameter(ast.unparse(field.target), field.value is None) for field in fields])
-        del made.args.args[0]
-        found = made
-    given = found.args
-    required = len(given.args) - len(given.defaults)
-    plain = [_parameter(argument.arg, number < required) for number, argument in enumerate(given.args)]
-    named = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    return Signature(plain + [_parameter(argument.arg, value is None, Parameter.KEYWORD_ONLY) for argument, value in named])
+        del init.args.args[0]
+        node_found = init
+    arguments = node_found.args
+    required = len(arguments.args) - len(arguments.defaults)
+    plain = [_parameter(argument.arg, number < required) for number, argument in enumerate(arguments.args)]
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return Signature(plain + [_parameter(argument.arg, value is None, Parameter.KEYWORD_ONLY) for argument, value in keywords])
 
 
 def _parameter(name: str, required: bool, kind: Any = Parameter.POSITIONAL_OR_KEYWORD) -> Parameter:
@@ -151,11 +151,11 @@ def _parameter(name: str, required: bool, kind: Any = Parameter.POSITIONAL_OR_KE
 
 def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Return a fake that takes the arguments of the real function. The fake gets those that its own parameters name."""
-    real, wanted = real_signature(module, name), signature(fake).parameters
+    real, parameters = real_signature(module, name), signature(fake).parameters
 
     def call(*arguments: Any, **options: Any) -> Any:
-        given = real.bind(*arguments, **options).arguments
-        return fake(**{parameter: given[parameter] for parameter in wanted})
+        bound = real.bind(*arguments, **options).arguments
+        return fake(**{parameter: bound[parameter] for parameter in parameters})
 
     return call
 
@@ -164,7 +164,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the real stages by the fakes. A call that the real function would not take fails."""
 
     def fake(module: str, **fakes: Any) -> None:
-        functions = {name: checked(module, name, made) if callable(made) else made for name, made in fakes.items()}
+        functions = {name: checked(module, name, value) if callable(value) else value for name, value in fakes.items()}
         monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**functions))
 
     fake("quantize.calibration", calibration_texts=calibration_texts)

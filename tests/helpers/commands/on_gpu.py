@@ -26,5 +26,5 @@ def judge_on_gpu(folder: Path, codes: tuple[int, ...], *arguments: str) -> dict[
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode in codes, done.stdout + done.stderr
     (candidate,) = json.loads((folder / "work" / "summary.json").read_text())["candidates"]
-    found: dict[str, Any] = candidate
-    return found
+    result: dict[str, Any] = candidate
+    return result

@@ -9,17 +9,17 @@ import psutil
 
 def processes_with(folder: Path) -> list[list[str]]:
     """Return the commands of all running processes whose environment names the folder, except this process."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.pid != psutil.Process().pid and any(str(folder) in value for value in process.environ().values()):
-                found.append(process.cmdline())
-    return found
+                processes.append(process.cmdline())
+    return processes
 
 
 def await_none_with(folder: Path, seconds: float = 30) -> None:
     """Wait until no such process runs. The kernel removes a killed process with a delay."""
     deadline = time.monotonic() + seconds
-    while left := processes_with(folder):
-        assert time.monotonic() < deadline, left
+    while remaining := processes_with(folder):
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.05)

@@ -76,7 +76,7 @@ def sweep(work: Path) -> Swept:
 
     `make test-long` sweeps in a new process: earlier tests may have started torch's threads, which do not survive a fork.
     """
-    asked = ["-m", "kv=fp8,int4_tensor"]
-    result = pipeline(work, *asked) if STRIDE == 1 else command([f"workdir={work}", *FEW, *asked], work.parent, SECRETS)
+    arguments = ["-m", "kv=fp8,int4_tensor"]
+    result = pipeline(work, *arguments) if STRIDE == 1 else command([f"workdir={work}", *FEW, *arguments], work.parent, SECRETS)
     assert result.returncode == 0, result.stderr
     return work, result

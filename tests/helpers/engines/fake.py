@@ -28,7 +28,7 @@ class CharTokenizer(BundleTokenizer):
         return self.ends
 
     def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]:
-        texts = (one.prompt or "".join(f"<{role}>{content}" for role, content in one.messages) for one in samples)
+        texts = (sample.prompt or "".join(f"<{role}>{content}" for role, content in sample.messages) for sample in samples)
         return [self.text_ids(text) for text in texts]
 
     def text_ids(self, text: str) -> list[int]:
@@ -106,12 +106,12 @@ class FakeEngine(Engine):
         max_sequences: int,  # noqa: ARG002  (it answers one prompt after the other, and prefills none)
         on_end: Callable[[int], None],
     ) -> None:
-        for ended, one in enumerate(continuations, start=1):
-            while len(one.tokens) < one.most_tokens:
-                token = int(self._logits(one.tokens, 1).argmax())
+        for ended, continuation in enumerate(continuations, start=1):
+            while len(continuation.tokens) < continuation.most_tokens:
+                token = int(self._logits(continuation.tokens, 1).argmax())
                 if token in stop_tokens:
                     break
-                one.tokens.append(token)
+                continuation.tokens.append(token)
             on_end(ended)
 
     def _release(self, sequence: int) -> None:

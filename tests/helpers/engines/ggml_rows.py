@@ -16,7 +16,7 @@ import numpy as np
 def main(source: str, target: str, *types: str) -> None:
     library = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-cpu.so"))
     x, rows = np.ascontiguousarray(np.load(source)), {}
-    for name, width in (given.split("=") for given in types):
+    for name, width in (argument.split("=") for argument in types):
         rows[name] = np.zeros((*x.shape[:-1], int(width)), np.uint8)
         write = getattr(library, f"quantize_row_{name}")
         write(ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(rows[name].ctypes.data), ctypes.c_int64(x.size))

@@ -71,8 +71,8 @@ def assert_batches_steps_and_answers_agree(
     memory = engine.memory()
     assert memory.pool_bytes == engine.policy.pool_bytes(engine.shape, memory.pages) > 0
     engine.release([handle])
-    ((said),) = engine.generate([texts[1][:FIRST]], 12, ())
-    assert engine.forced([*texts[1][:FIRST], *said], FIRST).argmax(1).tolist()[:-1] == said[1:]
+    ((answer),) = engine.generate([texts[1][:FIRST]], 12, ())
+    assert engine.forced([*texts[1][:FIRST], *answer], FIRST).argmax(1).tolist()[:-1] == answer[1:]
     times = engine.timed([text[:FIRST] for text in texts[:2]], 6)
     assert (len(times.first_token_ms), len(times.step_ms)) == (2, 6)
     assert times.memory.pool_bytes == engine.policy.pool_bytes(engine.shape, 4)

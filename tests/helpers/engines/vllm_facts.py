@@ -83,9 +83,9 @@ def facts(source: Path) -> dict[str, Any]:
 
 
 def _named(source: Path, names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
-    for file, wanted in names.items():
-        found = dict(_definitions(source / file)) if (source / file).is_file() else {}
-        yield from ((name, found[name]) for name in wanted if name in found)
+    for file, wanted_names in names.items():
+        definitions = dict(_definitions(source / file)) if (source / file).is_file() else {}
+        yield from ((name, definitions[name]) for name in wanted_names if name in definitions)
 
 
 def _definitions(path: Path) -> Iterator[tuple[str, Any]]:
@@ -121,8 +121,8 @@ def main(source: str) -> None:
     """Add a release's facts to the file."""
     version = re.search(r"-(\d+\.\d+\.\d+)", str(Path(source).resolve()))
     assert version is not None, "name the folder of the unpacked source distribution"
-    known = recorded() | {version[1]: facts(Path(source))}
-    FACTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    releases = recorded() | {version[1]: facts(Path(source))}
+    FACTS.write_text(json.dumps(releases, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def every_format() -> list[Format]:
     formats = []
     rotations, sources = get_args(Rotation), get_args(ScaleSource)
     keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")
-    own = [name for name, code in CODES.items() if code.dynamic_group is None]  # test_engine_formats.py tests the others
-    for values in product(own, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
+    plain = [name for name, code in CODES.items() if code.dynamic_group is None]  # test_engine_formats.py tests the others
+    for values in product(plain, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
         try:
             formats.append(Format.model_validate(dict(zip(keys, values, strict=True))))
         except ValidationError:
@@ -89,8 +89,8 @@ def fixed(x_HTD: Tensor, form: Format) -> Static | None:
     extremes = (turned_HTD.amin(1), turned_HTD.amax(1))
     if form.scale == "uncalibrated":
         return static_scales(SideScales(scale=(1.0,) * count), form, heads, dim)
-    made = calibrated(form, count, Extremes(*(tuple(extreme.flatten().tolist()) for extreme in extremes)))
-    return static_scales(made, form, heads, dim)
+    scale = calibrated(form, count, Extremes(*(tuple(extreme.flatten().tolist()) for extreme in extremes)))
+    return static_scales(scale, form, heads, dim)
 
 
 def tried(x_HTD: Tensor, form: Format) -> Trial:

@@ -90,13 +90,13 @@ def judged_engine(
     exact = make("quantize", "quantize fp16", inputs, {"kv_scales.json": "{}"}, weights="none")
     coded = make("quantize", f"quantize {kv}", inputs, {"kv_scales.json": '{"layers": []}'}, weights="none")
     baseline, engine = chain.bundle(weights, exact, FP16_POLICY), chain.bundle(weights, coded, policy)
-    key, own = config.workloads.own_key, config.workloads.own
-    read: dict[str, str] = {key: hashlib.sha256(own_content(key, own)).hexdigest()} if own is not None else {}
+    key, samples_path = config.workloads.own_key, config.workloads.own
+    read: dict[str, str] = {key: hashlib.sha256(own_content(key, samples_path)).hexdigest()} if samples_path is not None else {}
     answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, {"round.json": "{}"})
     rows = every_class(**lost)
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
-    asked = encode_rounds(load_samples(config.workloads), BundleTokenizer(engine.path), config.workloads)
-    judged = report(rows, **cited, workloads_digest=workloads_digest(asked), **(measured or {}))
+    encoded = encode_rounds(load_samples(config.workloads), BundleTokenizer(engine.path), config.workloads)
+    judged = report(rows, **cited, workloads_digest=workloads_digest(encoded), **(measured or {}))
     evidence = {
         REPORT_FILE: judged.model_dump_json(),
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
@@ -105,9 +105,9 @@ def judged_engine(
     ran = make("round", f"round {kv} 1/1", compared, {"statistics.safetensors": "rows"})
     inputs = {**compared, "baseline": baseline.digest, "round_1": ran.digest}
     evaluation = make("evaluate", f"evaluate {kv}", inputs, evidence, workloads=config.workloads.model_dump())
-    named = config.model_copy(update={"kv": policy})
+    policy_config = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
-    identity = make_identity(named, chain.links, verdict)
+    identity = make_identity(policy_config, chain.links, verdict)
     return make_artifact(
         chain.store,
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),

@@ -89,17 +89,17 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
     assert [plugin.get_aliased_input(i) for i in range(len(outputs))] == [-1] * len(outputs)
 
     described = [_description(trt, *pair) for pair in zip([*types, *output_types], [*values, *outputs], strict=True)]
-    given, made = described[: len(types)], described[len(types) :]
+    inputs, made = described[: len(types)], described[len(types) :]
     supported = plugin.get_supported_format_combinations(described, len(types))
     assert [desc.format for desc in supported] == [trt.TensorFormat.LINEAR] * len(described)
-    plugin.configure_plugin(given, made)
+    plugin.configure_plugin(inputs, made)
     assert plugin.get_valid_tactics() == []
     plugin.set_tactic(0)
 
     launch, extras = SimpleNamespace(), _Extras()
     with stubs.expressions(trt) as expressions:
         plugin.get_launch_params(shapes, described, len(types), launch, extras, expressions)
-    symbol, ptx = plugin.get_kernel([desc.desc for desc in given], [desc.desc for desc in made])
+    symbol, ptx = plugin.get_kernel([desc.desc for desc in inputs], [desc.desc for desc in made])
     assert sorted(extras) == list(range(extras.nbSymExprs))
     assert all(extra.dtype == trt.PluginArgDataType.INT32 for extra in extras.values())
     size = {name: symbolic.expr.values for name, symbolic in vars(launch).items()}
@@ -163,7 +163,7 @@ def _description(trt: Any, kind: Any, values: tuple[Triple, ...]) -> Any:
     tensor = trt.PluginTensorDesc()
     tensor.type, tensor.format = kind, trt.TensorFormat.LINEAR
     tensor.dims = trt.Dims([triple[0] if len(set(triple)) == 1 else -1 for triple in values])
-    found = trt.DynamicPluginTensorDesc()
-    found.desc = tensor
-    found.min, found.opt, found.max = (trt.Dims([triple[i] for triple in values]) for i in range(3))
-    return found
+    description = trt.DynamicPluginTensorDesc()
+    description.desc = tensor
+    description.min, description.opt, description.max = (trt.Dims([triple[i] for triple in values]) for i in range(3))
+    return description

@@ -71,8 +71,8 @@ class FakeDevice(CudaDevice):
 def computed_with(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
     """Return a graph's constants by the names that the computation uses."""
     widening = casts(model.graph)
-    named = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    return {widening[name].output[0] if name in widening else name: value for name, value in named.items()}
+    initializers = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    return {widening[name].output[0] if name in widening else name: value for name, value in initializers.items()}
 
 
 class FakeEngine:

@@ -45,35 +45,35 @@ def rows(lost: int, workloads: Sequence[str] = ("retrieval", "copy"), count: int
     ]
 
 
-def asked(of: Sequence[SampleRow], prompt: str = "Which key opens the door?") -> list[Sample]:
+def asked(rows: Sequence[SampleRow], prompt: str = "Which key opens the door?") -> list[Sample]:
     return [
-        Sample(id=one.id, workload=one.workload, reference=one.reference or "", messages=(("user", f"{prompt} ({one.id})"),))
-        for one in of
+        Sample(id=row.id, workload=row.workload, reference=row.reference or "", messages=(("user", f"{prompt} ({row.id})"),))
+        for row in rows
     ]
 
 
 def exhibit(
-    folder: Path, name: str, of: Sequence[SampleRow], *, kib: float = 1.0, kl: float = 0.001, prompt: str = "Which key?"
+    folder: Path, name: str, rows: Sequence[SampleRow], *, kib: float = 1.0, kl: float = 0.001, prompt: str = "Which key?"
 ) -> Exhibit:
     """Return a candidate judged by the default gates."""
-    parts = [StepStatistics(*np.full((6, STEPS), kl))] * len(of)
-    made = report(list(of))
-    made = made.model_copy(
+    parts = [StepStatistics(*np.full((6, STEPS), kl))] * len(rows)
+    made_report = report(list(rows))
+    made_report = made_report.model_copy(
         update={
-            "slices": slices(of, parts, EDGES),
-            "system": made.system.model_copy(update={"kib_per_token": kib}),
-            "baseline_system": made.system.model_copy(update={"kib_per_token": 2.0}),
+            "slices": slices(rows, parts, EDGES),
+            "system": made_report.system.model_copy(update={"kib_per_token": kib}),
+            "baseline_system": made_report.system.model_copy(update={"kib_per_token": 2.0}),
             "noise": fidelity(kl_mean=1e-5, top10_overlap=1.0, ppl_ratio=1.0),
-            "planned_workloads": dict.fromkeys((one.workload for one in of), True),
+            "planned_workloads": dict.fromkeys((row.workload for row in rows), True),
         }
     )
-    candidate: Candidate = judged_candidate(folder, sha256(name.encode()).hexdigest()[:8], metrics=made.metrics)
-    decided = Candidate.decided(decide(made, of, GATES))
+    candidate: Candidate = judged_candidate(folder, sha256(name.encode()).hexdigest()[:8], metrics=made_report.metrics)
+    decided = Candidate.decided(decide(made_report, rows, GATES))
     return Exhibit(
         candidate.model_copy(update={"name": name, **decided}),
-        report=made,
-        rows=of,
-        samples=asked(of, prompt),
+        report=made_report,
+        rows=rows,
+        samples=asked(rows, prompt),
         evidence=candidate.identity.path.parent,
     )
 
@@ -87,7 +87,7 @@ def exhibits(folder: Path) -> list[Exhibit]:
     ]
 
 
-def occasion(folder: Path, shown: Sequence[Exhibit] = (), **changes: object) -> Occasion:
-    overview = comparison([one.candidate for one in shown]).texts()
+def occasion(folder: Path, exhibits: Sequence[Exhibit] = (), **changes: object) -> Occasion:
+    overview = comparison([exhibit.candidate for exhibit in exhibits]).texts()
     values: dict[str, object] = {"model": "tiny", "workdir": folder, "sweep": "20260101-000000", "version": "0", **changes}
     return Occasion(overview=overview, **values)  # type: ignore[arg-type]

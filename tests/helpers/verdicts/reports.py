@@ -116,14 +116,14 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
 
 def _part(rows: list[SampleRow], workload: str | None) -> Slice:
     """Return the slice of one workload, or of all rows if `workload` is None, with its answers."""
-    own = [one for one in rows if workload in (None, one.workload)]
-    counted = Accuracy.of(own)
-    return Slice(workload=workload, context=None, samples=len(own), accuracy=counted, fidelity=fidelity())
+    part_rows = [row for row in rows if workload in (None, row.workload)]
+    counted = Accuracy.of(part_rows)
+    return Slice(workload=workload, context=None, samples=len(part_rows), accuracy=counted, fidelity=fidelity())
 
 
 def sliced(rows: list[SampleRow]) -> EvaluationReport:
     """Return a report with one slice of all rows and one slice per workload."""
-    return report(rows, slices=[_part(rows, name) for name in (None, *dict.fromkeys(one.workload for one in rows))])
+    return report(rows, slices=[_part(rows, name) for name in (None, *dict.fromkeys(row.workload for row in rows))])
 
 
 def verdict(rows: list[SampleRow], thresholds: Thresholds = GATES, **changes: object) -> Verdict:
@@ -137,16 +137,16 @@ def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), th
     return [check for check in outcome.checks if check.gate == key]
 
 
-def full_pool_line(found: FullPool) -> Check:
+def full_pool_line(full_pool: FullPool) -> Check:
     """Return the report line for a given full-pool measurement."""
-    (line,) = lines("full_pool", report([], tests=NO_TESTS.model_copy(update={"full_pool": found})))
+    (line,) = lines("full_pool", report([], tests=NO_TESTS.model_copy(update={"full_pool": full_pool})))
     return line
 
 
 def in_rounds(rows: list[SampleRow], shares: list[float]) -> list[SampleRow]:
     """Return the rows with round numbers, so that each workload is split by the given cumulative shares."""
     numbered = []
-    for own in by_workload(rows).values():
-        ends = [math.ceil(round(share * len(own), 9)) for share in shares]
-        numbered += [r.model_copy(update={"round": 1 + sum(i >= end for end in ends)}) for i, r in enumerate(own)]
+    for workload_rows in by_workload(rows).values():
+        ends = [math.ceil(round(share * len(workload_rows), 9)) for share in shares]
+        numbered += [r.model_copy(update={"round": 1 + sum(i >= end for end in ends)}) for i, r in enumerate(workload_rows)]
     return numbered

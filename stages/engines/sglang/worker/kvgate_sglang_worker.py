@@ -29,13 +29,13 @@ def validate(model: str, server_args: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import get_device
 
-    given = ServerArgs(model_path=model, **server_args)
+    arguments = ServerArgs(model_path=model, **server_args)
     try:
         get_device()
     except RuntimeError:
         return {"arguments": {}}
-    given.resolve_once()
-    resolved = given.resolved_dict()
+    arguments.resolve_once()
+    resolved = arguments.resolved_dict()
     return {"arguments": {name: resolved[name] for name in server_args}}
 
 
