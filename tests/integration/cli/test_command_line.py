@@ -15,6 +15,7 @@ from bad_input.forks import Commands
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
 
+from pipeline.__main__ import main
 from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy, show_capacity
 from stages.core.errors import GateRefusal
@@ -57,14 +58,15 @@ def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
     assert process.stderr == "pipeline: error: interrupted; finished work is kept; run it again to continue\n"
 
 
+@pytest.mark.usefixtures("capsys")
 @pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_do_not_spin_while_they_wait_unless_the_user_wants_that(given: dict[str, str], policy: str) -> None:
-    script = "import os, pipeline.__main__ as command; command.main(); print(os.environ['OMP_WAIT_POLICY'])"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
-    printed = subprocess.run(
-        [sys.executable, "-c", script, "--version"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert printed.stdout.split()[-1] == policy
+def test_threads_do_not_spin_while_they_wait_unless_the_user_wants_that(
+    given: dict[str, str], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(sys, "argv", ["kvgate", "--version"])
+    assert main() == 0
+    assert given["OMP_WAIT_POLICY"] == policy
 
 
 ROOT = Path(__file__).resolve().parents[3]

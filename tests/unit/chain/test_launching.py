@@ -113,12 +113,6 @@ class Ray:
             raise self.fails
         self.options = options
 
-    def is_initialized(self) -> bool:
-        return bool(self.options)
-
-    def shutdown(self) -> None:
-        self.options = {}
-
 
 RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *launching.RAY_LINES, *launching.RAY_HERE)
 
@@ -131,7 +125,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
         monkeypatch.delenv(name)
     stand_in = Ray()
     monkeypatch.setitem(sys.modules, "ray", stand_in)
-    monkeypatch.setattr(launching, "LAST_LINES_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
     yield stand_in
     signal.signal(signal.SIGTERM, before)

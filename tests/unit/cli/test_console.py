@@ -21,15 +21,6 @@ def _silent_afterwards() -> Iterator[None]:
     console.close()
 
 
-class Clock:
-    """A monotonic clock controlled by the test."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def stderr(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 160) -> io.StringIO:
     written = io.StringIO()
     shown = Console(file=written, force_terminal=terminal, width=width, highlight=False, color_system=None)
@@ -69,10 +60,10 @@ TOKENS, SAMPLES = "forced decode [tokens]", "answers [samples]"
 def test_progress_says_how_much_how_fast_and_how_long(
     calls: list[tuple[float, tuple[str, int, int] | None]], said: str
 ) -> None:
-    clock = Clock()
-    phases = Phases("round fp8", None, clock)
+    now = [100.0]
+    phases = Phases("round fp8", None, lambda: now[0])
     for seconds, call in calls:
-        clock.now += seconds
+        now[0] += seconds
         if call is not None:
             phases.update(*call)
     assert describe_task(phases.task)[0] == said

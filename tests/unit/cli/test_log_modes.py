@@ -29,7 +29,7 @@ logging.getLogger("kvgate.waits").warning("waiting for a lock")
 logging.getLogger("hub").addHandler(logging.StreamHandler())
 logging.getLogger("hub.files").warning("printed once, by its own handler")
 console.say("[bold]a sentence[/] for people in colour")
-console.show("comparison", Grid("t", [Column("policy"), Column("kl", "KL", ".1e")], [["fp8", float("nan")], ["int8", 0.25]]))
+console.show("comparison", Grid("t", [Column("policy"), Column("kl", "KL", ".1e")], [["fp8", float("nan")], ["", 0.25]]))
 with show_progress("round fp8") as progress:
     progress("look at this", 0, 0)
 console.step("round fp8", "/somewhere", 1.5)
@@ -54,7 +54,7 @@ def test_results_are_objects_on_stdout_and_everything_else_on_stderr() -> None:
     by_kind = {line["result"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert by_kind.keys() == {"text", "comparison"}
     assert by_kind["text"]["message"] == "a sentence for people in colour"
-    assert by_kind["comparison"]["rows"] == [{"policy": "fp8", "kl": None}, {"policy": "int8", "kl": 0.25}]
+    assert by_kind["comparison"]["rows"] == [{"policy": "fp8", "kl": None}, {"policy": None, "kl": 0.25}]
     assert job <= {name: value for name, value in by_kind["comparison"].items() if name != "rows"}.items()
     events = list(map(json.loads, lines))
     said = {line["message"]: line for line in events}

@@ -114,9 +114,3 @@ def test_numbers_are_whole_and_names_and_remarks_wrap(width: int) -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     assert {"9,223,372,036,854,775,808", "123456.789", "1.0e-09"} <= set(text.split())
     assert {"remark", "several", "wraps", "-"} <= set(text.split())
-
-
-def test_records_have_raw_values() -> None:
-    first, second = Grid("numbers", COLUMNS, ROWS).records()
-    assert (first["policy"], first["c1"], first["why"]) == ("int4_streaming kv.sink_tokens=4", 123456.789, ROWS[0][-1])
-    assert (second["c0"], second["c1"], second["c2"]) == (1, None, None)
