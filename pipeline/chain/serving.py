@@ -78,12 +78,11 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     candidates = move.candidates
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(config.work, last.sweep, champion=move.champion)
-        passed_over = tables.passed_over(candidates, move)
         tables.print_comparison(candidates)
         console.result("champion", f"[green]{escape(move.message)}[/]", champion=move.champion, message=move.message)
-        for rejected, reason in passed_over.items():
+        for rejected, reason in tables.reasons_against(candidates, move).items():
             console.result("not_chosen", f"  not {escape(rejected)}: {escape(reason)}", candidate=rejected, reason=reason)
-        show_page(config, candidates, last, unfinished=unfinished, move=move, passed_over=passed_over)
+        show_page(config, candidates, last, unfinished=unfinished, move=move)
         compare_in_mlflow(config, candidates, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)
         backend = config.backend if config.backend.name == best.backend else None

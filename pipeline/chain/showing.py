@@ -1,6 +1,6 @@
 """Output for people: report.html, and the comparison in MLflow. Neither decides anything."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,7 @@ from rich.markup import escape
 from pipeline import __version__
 from pipeline.chain.job_run import open_store
 from pipeline.cli import console
-from pipeline.cli.tables import comparison
+from pipeline.cli.tables import comparison, reasons_against
 from pipeline.config.config import Config
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
@@ -62,12 +62,11 @@ def show_page(
     *,
     unfinished: str | None = None,
     move: PromotionMove | None = None,
-    passed_over: Mapping[str, str] | None = None,
 ) -> None:
     """Write the page about candidates and attach it to their runs.
 
     The page decides nothing, so a failure is only a warning. `unfinished` says which part of the sweep is missing. After a
-    promotion, `move` has the new champion, and `passed_over` says by name why other candidates do not serve.
+    promotion, `move` has the new champion.
     """
     with warn_on_error(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
         from stages.report.exhibit import Occasion
@@ -84,7 +83,7 @@ def show_page(
             unfinished=unfinished,
             champion=None if move is None else move.champion,
             message="" if move is None else move.message,
-            passed_over=passed_over or {},
+            passed_over={} if move is None else reasons_against(candidates, move),
         )
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)

@@ -127,7 +127,7 @@ def _few_questions(candidate: Candidate) -> list[str]:
     return [f"{samples:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
 
 
-def passed_over(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
+def reasons_against(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
     """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
     champion = next((candidate for candidate in candidates if candidate.name == move.champion), None)
     return {candidate.name: _reason(candidate, champion) for candidate in candidates if candidate is not champion}

@@ -10,7 +10,7 @@ from helpers.verdicts.reports import answered, sliced, verdict
 from rich.console import Console
 
 from pipeline.cli.grids import Column, Grid, Value
-from pipeline.cli.tables import comparison, passed_over, print_verdict
+from pipeline.cli.tables import comparison, print_verdict, reasons_against
 from pipeline.registry.promotion import PromotionMove
 from stages.verdict.candidate import Candidate, not_passed
 from stages.verdict.thresholds import Check, Gate
@@ -60,7 +60,7 @@ def test_the_reason_of_a_verdict_says_that_the_answers_do_not_depend_on_the_cach
 def test_the_reason_against_a_candidate_that_passed_is_what_decided(backend: str, kl: float, said: str, tmp_path: Path) -> None:
     champion, other = (judged_candidate(tmp_path, n, metrics={"quality/kl_mean": v}) for n, v in (("int8", 2e-3), ("fp8", kl)))
     passed = [champion, other.model_copy(update={"backend": backend})]
-    assert said in passed_over(passed, PromotionMove("int8", ""))["fp8"]
+    assert said in reasons_against(passed, PromotionMove("int8", ""))["fp8"]
 
 
 @pytest.mark.parametrize(
