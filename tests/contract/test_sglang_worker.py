@@ -1,7 +1,6 @@
 """Our worker and engine on a fake SGLang that accepts only the recorded arguments of the real one."""
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 
@@ -39,8 +38,6 @@ def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -
     command = (bundle / "launch.txt").read_text()
     assert command.startswith("python -m sglang.launch_server --model-path checkpoint --dtype bfloat16 ")
     assert " --kv-cache-dtype fp8_e4m3 " in command
-    flags = [name.replace("-", "_") for name in re.findall(r"--([\w-]+)", command)]
-    assert set(flags) <= set(FACTS["server_args"])
     assert (bundle / "checkpoint" / "model.safetensors").is_file()
 
 

@@ -69,7 +69,8 @@ class Toy:
             seen = fresh if step == 0 else state + self.vectors[tokens[-1]]
             row = (LOUDNESS * self.vectors @ seen).astype(np.float32).view(torch.Tensor)
             for _ in range(self.chunks if step == 0 else 1) if params.processor is not None else ():
-                params.processor(1, row[None, None], [[*prompt, *tokens[1:]]], None, None)
+                given = (1, row[None, None], [[*prompt, *tokens[1:]]], None, None)
+                params.processor(**dict(zip(ENGINE["logits_processor"], given, strict=True)))
             state = DECAY * (state + self.read[tokens[-1]])
             tokens.append(int(row.argmax()))
         return Completion(tokens[1:])
