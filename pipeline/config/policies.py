@@ -30,16 +30,13 @@ def check_name(policy: KVPolicy, title: str = "") -> None:
         raise UserError(f"kv.name={policy.name}: is the name of a shipped policy with other formats; give another name")
 
 
-def shipped_policies() -> list[KVPolicy]:
-    return load_policies("kv", sorted(path.stem for path in (CONF / "kv").glob("*.yaml")))
-
-
 def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
     """Return the shipped policies, then the unshipped policies from `others`, with display names.
 
     The display name of a policy that was changed on the command line includes the change: `fp8 kv.sink_tokens=4`.
     """
-    by_name = {policy.name: policy for policy in shipped_policies()}
+    names = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
+    by_name = dict(zip(names, load_policies("kv", names), strict=True))
     policies = list(by_name.items())
     for policy in others:
         if any(policy == shipped for _, shipped in policies):

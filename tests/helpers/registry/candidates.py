@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from helpers.policies.shipped import SHIPPED
 from helpers.verdicts.reports import report as make_report
 from helpers.verdicts.reports import row
-from pipeline.config.policies import shipped_policies
 from pipeline.registry.promotion import Engines, Finding, RegisteredEngine
 from pipeline.registry.routing import route
 from pipeline.registry.tracking import LEFT, RegisteredModel, Version
@@ -22,7 +22,6 @@ from stages.verdict.gates import Decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, load_report, load_rows
 from stages.verdict.thresholds import Check, Gate, LineStatus, Status
 
-POLICIES = {policy.name: policy for policy in shipped_policies()}
 CLASSES = ("retrieval", "copy")
 
 
@@ -104,7 +103,7 @@ def engines_of(
             {"covered": report.limits and str(report.limits)} if decide is None else Candidate.decided(decide(report, rows))
         )
         candidate = candidate.model_copy(update=decided)
-        policy, workloads = POLICIES.get(candidate.policy, FP16_POLICY), frozenset(one.workload for one in rows)
+        policy, workloads = SHIPPED.get(candidate.policy, FP16_POLICY), frozenset(one.workload for one in rows)
         engine = RegisteredEngine(candidate, report.limits, Limits(), policy, workloads, partial(replay, candidate))
         return replace(engine, **changes)
 

@@ -11,7 +11,7 @@ from helpers.refusals import refused
 
 from pipeline.cli.tables import policy_line
 from pipeline.config.compose import plan
-from pipeline.config.policies import labelled, shipped_policies
+from pipeline.config.policies import labelled
 from stages.checkpoints.intake.shapes import read_model
 from stages.core.errors import UserError
 from stages.core.memory import GIB
@@ -141,7 +141,7 @@ def test_requests_are_whole_and_partial_pages_are_waste(tmp_path: Path) -> None:
 @pytest.mark.parametrize("windows", [(None, None, None), (128, 128, None), (128, 128, 4096)])
 def test_capacity_equals_the_bytes_of_kvgates_pool(windows: tuple[int | None, ...]) -> None:
     shape = KVShape(layers=3, kv_heads=2, head_dim=64, windows=windows)
-    for policy in shipped_policies():
+    for _, policy in SHIPPED:
         if policy.eviction is not None and any(windows):
             continue  # refused: `KVPolicy.check_shape`
         cost = SequenceCost(policy, shape, windows, shares_pages=True)
