@@ -310,7 +310,7 @@ class InspectableEngine(RequestEngine[B, C]):
 def open_model(interpreter: Interpreter, environment: Mapping[str, str], refusal: str, **fields: object) -> Worker:
     """Start a worker that loads a model.
 
-    If loading fails, stop the worker and raise a UserError that begins with `said`.
+    If loading fails, stop the worker and raise a UserError that begins with `refusal`.
     """
     worker = Worker(interpreter.program, interpreter.python, **environment)
     try:
