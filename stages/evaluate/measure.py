@@ -17,7 +17,7 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import Answer, labelled, probability, run_samples
-from stages.evaluate.decoding.speculation import speculated
+from stages.evaluate.decoding.speculation import count_drafts
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
 from stages.evaluate.distances.distance import stored_logprobs, write_logprobs
 from stages.evaluate.inputs.checks import judge
@@ -99,7 +99,7 @@ def measure(
         write_logprobs(out / LOGPROBS, ((sample.name, sample.folder.logprobs(sample.result.sample)) for sample in recorded))
         answers, scored = [sample.answer for sample in samples], [sample.encoded for sample in samples]
         others = () if known is None else [known.answers.get(sample.name) for sample in samples]
-        answers = speculated(answers, scored, config.speculation, greedy, label, others)
+        answers = count_drafts(answers, scored, config.speculation, greedy, label, others)
         Round(
             policy=engine.policy.name,
             takes_effect=engine.policy.takes_effect,

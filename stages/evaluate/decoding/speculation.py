@@ -7,7 +7,7 @@ target's most likely tokens, so it may accept fewer proposals although its answe
 A greedy target accepts a proposed token exactly if this token is its own next token. The accepted tokens therefore follow from
 the answer and the proposals, and nothing has to be decoded again:
 
-- **Prompt lookup** needs only the prompt and the answer, like `prompt_lookup_num_tokens` of transformers. It takes the longest
+- **Prompt lookup** needs only the prompt and the answer. transformers' generator (`prompt_lookup_num_tokens`) takes the longest
   n-gram at the end of the text that also occurs earlier, and proposes the tokens that follow the n-gram's first occurrence.
 - **A draft checkpoint** proposes its own greedy continuation. Let the answer be y, and let g(i) be the draft's most likely
   token after the prompt and y[:i]. After i tokens, the draft proposes d1 = g(i), then its most likely token d2 after y[:i] and
@@ -21,6 +21,8 @@ several drafted tokens yields the same tokens as single decode steps.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 
 import torch
 
@@ -38,44 +40,30 @@ Drafter = Callable[[Sequence[int], Sequence[int]], int]
 """(prompt, answer of the target) -> number of target passes that produce the answer."""
 
 
-def lookup_passes(prompt: Sequence[int], said: Sequence[int], tokens: int, ngram: int) -> int:
-    """Return the number of target passes that produce `said` after `prompt` with prompt lookup.
-
-    `tokens`: maximum proposed tokens per pass; `ngram`: maximum length of the n-grams that are looked up.
-    """
-    text = [*prompt, *said]
-    continued: dict[tuple[int, ...], int] = {}
-    """N-gram -> index of the token that follows its first occurrence."""
-    indexed, place, passes = 0, len(prompt), 0
-    while place < len(text):
-        for end in range(indexed + 1, place):
-            for size in range(1, min(ngram, end) + 1):
-                continued.setdefault(tuple(text[end - size : end]), end)
-        indexed = max(indexed, place - 1)
-        found = (continued.get(tuple(text[place - size : place])) for size in range(min(ngram, place - 1), 0, -1))
-        start = next((start for start in found if start is not None), place)
-        place += 1 + _agreeing(text[start : min(start + tokens, place)], text[place:-1])
-        passes += 1
-    return passes
-
-
-def draft_passes(greedy: Sequence[int], said: Sequence[int], tokens: int) -> int:
-    """Return the number of target passes that produce `said` if a draft proposes up to `tokens` tokens per pass.
-
-    `greedy`: the draft's most likely token after the prompt and said[:i], for each i.
-    """
+def count_passes(answer: Sequence[int], propose: Callable[[int], Sequence[int]]) -> int:
+    """Return the number of target passes that produce `answer`. `propose` returns the draft after the first n tokens of it."""
     place = passes = 0
-    while place < len(said):
-        place += 1 + _agreeing(greedy[place : place + tokens], said[place:-1])
+    while place < len(answer):
+        # The last token of an answer needs no draft: the pass itself yields it.
+        pairs = zip(propose(place), answer[place:-1], strict=False)
+        place += 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         passes += 1
     return passes
 
 
-def _agreeing(proposed: Sequence[int], said: Sequence[int]) -> int:
-    """Return the number of accepted tokens. It excludes the last token of an answer, which the pass itself yields."""
-    return next(
-        (i for i, (one, other) in enumerate(zip(proposed, said, strict=False)) if one != other), min(len(proposed), len(said))
-    )
+def lookup_passes(prompt: Sequence[int], answer: Sequence[int]) -> int:
+    """Return the number of target passes that produce `answer` after `prompt` with prompt lookup."""
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+    text = torch.tensor([[*prompt, *answer]])
+    generator = PromptLookupCandidateGenerator(None, LOOKUP_TOKENS, LOOKUP_NGRAM, max_length=text.shape[1])
+
+    def propose(place: int) -> list[int]:
+        known = len(prompt) + place
+        drafted: list[int] = generator.get_candidates(text[:, :known])[0][0, known:].tolist()
+        return drafted
+
+    return count_passes(answer, propose)
 
 
 def load_draft(path: str) -> TorchEngine:
@@ -83,12 +71,18 @@ def load_draft(path: str) -> TorchEngine:
     return TorchEngine.from_model(load_causal_lm(locate_checkpoint(path), dtype=torch.float32), FP16_POLICY)
 
 
-def draft_tokens(draft: TorchEngine, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
-    """Return the draft's most likely token after the prompt and said[:i], for each i.
+def draft_passes(draft: TorchEngine, prompt: Sequence[int], answer: Sequence[int]) -> int:
+    """Return the number of target passes that produce `answer` after `prompt` with a draft checkpoint."""
+    greedy = draft_tokens(draft, prompt, answer)
+    return count_passes(answer, lambda place: greedy[place : place + DRAFT_TOKENS])
+
+
+def draft_tokens(draft: TorchEngine, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """Return the draft's most likely token after the prompt and answer[:i], for each i.
 
     The list ends before the first token without an embedding in the draft, which a broken target may produce.
     """
-    text = [*prompt, *said[:-1]]
+    text = [*prompt, *answer[:-1]]
     known = next((i for i, token in enumerate(text) if token >= draft.vocab_size), len(text))
     if known < len(prompt):
         return []
@@ -96,7 +90,7 @@ def draft_tokens(draft: TorchEngine, prompt: Sequence[int], said: Sequence[int])
     return tokens
 
 
-def speculated(
+def count_drafts(
     answers: Sequence[Answer | None],
     encoded: Sequence[EncodedSample],
     config: SpeculationConfig | None,
@@ -110,18 +104,17 @@ def speculated(
     """
     if config is None:
         return list(answers)
-    drafters: dict[str, Drafter] = {"lookup": lambda prompt, said: lookup_passes(prompt, said, LOOKUP_TOKENS, LOOKUP_NGRAM)}
+    drafters: dict[str, Drafter] = {"lookup": lookup_passes}
     if config.draft is not None:
-        draft = load_draft(config.draft)
-        drafters["draft"] = lambda prompt, said: draft_passes(draft_tokens(draft, prompt, said), said, DRAFT_TOKENS)
+        drafters["draft"] = partial(draft_passes, load_draft(config.draft))
     drafted = list(answers)
     for i, (answer, item) in enumerate(zip(answers, encoded, strict=True)):
         before = known[i] if known else None
         if answer is not None and before is not None and before.tokens == answer.tokens:
             drafted[i] = replace(answer, passes=before.passes)
         elif answer is not None:
-            said = greedy.with_stop(answer.tokens, item)
-            passes = {name: (len(said), count(item.prompt, said)) for name, count in drafters.items()}
+            tokens = greedy.with_stop(answer.tokens, item)
+            passes = {name: (len(tokens), count(item.prompt, tokens)) for name, count in drafters.items()}
             drafted[i] = replace(answer, passes=passes)
         progress("speculation [answers]", i + 1, len(answers))
     return drafted

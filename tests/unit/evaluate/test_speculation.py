@@ -1,8 +1,9 @@
 """Acceptance of speculative decoding, counted from answers like in real speculation, and judged."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,70 +11,40 @@ import torch
 from helpers.engines.fake import CharTokenizer, fake_engine
 from helpers.verdicts.evaluations import SAMPLES, brief_workloads, evaluate, measure_baseline
 from helpers.verdicts.reports import GATES, prose, verdict
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from stages.evaluate.decoding import speculation
-from stages.evaluate.decoding.speculation import draft_passes, draft_tokens, lookup_passes
+from stages.evaluate.decoding.speculation import count_passes, draft_passes, draft_tokens, lookup_passes
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
-
-STOP = 0
-
-
-def speculate(prompt: Sequence[int], said: Sequence[int], propose: Callable[[list[int]], list[int]]) -> int:
-    """Count the passes of a target that answers `said`. Each pass verifies the proposal for the current text."""
-    place = passes = 0
-    while place < len(said):
-        proposed = propose([*prompt, *said[:place]])
-        accepted = 0
-        while accepted < len(proposed) and place + accepted < len(said) and proposed[accepted] == said[place + accepted]:
-            accepted += 1
-        place += accepted + 1
-        passes += 1
-    return passes
+from stages.workloads.config import DRAFT_TOKENS
 
 
-def texts(count: int) -> list[tuple[list[int], list[int]]]:
-    """Return repetitive prompts and answers with few different tokens. Half of the answers end with the stop token."""
-    rng = random.Random(0)
-    drawn = []
-    for _ in range(count):
-        kinds = rng.randint(1, 6)
-        prompt, said = ([rng.randint(1, kinds) for _ in range(rng.randint(1, 40))] for _ in range(2))
-        drawn.append((prompt, [*said, STOP] if rng.random() < 0.5 else said))
-    return drawn
+def test_prompt_lookup_accepts_what_followed_the_last_tokens_before() -> None:
+    """Passes yield 3 and 8 without a draft that fits, then 3 4, then 5 6 9, and the last token needs no draft."""
+    assert lookup_passes([1, 2, 3, 4, 5, 6, 7, 8], [3, 8, 3, 4, 5, 6, 9, 1]) == 5
 
 
-@pytest.mark.parametrize(("tokens", "ngram"), [(1, 1), (10, 3), (4, 2), (3, 8)])
-def test_prompt_lookup_is_that_of_transformers(tokens: int, ngram: int) -> None:
-    generator = PromptLookupCandidateGenerator(
-        eos_token_id=torch.tensor([STOP]), num_output_tokens=tokens, max_matching_ngram_size=ngram, max_length=1 << 20
-    )
+@pytest.mark.parametrize("seed", range(20))
+def test_one_forced_pass_of_a_draft_gives_the_count_of_its_own_continuations(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt, answer = ([rng.randint(1, 2) for _ in range(rng.randint(1, 40))] for _ in range(2))
 
-    def propose(text: list[int]) -> list[int]:
-        candidates, _ = generator.get_candidates(torch.tensor([text]))
-        proposed: list[int] = candidates[0, len(text) :].tolist()
-        return proposed
-
-    for prompt, said in texts(60):
-        assert lookup_passes(prompt, said, tokens, ngram) == speculate(prompt, said, propose), (prompt, said)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 5, 50])
-def test_one_forced_pass_of_a_draft_gives_the_count_of_its_own_continuations(tokens: int) -> None:
     def likely(text: Sequence[int]) -> int:
         """A draft that is right about half of the time, and whose next token depends on all of its previous tokens."""
         return random.Random(str(text)).randint(1, 2)
 
-    def propose(text: list[int]) -> list[int]:
-        own: list[int] = []
-        for _ in range(tokens):
-            own.append(likely([*text, *own]))
-        return own
+    def forced(tokens: list[int], first: int) -> torch.Tensor:
+        greedy = [likely(tokens[: end + 1]) for end in range(first, len(tokens))]
+        return torch.nn.functional.one_hot(torch.tensor(greedy))
 
-    for prompt, said in texts(60):
-        greedy = [likely([*prompt, *said[:i]]) for i in range(len(said))]
-        assert draft_passes(greedy, said, tokens) == speculate(prompt, said, propose), (prompt, said)
+    def continue_by_itself(place: int) -> list[int]:
+        text = [*prompt, *answer[:place]]
+        for _ in range(DRAFT_TOKENS):
+            text.append(likely(text))
+        return text[-DRAFT_TOKENS:]
+
+    draft: Any = SimpleNamespace(vocab_size=3, forced=forced)
+    assert draft_passes(draft, prompt, answer) == count_passes(answer, continue_by_itself)
 
 
 class EchoDraft:
@@ -106,7 +77,7 @@ def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Pat
     for sample, row in zip(SAMPLES, rows, strict=True):
         if row.judged:
             said, counts = [*tokenizer.text_ids(sample.reference), tokenizer.end], row.acceptance["lookup"]
-            passes = lookup_passes(tokenizer.prompt_ids(sample), said, 10, 3)
+            passes = lookup_passes(tokenizer.prompt_ids(sample), said)
             assert (counts.baseline_tokens, counts.baseline_passes) == (len(said), passes)
             assert (counts.candidate_tokens == counts.baseline_tokens) == (row.id != "copy-3")
     counted = [row.acceptance["lookup"] for row in rows if row.judged]
