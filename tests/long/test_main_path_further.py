@@ -1,4 +1,4 @@
-"""More of the whole path on the trained tiny model: the reference backend's verdicts, Ctrl-C, signed evidence."""
+"""More of the whole path on the trained tiny model: the reference backend's verdicts, and Ctrl-C."""
 
 import signal
 import subprocess
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from helpers.commands.tiny_model import FEW, Swept, pipeline, summary
-from helpers.registry.signing_keys import key_pair
 
 
 def test_control_c_finishes_work_in_flight_and_the_same_command_resumes(swept: Swept, tmp_path: Path) -> None:
@@ -55,17 +54,3 @@ def test_the_reference_engine_gets_the_verdict_of_the_onnx_engine(swept: Swept) 
     found, expected = (c["metrics"]["quality/kl_mean"] for c in (by_reference, by_onnx))
     assert found == pytest.approx(expected, rel=0.02)
     assert 0 < by_reference["metrics"]["noise/kl_max"] < 1e-3, "one pass against token by token: rounding"
-
-
-def test_signed_evidence_verifies_and_is_recommended_for_a_use_that_it_covers(swept: Swept, tmp_path: Path) -> None:
-    key, trusted = key_pair(tmp_path, "ours")
-    result = pipeline(swept[0], "stage=evaluate", "kv=fp8", f"signing.key={key}")
-    assert result.returncode == 0, result.stderr
-    bundle = Path(summary(swept[0])["candidates"][0]["identity"]["path"]).parent
-    result = pipeline(swept[0], "stage=verify", f"bundle={bundle}", f"signing.trusted=[{trusted}]")
-    assert result.returncode == 0, result.stderr
-    contexts = "capacity.contexts=[{tokens: 320, requests: 1}]"
-    use = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.new_tokens=32", contexts]
-    result = pipeline(swept[0], "stage=recommend", *use)
-    assert result.returncode == 0, result.stderr
-    assert "/artifacts/identity/" in result.stdout

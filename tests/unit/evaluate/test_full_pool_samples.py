@@ -46,29 +46,25 @@ def measured(engine: FakeEngine, count: int) -> FullPool:
     return found
 
 
-def test_noise_of_the_engine_itself_is_no_deviation_and_logits_that_are_not_finite_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_no_deviation_and_other_rows_or_logits_that_are_not_finite_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/integration/evaluate/test_full_pool.py plants faults in a real engine."""
     engine = FullPoolEngine({})
     found = measured(engine, 40)
     assert (found.limit_kl or 0) > 10 * LEAST_LIMIT_KL, "the noise decides the limit"
     assert full_pool_line(found).status == "PASS"
     sound, broken = engine.served, ServedRequest(np.full((4, VOCAB), np.nan, np.float32), 1, 0, ())
-    monkeypatch.setattr(engine, "served", lambda *of: broken if of[3] is not None and of[2] == 3 else sound(*of))
-    assert full_pool_line(measured(engine, 40)).reason.count("logits that are not finite") == 2
-
-
-def test_another_requests_rows_are_found_above_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FullPoolEngine({})
-    sound = engine.served
 
     def served(rows: int, request: ForcedRequest, number: int, pages: int | None) -> ServedRequest:
+        if pages is not None and number == 3:
+            return broken
         tokens, count = request
         return sound(rows, (tokens[:-1] if pages is not None and number == 17 else tokens, count), number, pages)
 
     monkeypatch.setattr(engine, "served", served)
-    found = measured(engine, 200)
-    assert len(found.deviations) == 2, "the 18th request of each order"
+    found = measured(engine, 40)
+    assert len(found.deviations) == 4, "the fourth and the 18th request of each order"
     assert full_pool_line(found).status == "FAIL"
+    assert full_pool_line(found).reason.count("logits that are not finite") == 2
 
 
 def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:

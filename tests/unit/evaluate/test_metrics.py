@@ -14,7 +14,7 @@ from helpers.verdicts.evaluations import brief_workloads, evaluate, measure_base
 from stages.core.records import Check, Sample
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.inputs.checks import judge, well_formed, words_of
+from stages.evaluate.inputs.checks import judge, well_formed
 from stages.evaluate.joining import context_bin, fidelity
 from stages.verdict.report import SampleRow, load_report, load_rows
 
@@ -83,26 +83,14 @@ def test_json_and_calls_are_judged_by_value_and_text_exactly(
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("The code is 4711.", ("the", "code", "is", "4711")),
-        ("**Lisbon**, \n (not\tGraz)!", ("lisbon", "not", "graz")),
-        ("93.10 euros, 12:30, 3-5, 4,711", ("93.10", "euros", "12:30", "3-5", "4,711")),
-        ("-5 is not a-5", ("-5", "is", "not", "a-5")),
-        ("Mara's e-mail", ("mara", "s", "e-mail")),
-        ("STRASSE, Stra\N{LATIN SMALL LETTER SHARP S}e, \N{FULLWIDTH DIGIT FOUR}2", ("strasse", "strasse", "42")),
-        ("... !", ()),
-    ],
-)
-def test_words_are_told_apart_by_spaces_and_punctuation_but_numbers_stay_whole(text: str, words: tuple[str, ...]) -> None:
-    assert words_of(text) == words
-
-
-@pytest.mark.parametrize(
     ("reference", "distractors", "mentions", "right", "wrong"),
     [
         ("4711", (), (), ("4711", "The code is 4711.", "code: **4711**\n", "It is 4711, not 4712"), ("", "I do not know.")),
-        ("4711", (), (), (), ("47110", "4711.5", "-4711", "4 711", "four")),  # a part of a number is no mention
+        # A part of a number or of a word with a hyphen is no mention, and a minus sign belongs to its number.
+        ("4711", (), (), (), ("47110", "4711.5", "-4711", "4 711", "4,711", "four", "4711:30")),
+        ("-5", (), (), ("it is -5",), ("5", "a-5", "3-5")),
+        ("Mara's e-mail", (), (), ("mara s E-Mail",), ("Mara's e mail",)),
+        ("STRASSE 42", (), (), ("Stra\N{LATIN SMALL LETTER SHARP S}e \N{FULLWIDTH DIGIT FOUR}2",), ("Strase 42",)),
         ("Lisbon", ("Graz",), (), ("lisbon, not Grazing",), ("Lisbon or Graz",)),
         ("Mara Voss", (), (), ('Her name is "Mara  VOSS".',), ("Mara, or Tobin Voss",)),  # words in one piece
         ("Mara lives in Graz. She bought a lamp.", (), ("Graz", "lamp"), ("A lamp; Graz",), ("Graz",)),

@@ -47,12 +47,6 @@ def wanted(extras: tuple[str, ...]) -> list[Requirement]:
     return found
 
 
-def test_every_package_is_locked_by_hash() -> None:
-    for path in LOCKS.glob("*.lock"):
-        for package in re.split(r"\n(?=[^ ])", path.read_text().strip()):
-            assert re.search(r"--hash=sha256:[0-9a-f]{64}", package), f"{path.name}: {package.splitlines()[0]}"
-
-
 @pytest.mark.parametrize("name", EXTRAS)
 def test_a_lock_holds_what_the_project_and_its_packages_require(name: str) -> None:
     versions = locked(name)

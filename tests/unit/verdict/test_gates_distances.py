@@ -10,7 +10,6 @@ from helpers.verdicts.reports import GATES, lines, report, row
 from benchmarks.gate_shapes import load
 from benchmarks.gates import SOUND_KL, scaled
 from stages.verdict.bets import PASS_STAKES, Array, Mean, log_score
-from stages.verdict.report import SampleRow
 
 SHAPES = load()
 LIMIT = GATES.max_mean_kl
@@ -35,25 +34,6 @@ def test_no_shape_exactly_at_the_mean_kl_passes_in_more_than_5_percent(documents
         assert passing(rng.choice(at_limit, (RUNS, documents))) <= at_most(GATES.pass_alpha, RUNS), shape
         tested += 1
     assert tested > 30
-
-
-def rows_of(values: Array, samples: int = 1) -> list[SampleRow]:
-    """Return one row per mean KL, with `samples` rows per document."""
-    return [row("copy", i, document=f"d{i // samples}", mean_kl=float(kl)) for i, kl in enumerate(values)]
-
-
-@pytest.mark.parametrize("samples", [1, 4])
-def test_the_gate_itself_rarely_passes_at_its_threshold(samples: int) -> None:
-    """Run the gate itself on rows. If four samples of a document are alike, only the number of documents counts."""
-    shape = next(s for s in SHAPES if (s.model, s.policy, s.workload) == ("smollm2", "fp8k_int4v", "extraction"))
-    at_limit, rng = scaled(shape.values["mean_kl"], LIMIT), np.random.default_rng(4)
-    assert at_limit is not None
-    wrong = 0
-    for _ in range(60):
-        drawn = np.repeat(rng.choice(at_limit, 40), samples)
-        (check,) = lines("max_mean_kl", EMPTY, rows_of(drawn, samples))
-        wrong += check.status == "PASS"
-    assert wrong / 60 <= at_most(0.05, 60)
 
 
 def test_real_sound_engines_pass_every_distance_of_every_workload_and_broken_ones_do_not() -> None:

@@ -186,16 +186,10 @@ def test_lengths_that_cannot_be_judged_are_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_text_without_spaces_has_words(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("关于门的代码。" * 1000, encoding="utf-8")
-    words = document_words(long_workloads(documents=str(tmp_path)))
-    assert words is not None
-    assert "".join(words) == "关于门的代码。" * 1000
-    assert max(map(len, words)) == 8
-
-
 def test_texts_without_spaces_fill_every_length(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("关于门的代码。" * 1000, encoding="utf-8")
     config, tokenizer = long_workloads(documents=str(tmp_path), lengths=[2063, 4112]), BundleTokenizer(tiny_checkpoint)
+    words = document_words(config) or []
+    assert ("".join(words), max(map(len, words))) == ("关于门的代码。" * 1000, 8)
     fitted = fit_lengths(long_samples(config), tokenizer, config)
     assert {sample.workload for sample in fitted} == {"long_2063", "long_4112"}
