@@ -27,10 +27,8 @@ WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
 def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> list[Sample]:
     """Generate `count` samples of a workload. A larger `count` extends the same sequence.
 
-    Raises ValueError if the workload does not exist, and UserError if the documentation has fewer than `count` pages.
+    Raises UserError if the documentation has fewer than `count` pages.
     """
-    if name not in WORKLOADS:
-        raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}; or give a JSONL file's path")
     return [_sample(Slot(split, name, seed, i)) for i in range(count)]
 
 

@@ -37,11 +37,6 @@ def test_samples_follow_from_name_split_and_seed_and_no_two_are_equal(name: str)
         assert all(bool(sample.prompt) != bool(sample.messages) for sample in samples)
 
 
-def test_an_unknown_workload_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"prose, retrieval.*got 'poetry'"):
-        generate("poetry", 1, 0)
-
-
 TRAINED = {
     "prose": "8ca149c3edc334e6",
     "retrieval": "0c5876b556509ffa",
