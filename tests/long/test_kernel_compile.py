@@ -14,7 +14,7 @@ import pytest
 
 from plugins.kv_attention import aot
 from plugins.kv_attention.layout import CacheLayout, SideLayout
-from plugins.kv_attention.variants import Compute, Setting
+from plugins.kv_attention.variants import Compute, Setting, decode_variant
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,38 +114,52 @@ def loaded_bytes(loads: list[str], num_warps: int, *ways: str) -> int:
     return 32 * num_warps * sum(WIDTHS.get(name.split(".")[-1], 4) for name in matching)
 
 
+STORED = tuple(f"{name}_{array}" for name in ("key", "value") for array in ("pool", "scale_pool"))
+PARTIAL = ("partial_acc", "partial_ml")
+
+
+def attention_names(layout: CacheLayout, tables: tuple[str, ...], *extras: str) -> list[str]:
+    """Return the parameters of a kernel that attends: its inputs, extras and outputs."""
+    absent = {f"{name}_scale" for name, stored in (("key", layout.key), ("value", layout.value)) if stored.exact}
+    absent |= set() if layout.value.layer_scale else {"value_block_scale"}
+    exact = EXACT_INPUTS if layout.exact_tokens else ()
+    return [*(name for name in DECODE_INPUTS if name not in absent), *tables, *exact, "table_width", *extras, *PARTIAL]
+
+
+WITH_EXACT = next(case for case in CASES if sum(case.exact)).setting()
+WIDE = Setting(CacheLayout(8, 256, SideLayout("fp16"), SideLayout("fp16")), "float32", 80, 8)
+PLANNED = ["lengths", "batch", "programs", "work", "sequences"]
+KERNELS: dict[str, tuple[str, Setting, list[str]]] = {
+    **{str(case): ("decode_partial", case.setting(), attention_names(case.layout, TABLES)) for case in CASES},
+    **{
+        f"{case}-{rows}": ("context_partial", case.setting(rows), attention_names(case.layout, TABLES[:2], "tokens"))
+        for case, rows in CHUNKS
+    },
+    "append": ("append", WITH_EXACT, [*APPENDED, *STORED, *EXACT]),
+    "plan": ("plan_work", HEADLINE.setting(), PLANNED),
+    "plan_exact": ("plan_work", WITH_EXACT, PLANNED),
+    "reduce": ("decode_reduce", HEADLINE.setting(), [*PARTIAL, "sequences", "out"]),
+    "reduce_wide": ("decode_reduce", WIDE, [*PARTIAL, "sequences", "out"]),
+    "join": ("context_reduce", HEADLINE.setting(), [*PARTIAL, "splits", "out"]),
+}
+"""Operation, setting and parameters of every kernel that is compiled."""
+
 PROGRAM = """
 import json
 from plugins.kv_attention import aot
-from plugins.kv_attention.variants import Setting, decode_variant
-from plugins.kv_attention.layout import CacheLayout, SideLayout
-from tests.long.test_kernel_compile import CASES, CHUNKS, HEADLINE, assembled, loaded_bytes
+from tests.long.test_kernel_compile import KERNELS, assembled, loaded_bytes
 
-def described(kernel, **more):
+found = {}
+for name, (operation, setting, _) in KERNELS.items():
+    kernel = aot.compile_operation(operation, setting)
     loads, spill_bytes = assembled(kernel.ptx)
     copied = loaded_bytes(loads, kernel.num_warps, "LDGSTS")
     streamed = loaded_bytes(loads, kernel.num_warps, "LDGSTS", r"LDG\\.E\\.128$")
-    return {"name": kernel.name, "ptx": kernel.ptx, "shared_bytes": kernel.shared_bytes, "spill_bytes": spill_bytes,
-            "streamed_bytes": streamed, "copied_bytes": copied, "parameters": kernel.parameters, **more}
-
-decode = []
-for case in CASES:
-    kernel = aot.compile_operation("decode_partial", case.setting())
-    variant = decode_variant(case.setting())
-    more = {"resident": variant.resident, "sm_shared": variant.sm_shared}
-    decode.append(described(kernel, tokens=variant.constants["T"], **more))
-chunks = [described(aot.compile_operation("context_partial", case.setting(rows))) for case, rows in CHUNKS]
-wide = CacheLayout(8, 256, SideLayout("fp16"), SideLayout("fp16"))
-exact = next(case for case in CASES if sum(case.exact)).setting()
-others = {
-    "append": described(aot.compile_operation("append", exact)),
-    "plan": described(aot.compile_operation("plan_work", HEADLINE.setting())),
-    "plan_exact": described(aot.compile_operation("plan_work", exact)),
-    "reduce": described(aot.compile_operation("decode_reduce", HEADLINE.setting())),
-    "reduce_wide": described(aot.compile_operation("decode_reduce", Setting(wide, "float32", 80, 8))),
-    "join": described(aot.compile_operation("context_reduce", HEADLINE.setting())),
-}
-print(json.dumps({"decode": decode, "chunks": chunks, "others": others}))
+    found[name] = {
+        "name": kernel.name, "ptx": kernel.ptx, "shared_bytes": kernel.shared_bytes, "spill_bytes": spill_bytes,
+        "streamed_bytes": streamed, "copied_bytes": copied, "parameters": kernel.parameters,
+    }
+print(json.dumps(found))
 """
 
 
@@ -169,8 +183,10 @@ def entry_parameters(ptx: str) -> list[str]:
     return re.findall(r"\.param \.(\w+)", entry[1])
 
 
-def assert_a_plain_launch_runs(kernel: dict[str, Any], names: list[str]) -> None:
-    assert [name for name, _ in kernel["parameters"]] == names
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_takes_its_inputs_extras_and_outputs_alone_and_fits(name: str, compiled: dict[str, Any]) -> None:
+    kernel = compiled[name]
+    assert [parameter for parameter, _ in kernel["parameters"]] == KERNELS[name][2]
     widths = ["u32" if kind == "i32" else "u64" for _, kind in kernel["parameters"]]
     assert entry_parameters(kernel["ptx"]) == widths
     assert f".entry {kernel['name']}(" in kernel["ptx"]
@@ -178,45 +194,15 @@ def assert_a_plain_launch_runs(kernel: dict[str, Any], names: list[str]) -> None
     assert kernel["shared_bytes"] <= aot.SHARED_LIMIT
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: str(CASES[i]))
-def test_decode_takes_inputs_extras_and_outputs_alone_fits_and_streams_the_codes(compiled: dict[str, Any], number: int) -> None:
-    case, kernel = CASES[number], compiled["decode"][number]
-    absent = {f"{name}_scale" for name, stored in (("key", case.layout.key), ("value", case.layout.value)) if stored.exact}
-    absent |= set() if case.layout.value.layer_scale else {"value_block_scale"}
-    inputs = [name for name in DECODE_INPUTS if name not in absent]
-    exact = EXACT_INPUTS if case.layout.exact_tokens else ()
-    assert_a_plain_launch_runs(kernel, [*inputs, *TABLES, *exact, "table_width", "partial_acc", "partial_ml"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode_streams_the_codes_and_all_programs_of_its_division_fit(case: Case, compiled: dict[str, Any]) -> None:
+    kernel, variant = compiled[str(case)], decode_variant(case.setting())
     codes = sum(stored.code_bytes(case.head_dim) for stored in (case.layout.key, case.layout.value))
-    assert kernel["copied_bytes" if case in TARGETED else "streamed_bytes"] >= kernel["tokens"] * codes
-    # All the programs that work is divided for fit an SM.
-    assert kernel["resident"] * (1024 + -(-kernel["shared_bytes"] // 128) * 128) <= kernel["sm_shared"]
+    assert kernel["copied_bytes" if case in TARGETED else "streamed_bytes"] >= variant.constants["T"] * codes
+    assert variant.resident * (1024 + -(-kernel["shared_bytes"] // 128) * 128) <= variant.sm_shared
     version = re.search(r"^\.version (\S+)", kernel["ptx"], re.MULTILINE)
     assert version is not None
     assert (int(version[1].replace(".", "")) == aot.PORTABLE_PTX) == (case.sm < aot.NEWER_PTX)
-
-
-@pytest.mark.parametrize("number", range(len(CHUNKS)), ids=lambda i: f"{CHUNKS[i][0]}-{CHUNKS[i][1]}")
-def test_a_chunk_takes_inputs_extras_and_outputs_alone_and_fits(compiled: dict[str, Any], number: int) -> None:
-    layout = CHUNKS[number][0].layout
-    absent = {f"{name}_scale" for name, stored in (("key", layout.key), ("value", layout.value)) if stored.exact}
-    inputs = [name for name in DECODE_INPUTS[:-1] if name not in absent]
-    exact = EXACT_INPUTS if layout.exact_tokens else ()
-    extras = ["table_width", "tokens", "partial_acc", "partial_ml"]
-    assert_a_plain_launch_runs(compiled["chunks"][number], [*inputs, "page_table", "lengths", *exact, *extras])
-
-
-STORED = tuple(f"{name}_{array}" for name in ("key", "value") for array in ("pool", "scale_pool"))
-TAKEN = {
-    "append": [*APPENDED, *STORED, *EXACT],
-    **dict.fromkeys(("plan", "plan_exact"), ("lengths", "batch", "programs", "work", "sequences")),
-    **dict.fromkeys(("reduce", "reduce_wide"), ("partial_acc", "partial_ml", "sequences", "out")),
-    "join": ["partial_acc", "partial_ml", "splits", "out"],
-}
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_the_other_kernels_take_inputs_extras_and_outputs_alone(name: str, compiled: dict[str, Any]) -> None:
-    assert_a_plain_launch_runs(compiled["others"][name], list(TAKEN[name]))
 
 
 def test_a_hidden_parameter_that_is_used_is_not_stripped() -> None:
