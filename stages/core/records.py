@@ -80,6 +80,11 @@ class Sample:
     def cluster(self) -> str:
         return self.document or self.id
 
+    @property
+    def judged(self) -> bool:
+        """Whether the answer to this sample is right or wrong. Prose is only scored."""
+        return self.check != "none"
+
 
 @dataclass(frozen=True)
 class MemoryReport:

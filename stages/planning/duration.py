@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -50,15 +51,13 @@ def decode(count: float, context: float, batch: float) -> Work:
 
 @dataclass(frozen=True)
 class Question:
-    """The approximate size of a sample, in tokens."""
+    """A sample and its approximate size, in tokens."""
 
-    document: str
-    workload: str
+    sample: Sample
     prompt: int
     shared: int
     """Tokens of the prompt that the document's other questions share."""
     answer: int
-    judged: bool
 
 
 @dataclass(frozen=True)
@@ -96,66 +95,66 @@ def questions(samples: Sequence[Sample]) -> list[Question]:
     for sample, text in zip(samples, texts, strict=True):
         by_document[sample.cluster].append(text)
     common = {
-        name: len(os.path.commonprefix(found)) if len(found) > 1 else 0  # noqa: RUF071  (texts, not paths)
-        for name, found in by_document.items()
+        name: len(os.path.commonprefix(prompts)) if len(prompts) > 1 else 0  # noqa: RUF071  (texts, not paths)
+        for name, prompts in by_document.items()
     }
-    found = []
+    sized = []
     for sample, text in zip(samples, texts, strict=True):
         if sample.workload.startswith(LONG):
             prompt = int(sample.workload.removeprefix(LONG))
         else:
             prompt = len(text) // CHARACTERS + TEMPLATE_TOKENS * max(1, len(sample.messages))
         shared = round(prompt * common[sample.cluster] / max(1, len(text)))
-        answer = 1 + len(sample.reference) // CHARACTERS
-        found.append(Question(sample.cluster, sample.workload, prompt, shared, answer, sample.check != "none"))
-    return found
+        sized.append(Question(sample, prompt, shared, answer=1 + len(sample.reference) // CHARACTERS))
+    return sized
 
 
 def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) -> VerdictWork:
     """Return the approximate work of a verdict on one policy and its baseline, by the samples of each round."""
     asked = [questions(samples) for samples in rounds]
-    first, longest = asked[0], max(one.prompt + one.answer for found in asked for one in found)
-    both = [_asked(found, config.batch_size) * (2 + OWN_WORDS) for found in asked]
+    first, longest = asked[0], max(question.prompt + question.answer for questions in asked for question in questions)
+    both = [_ask(questions, config.batch_size) * (2 + OWN_WORDS) for questions in asked]
     once = 2 * (_noise(first, config) + _load(config))
-    once += _asked(sorted(first, key=lambda one: one.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
+    once += _ask(sorted(first, key=lambda question: question.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
     reference = NO_WORK
     if not config.is_first_look:
         stress = config.stress_test.limited(longest)
         half = stress.tokens(stress.max_tokens, longest, max(stress.max_batch, config.batch_size)) / 2
         pairs = half * stress.max_tokens / 4
         once += np.array([half, 0, pairs, stress.steps])
-        compared = (prefill(one.prompt + one.answer) for one in _some(first, config.conformance_samples))
+        compared = (prefill(question.prompt + question.answer) for question in _choose(first, config.conformance_samples))
         # The reference engine repeats requests of both engines, each once with and once without disturbed activations.
         reference = 4 * sum(compared, NO_WORK) + np.array([half, 0, pairs, 0])
     return VerdictWork(once + both[0], once + sum(both, NO_WORK), reference)
 
 
-def _asked(found: Sequence[Question], batch: int) -> Work:
+def _ask(asked: Sequence[Question], batch: int) -> Work:
     """Return the work of asking questions once. A judged answer is decoded twice: forced, and freely."""
-    prefixes = {one.document: one.shared for one in found if one.shared}
+    prefixes = {question.sample.cluster: question.shared for question in asked if question.shared}
     work = sum((prefill(shared) for shared in prefixes.values()), NO_WORK)
-    for one in found:
-        rows = one.answer * (2 if one.judged else 1)
-        work = work + prefill(one.prompt, one.shared) + decode(rows, one.prompt, min(batch, len(found)))
+    for question in asked:
+        rows = question.answer * (2 if question.sample.judged else 1)
+        work = work + prefill(question.prompt, question.shared) + decode(rows, question.prompt, min(batch, len(asked)))
     return work
 
 
-def _some(found: Iterable[Question], count: int) -> list[Question]:
+def _choose(asked: Iterable[Question], count: int) -> list[Question]:
     """Return `count` judged questions of each workload."""
     chosen = defaultdict[str, list[Question]](list)
-    for one in found:
-        if one.judged and len(chosen[one.workload]) < count:
-            chosen[one.workload].append(one)
-    return [one for some in chosen.values() for one in some]
+    for question in asked:
+        if question.sample.judged and len(chosen[question.sample.workload]) < count:
+            chosen[question.sample.workload].append(question)
+    return list(chain.from_iterable(chosen.values()))
 
 
-def _noise(found: Sequence[Question], config: WorkloadsConfig) -> Work:
+def _noise(asked: Sequence[Question], config: WorkloadsConfig) -> Work:
     """Return the work of the noise floor: some questions in small batches, and their free answers."""
     if not config.noise_samples:
         return NO_WORK
-    repeated = list(dict.fromkeys([*_some(found, config.noise_samples), max(found, key=lambda one: one.prompt)]))
-    free = (prefill(one.prompt) + decode(one.answer, one.prompt, 2) for one in repeated)
-    return _asked(repeated, 2) + sum(free, NO_WORK)
+    longest = max(asked, key=lambda question: question.prompt)
+    repeated = list(dict.fromkeys([*_choose(asked, config.noise_samples), longest]))
+    free = (prefill(question.prompt) + decode(question.answer, question.prompt, 2) for question in repeated)
+    return _ask(repeated, 2) + sum(free, NO_WORK)
 
 
 def _load(config: WorkloadsConfig) -> Work:

@@ -45,7 +45,7 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
             missing[chosen][stratum] -= count
     judged: dict[str, list[int]] = {}
     for sample in samples:
-        if sample.check != "none":
+        if sample.judged:
             judged.setdefault(sample.workload, []).append(rounds[sample.cluster])
     first = next(number for number in range(len(shares)) if _suffices(number, judged))
     numbers = [max(first, rounds[sample.cluster]) for sample in samples]

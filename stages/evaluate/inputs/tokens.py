@@ -118,7 +118,7 @@ class EncodedSample:
     @property
     def judged(self) -> bool:
         """Whether the answer to this sample is judged. Prose is only scored."""
-        return self.sample.check != "none"
+        return self.sample.judged
 
 
 def encode(
@@ -136,7 +136,7 @@ def encode(
         if len(prompt) < 2 or not reference:
             part, least = ("reference", 1) if not reference else ("prompt", 2)
             raise UserError(f"workloads: the {part} of sample {sample.id} is too short; it needs {least} token(s) or more")
-        reference = reference[:max_scored_tokens] if sample.check == "none" else [*reference, stop]
+        reference = [*reference, stop] if sample.judged else reference[:max_scored_tokens]
         results = tokenizer.spans(sample.reference, sample.results) if sample.results else ()
         encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference), results=results))
     return _with_shared_prefixes(encoded)

@@ -67,7 +67,7 @@ def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
     """
     by_name: dict[str, set[str]] = {}
     for sample in samples:
-        if sample.check != "none":
+        if sample.judged:
             by_name.setdefault(sample.workload, set()).add(sample.cluster)
     if not by_name:  # without answers, distances decide over all texts together
         by_name[ALL] = {sample.cluster for sample in samples}
