@@ -52,13 +52,13 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     for secret in _secrets(tuple(raw.items())):
         text = text.replace(secret, MASK)
     text = _USERINFO.sub(f"{MASK}@", text)
-    text = _without_assigned(text)
+    text = _mask_assigned(text)
     text = _QUERY.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1{MASK}", text)
     return _SHAPES.sub(MASK, text)
 
 
-def _without_assigned(text: str) -> str:
+def _mask_assigned(text: str) -> str:
     """Return a text without assigned passwords. A path or a value followed by `: message` is kept."""
     parts, done = [], 0
     for assigned in _ASSIGNED.finditer(text):

@@ -169,8 +169,8 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
         more = [f"workloads.samples.{name}={count}" for name, count in short.items()]
         again = " ".join([*more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
         return last, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}"
-    best = min(passes, key=lambda one: bool(_missing(one, use)))
-    missing = _missing(best, use)
+    best = min(passes, key=lambda one: bool(_find_gaps(one, use)))
+    missing = _find_gaps(best, use)
     return best, f"PASS, but {'; '.join(missing)}" if missing else None
 
 
@@ -178,7 +178,7 @@ def _first(one: Judged) -> str:
     return one.reasons[0] if one.reasons else "no reason was given"
 
 
-def _missing(one: Judged, use: CapacityConfig) -> list[str]:
+def _find_gaps(one: Judged, use: CapacityConfig) -> list[str]:
     """Return the gaps between the use and the evidence, each with the samples or keys that would close the gap."""
     if one.limits is None:
         return ["its report records no limits: judge it again"]

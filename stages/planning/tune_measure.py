@@ -54,7 +54,7 @@ def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -
     """
     tokenizer = BundleTokenizer(checkpoint)
     # The next seed, because the calibration uses the seed itself.
-    texts = _generated(tokenizer, config, seed + 1) if jsonl is None else _given(tokenizer, config, jsonl)
+    texts = _generate_texts(tokenizer, config, seed + 1) if jsonl is None else _read_texts(tokenizer, config, jsonl)
     scored = [text for text in texts if text.first < len(text.tokens)]
     documents = list(dict.fromkeys(text.document for text in scored))
     found: dict[str, list[Text]] = {SEARCH: [], CHECK: []}
@@ -68,7 +68,7 @@ def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -
     return found
 
 
-def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:
+def _generate_texts(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:
     count = max(config.texts // len(config.workloads), 4 * LEAST)
     found = []
     # Documents alternate between workloads, so that every part contains all workloads.
@@ -81,7 +81,7 @@ def _generated(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> lis
     return found
 
 
-def _given(tokenizer: BundleTokenizer, config: TuneConfig, jsonl: Path) -> list[Text]:
+def _read_texts(tokenizer: BundleTokenizer, config: TuneConfig, jsonl: Path) -> list[Text]:
     lines = texts_from_file(jsonl, config.texts)
     encoded = [tuple(tokenizer.text_ids(text)[:MAX_LENGTH]) for text in lines]
     return [Text(tokens, PREFILLED, f"{number}") for number, tokens in enumerate(encoded)]

@@ -60,7 +60,7 @@ def draw_svg(specs: Sequence[Spec]) -> list[str]:
     return [str(svg) for svg in json.loads(drawn.stdout)]
 
 
-def _drawn(value: float | None) -> float | None:
+def _axis_value(value: float | None) -> float | None:
     """Return a value for a logarithmic axis, at least FLOOR; None if it is missing or not finite."""
     return None if value is None or not math.isfinite(value) else max(value, FLOOR)
 
@@ -104,7 +104,7 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
         whole = report.slice()
         if report.system.kib_per_token is not None and whole is not None:
             kl = whole.fidelity.kl_mean
-            data.append({**point, "kib": report.system.kib_per_token, "exact": kl, "distance": _drawn(kl)})
+            data.append({**point, "kib": report.system.kib_per_token, "exact": kl, "distance": _axis_value(kl)})
     mark_front(data)
     by_rows = sorted(readable, key=lambda found: len(found[0].rows))
     baselines = {exhibit.candidate.baseline.digest: report for exhibit, report, _ in by_rows}
@@ -112,7 +112,7 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
         if digest in baselines:
             noise, system = baselines[digest].noise, baselines[digest].baseline_system
             exact = None if noise is None else noise.kl_mean
-            place = {"kib": system.kib_per_token, "exact": exact, "distance": _drawn(exact) or FLOOR}
+            place = {"kib": system.kib_per_token, "exact": exact, "distance": _axis_value(exact) or FLOOR}
             data.append({**_point(name, BASELINE), **place, "limit": None, "front": False})
     return data
 
@@ -135,7 +135,7 @@ def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
             low, high = part.context
             tokens = [row.context_tokens for row in exhibit.rows if low <= row.context_tokens < (high or math.inf)]
             length = sum(tokens) / len(tokens) if tokens else low
-            data.append({**point, "tokens": length, "distance": _drawn(part.fidelity.kl_mean)})
+            data.append({**point, "tokens": length, "distance": _axis_value(part.fidelity.kl_mean)})
     return data
 
 

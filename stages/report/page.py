@@ -125,10 +125,10 @@ def changed_answers(exhibit: Exhibit, most: int) -> tuple[list[ChangedAnswer], i
     prompts = {sample.id: sample for sample in exhibit.samples}
     rows = [row for row in exhibit.rows if row.judged and bool(row.baseline_correct) != bool(row.candidate_correct)]
     rows.sort(key=lambda row: not row.baseline_correct)
-    return [_changed(row, prompts.get(row.id)) for row in rows[:most]], len(rows[most:])
+    return [_compare_answers(row, prompts.get(row.id)) for row in rows[:most]], len(rows[most:])
 
 
-def _changed(row: SampleRow, sample: Sample | None) -> ChangedAnswer:
+def _compare_answers(row: SampleRow, sample: Sample | None) -> ChangedAnswer:
     messages: tuple[tuple[str, str], ...] = ()
     if sample is not None and sample.reference == row.reference:  # another sample may have the same id
         messages = sample.messages or (("prompt", sample.prompt),)

@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 def gsm8k_samples(count: int, seed: int) -> list[Sample]:
     """Return at most `count` problems, drawn with the seed, in the order of the file."""
-    problems = _problems(_packaged())
+    problems = _problems(_find_data())
     drawn = random.Random(f"gsm8k:{seed}").sample(range(len(problems)), min(count, len(problems)))
     return [_sample(f"gsm8k-{i:04d}", *problems[i]) for i in sorted(drawn)]
 
@@ -45,7 +45,7 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(numbers[0 if marked else -1].replace(",", ""))
 
 
-def unannotated(solution: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+def strip_annotations(solution: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Return a solution without its annotations, and the (start, end) character range of every result."""
     first, *others = _ANNOTATION.split(solution)
     text, results = first, []
@@ -63,11 +63,11 @@ def _number_at(place: int, text: str) -> list[tuple[int, int]]:
 
 
 def _sample(name: str, question: str, solution: str) -> Sample:
-    reference, results = unannotated(solution)
+    reference, results = strip_annotations(solution)
     return Sample(name, "gsm8k", reference, messages=(("user", TASK + question),), check="number", results=results)
 
 
-def _packaged() -> Path:
+def _find_data() -> Path:
     """Return the path of the data in the installed package, without importing the package."""
     with suppress(metadata.PackageNotFoundError):
         found = metadata.distribution(PACKAGE)

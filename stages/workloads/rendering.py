@@ -73,7 +73,7 @@ def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
             signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
             random.seed(0)  # a template may draw; a prompt must be the same in every command
             try:
-                answer = {"text": _bounded(text)}
+                answer = {"text": _render_within_limits(text)}
             except UserError as error:
                 answer = {"refused": str(error)}
             writes.send_bytes(json.dumps(answer).encode())
@@ -83,7 +83,7 @@ def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
         os._exit(0)  # skips the parent's exit handlers
 
 
-def _bounded(text: Callable[[], str]) -> str:
+def _render_within_limits(text: Callable[[], str]) -> str:
     try:
         found = text()
     except MemoryError:

@@ -163,12 +163,12 @@ class Batch:
         handles = dict(zip(alone, self.engine.begin([self.encoded[i].prompt[:-1] for i in alone]), strict=True))
         for i in admitted:
             sample = _Running(i, self.encoded[i], [] if self.free else None)
-            handle = handles[i] if i in handles else self._continued(sample)
+            handle = handles[i] if i in handles else self._fork_prefix(sample)
             self.live.append(_SampleSequence(sample, handle, sample.item.prompt[-1], free=self.free))
         if self.after_prefill is not None:
             self.after_prefill()
 
-    def _continued(self, sample: _Running) -> int:
+    def _fork_prefix(self, sample: _Running) -> int:
         """Return a sequence that holds the sample's prompt except its last token, forked from the shared prefix."""
         item = sample.item
         if item.prefix not in self.prefixes:

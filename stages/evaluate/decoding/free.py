@@ -57,7 +57,7 @@ def free_answers(
     left = [i for i, tokens in enumerate(complete) if len(tokens) > skipped and answers[i] != earlier[i]]
     for begin in range(0, len(left), batch_size):
         together = left[begin : begin + batch_size]
-        rows = _forced(engine, [(encoded[i].prompt, complete[i][:-1]) for i in together])
+        rows = _force_tokens(engine, [(encoded[i].prompt, complete[i][:-1]) for i in together])
         for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(left) + begin):
             update(done)
             if len(complete[i]) > len(answers[i]):  # `generate` does not return the stop token that ended an answer
@@ -80,7 +80,7 @@ def contradiction(engine: Engine, logits_BV: Logits, chosen: Sequence[int]) -> t
     return (int(wrong[0]), float(gaps[wrong[0]])) if wrong.size else None
 
 
-def _forced(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Logits]:
+def _force_tokens(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Logits]:
     """Return the logits (1 + len(tokens), V) per request: for the prompt, then for each token decoded after the prompt.
 
     An engine that serves whole requests returns no logits for the prompt: the shape is (len(tokens), V).

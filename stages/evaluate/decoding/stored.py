@@ -118,7 +118,7 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
     if weak:
         these = "this kind of work" if len(weak) == 1 else "these kinds of work"
         said = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
-        shown = [_shown(*one) for one in wrong[:SHOWN_ANSWERS]]
+        shown = [_describe_answer(*answer) for answer in wrong[:SHOWN_ANSWERS]]
         raise CannotBeJudged(said, list(weak), sorted(kinds.keys() - weak), shown)
 
 
@@ -126,7 +126,7 @@ SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
 """Wrong answers that a refusal shows, and characters of each text."""
 
 
-def _shown(sample: Sample, answer: str) -> str:
+def _describe_answer(sample: Sample, answer: str) -> str:
     """Return a line with the end of a question, its reference and the answer, without secrets."""
     question = sample.messages[-1][1] if sample.messages else sample.prompt
     question, reference, said = (" ".join(redact_text(text).split()) for text in (question, sample.reference, answer))

@@ -39,7 +39,7 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     progress("system metrics", 0, 1)
     before = _processor_seconds()
     own_process = not isinstance(engine, SupportsTiming)
-    times = engine.timed(prompts, steps) if isinstance(engine, SupportsTiming) else _timed(engine, prompts, steps, progress)
+    times = engine.timed(prompts, steps) if isinstance(engine, SupportsTiming) else _time_load(engine, prompts, steps, progress)
     others, total = np.subtract(_processor_seconds(), before)
     step_ms, memory = times.step_ms[WARMUP_STEPS:], times.memory
     p50, p95, p99 = np.percentile(step_ms, [50, 95, 99]).tolist()
@@ -70,7 +70,7 @@ def _processor_seconds() -> tuple[float, float]:
     return sum(times) - sum(times[3:5]) - time.process_time(), sum(times)
 
 
-def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progress: Progress) -> LoadTimes:
+def _time_load(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progress: Progress) -> LoadTimes:
     """Time one prefill per prompt, then greedy decode steps of all sequences together. Times are wall-clock times."""
     first_token_ms = []
     sequences: list[int] = []
@@ -125,12 +125,12 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
             moved = abs(after - before) if number else 0
             before = after
         for _ in range(2):
-            before, reported, held = resident_bytes(), _reported(engine), list[int]()
+            before, reported, held = resident_bytes(), _reported_bytes(engine), list[int]()
             try:
                 for _ in range(count):
                     held += engine.prefill([prompt])[0]
                 grown.append(resident_bytes() - before)
-                added.append(_reported(engine) - reported)  # an engine that freed its pages allocates them again
+                added.append(_reported_bytes(engine) - reported)  # an engine that freed its pages allocates them again
             finally:
                 engine.release(held)
     except UserError:  # refuses the prompt (the stress test reports it) or lacks room
@@ -145,7 +145,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     )
 
 
-def _reported(engine: Engine) -> int:
+def _reported_bytes(engine: Engine) -> int:
     memory = engine.memory()
     return memory.pool_bytes + memory.exact_bytes + memory.window_bytes
 

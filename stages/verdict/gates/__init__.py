@@ -64,7 +64,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
     checks.sort(key=lambda check: order.index(check.gate))
     following = thresholds.next_attempt
     numbers = {} if following is None else _samples_needed(checks, whole, following)
-    checks = [_advised(check, numbers, None if following is None else following.attempt) for check in checks]
+    checks = [_add_advice(check, numbers, None if following is None else following.attempt) for check in checks]
     verdict = conclude(checks, numbers, looks)
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
@@ -102,7 +102,7 @@ def _samples_needed(checks: Sequence[Check], whole: GateInput, following: Thresh
     return numbers
 
 
-def _advised(check: Check, numbers: Mapping[str, int], attempt: int | None) -> Check:
+def _add_advice(check: Check, numbers: Mapping[str, int], attempt: int | None) -> Check:
     """Return a check with the advice for an open recovery: the samples to ask at the next attempt, if there is one."""
     count = numbers.get(check.where, sum(numbers.values()) if check.where == ALL else 0)
     if check.gate != Gate.RECOVERY or check.status != "INCONCLUSIVE" or (attempt is not None and not count):

@@ -47,14 +47,14 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         yield _line(Gate.FREE_ANSWERS, where, free.contradictions, text)
 
 
-def _listed(failures: Sequence[str]) -> str:
+def _list_failures(failures: Sequence[str]) -> str:
     more = f"; and {len(failures) - SHOWN} more" if len(failures) > SHOWN else ""
     return "; ".join(failures[:SHOWN]) + more
 
 
 def _line(gate: Gate, where: str, failures: Sequence[str], passed: str) -> Check:
     fault = "does not compute its policy: " if gate == Gate.STRESS_TEST else ""
-    text = f"{gate}: " + (fault + _listed(failures) if failures else passed)
+    text = f"{gate}: " + (fault + _list_failures(failures) if failures else passed)
     return Check.of(gate, where, "FAIL" if failures else "PASS", text, len(failures), 0)
 
 
@@ -75,7 +75,7 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         )
     elif status == "FAIL":
         text = f"{len(pool.deviations)} of {pool.requests} requests differ ({pool.limit_kl:.1e} allowed): "
-        text += _listed(pool.deviations)
+        text += _list_failures(pool.deviations)
     elif status == "PASS":
         text += f", {bounded(pool.requests_per_round, 'change')}"
     else:

@@ -44,7 +44,7 @@ def problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Sample]:
     path = tmp_path / "test.jsonl"
     lines = [json.dumps({"question": question, "answer": solution}) + "\n" for question, solution in PROBLEMS]
     path.write_text("".join(lines), encoding="utf-8")
-    monkeypatch.setattr(gsm8k, "_packaged", lambda: path)
+    monkeypatch.setattr(gsm8k, "_find_data", lambda: path)
     return gsm8k_samples(2, 0)
 
 
