@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,15 +31,8 @@ from benchmarks.recording import ROOT, results_record
 
 Status = Literal["PASS", "FAIL", "MISSING"]
 LIBRARIES = (
-    "torch",
-    "triton",
-    "numpy",
-    "transformers",
-    "onnxruntime",
-    "tensorrt",
-    "tensorrt-llm",
-    "flashinfer-python",
-    "cupy-cuda13x",
+    *("torch", "triton", "numpy", "transformers", "onnxruntime"),
+    *("tensorrt", "tensorrt-llm", "flashinfer-python", "cupy-cuda13x"),
 )
 STEP_SECONDS = 600
 """Time limit of a step: a borrowed machine ends a command after ten minutes."""
@@ -47,13 +41,13 @@ LAST_LINES = 30
 ENVIRONMENT = {"REQUIRE_GPU": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
 """Environment of all parts. cuBLAS adds in a fixed order only if its workspace has a fixed size."""
 
-PYTHON = sys.executable
-PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+PYTHON = shlex.quote(sys.executable)
+PYTEST = f"{PYTHON} -m pytest -q -p no:cacheprovider"
 CORES = str(min(12, os.cpu_count() or 1))
-KERNELS = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/*/test_kernel_*.py")))
+KERNELS = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/*/test_kernel_*.py")))
 KV = "fp8k_int4v,fp8,bf16,sdpa bf16"
 """Kernels of every run of the attention benchmark."""
-TESTED = ("pytest", "hypothesis", "pydantic", "hydra", "triton")
+TESTED = "pytest hypothesis pydantic hydra triton"
 """Packages that all parts with tests need."""
 
 
@@ -62,12 +56,12 @@ class Part:
     """A command of a step."""
 
     name: str
-    command: tuple[str, ...]
-    """Words of the command; `{out}` is replaced by the folder of the results."""
+    command: str
+    """The command, with quotes as in a shell; `{out}` stands for the folder of the results."""
     seconds: int
     """Time limit."""
-    needs: tuple[str, ...] = ()
-    """Required Python modules, programs on the path (`bin:ncu`) and environment variables (`env:NAME`)."""
+    needs: str = ""
+    """Required Python modules, programs on the path (`bin:ncu`) and environment variables (`env:NAME`), separated by spaces."""
 
 
 @dataclass(frozen=True)
@@ -93,95 +87,71 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower())
 
 
-def tests(name: str, seconds: int, needs: tuple[str, ...], *arguments: str) -> Part:
+def tests(name: str, seconds: int, needs: str, arguments: str) -> Part:
     """Return a part that runs tests."""
-    return Part(name, (*PYTEST, *arguments), seconds, (*TESTED, *needs))
+    return Part(name, f"{PYTEST} {arguments}", seconds, f"{TESTED} {needs}")
 
 
-def attention(
-    name: str, seconds: int, kernels: str, *needs: str, batches: str = "8,32", tokens: str = "8k", group: int = 8
-) -> Part:
+def attention(name: str, seconds: int, kernels: str, batches: str, tokens: str, group: int = 8, needs: str = "") -> Part:
     """Return a part that runs the attention benchmark."""
-    sizes = ("--batches", batches, "--tokens", tokens, "--groups", str(group), "--ragged", "")
-    command = (
-        PYTHON,
-        "-m",
-        "benchmarks.decode_attention",
-        "--json",
-        f"{{out}}/{slug(name)}.json",
-        *sizes,
-        "--kernels",
-        kernels,
-    )
-    return Part(name, command, seconds, ("triton", "rich", *needs))
+    sizes = f"--batches {batches} --tokens {tokens} --groups {group} --ragged '' --kernels '{kernels}'"
+    command = f"{PYTHON} -m benchmarks.decode_attention --json {{out}}/{slug(name)}.json {sizes}"
+    return Part(name, command, seconds, f"triton rich {needs}")
 
 
-def judged(name: str, seconds: int, needs: tuple[str, ...], *arguments: str) -> Part:
+def judged(name: str, seconds: int, needs: str, arguments: str) -> Part:
     """Return a part that runs an evaluation, which must end in PASS."""
-    command = (PYTHON, "-m", "pipeline", "stage=evaluate", "tracking=none", f"workdir={{out}}/{slug(name)}", *arguments)
-    return Part(name, command, seconds, ("hydra", "pydantic", "modelopt", "transformers", "triton", *needs))
+    command = f"{PYTHON} -m pipeline stage=evaluate tracking=none workdir={{out}}/{slug(name)} {arguments}"
+    return Part(name, command, seconds, f"hydra pydantic modelopt transformers triton {needs}")
 
 
-def watched(name: str, seconds: int, program: str, *arguments: str) -> Part:
-    """Return a part that runs every kernel's decode step under a CUDA tool."""
-    kernels = ("tests/gpu/test_kernels_on_gpu.py", "-k", "captured_step and fp8k_int4v")
-    return Part(name, (program, *arguments, *PYTEST, *kernels), seconds, (f"bin:{program}", *TESTED))
+def watched(name: str, seconds: int, tool: str) -> Part:
+    """Return a part that runs every kernel's decode step under a CUDA tool, whose command begins with its program."""
+    kernels = "tests/gpu/test_kernels_on_gpu.py -k 'captured_step and fp8k_int4v'"
+    return Part(name, f"{tool} {PYTEST} {kernels}", seconds, f"bin:{tool.partition(' ')[0]} {TESTED}")
 
 
-KERNEL_ENGINE = ("backend=torch", "backend.device=cuda")
-VLLM = ("backend=vllm", "backend.max_model_len=1024", "backend.gpu_memory_utilization=0.3")
-SECTIONS = ("Occupancy", "MemoryWorkloadAnalysis_Tables", "WarpStateStats")
+KERNEL_ENGINE = "backend=torch backend.device=cuda"
+VLLM = "backend=vllm backend.max_model_len=1024 backend.gpu_memory_utilization=0.3"
+SECTIONS = "--section=Occupancy --section=MemoryWorkloadAnalysis_Tables --section=WarpStateStats"
+FLASHINFER = "flashinfer fp8,flashinfer xqa fp8,flashinfer bf16,flashinfer xqa bf16"
+PARALLEL = f"-n {CORES}"
 STEPS: dict[str, tuple[Part, ...]] = {
     "correctness": (
-        tests("captured kernels", 120, (), "tests/gpu/test_kernels_on_gpu.py"),
-        tests("kernels against the reference", 240, ("xdist",), "-n", CORES, *KERNELS),
-        tests("PTX of the plugin", 90, ("cupy",), "tests/integration/plugins/test_kernel_arguments.py"),
-        tests("engine", 180, ("transformers",), "tests/gpu/test_engine_on_gpu.py", "-k", "not command_line"),
+        tests("captured kernels", 120, "", "tests/gpu/test_kernels_on_gpu.py"),
+        tests("kernels against the reference", 240, "xdist", f"{PARALLEL} {KERNELS}"),
+        tests("PTX of the plugin", 90, "cupy", "tests/integration/plugins/test_kernel_arguments.py"),
+        tests("engine", 180, "transformers", "tests/gpu/test_engine_on_gpu.py -k 'not command_line'"),
         tests(
-            "engine against the reference engine",
-            180,
-            ("transformers", "xdist"),
-            "-n",
-            CORES,
-            "tests/long/test_reference_kernels.py",
+            "engine against the reference engine", 180, "transformers xdist", f"{PARALLEL} tests/long/test_reference_kernels.py"
         ),
         tests(
             "reference engine",
             180,
-            ("transformers", "xdist"),
-            "-n",
-            CORES,
-            "tests/gpu/test_reference_on_gpu.py",
-            "-k",
-            "not command_line",
+            "transformers xdist",
+            f"{PARALLEL} tests/gpu/test_reference_on_gpu.py -k 'not command_line'",
         ),
-        tests("command line", 240, ("transformers", "modelopt"), "tests/gpu/test_engine_on_gpu.py", "-k", "command_line"),
-        tests("TensorRT plans", 240, ("transformers", "tensorrt", "onnxruntime"), "tests/gpu/test_plans_on_gpu.py"),
+        tests("command line", 240, "transformers modelopt", "tests/gpu/test_engine_on_gpu.py -k command_line"),
+        tests("TensorRT plans", 240, "transformers tensorrt onnxruntime", "tests/gpu/test_plans_on_gpu.py"),
     ),
     "verdicts": (
-        *(judged(f"tiny {kv}", 150, (), f"kv={kv}", *KERNEL_ENGINE) for kv in ("fp8k_int4v", "fp8", "int8")),
-        *(judged(f"tiny {kv} on vLLM", 300, ("env:KVGATE_VLLM_PYTHON",), f"kv={kv}", *VLLM) for kv in ("fp8", "vllm_int8")),
+        *(judged(f"tiny {kv}", 150, "", f"kv={kv} {KERNEL_ENGINE}") for kv in ("fp8k_int4v", "fp8", "int8")),
+        *(judged(f"tiny {kv} on vLLM", 300, "env:KVGATE_VLLM_PYTHON", f"kv={kv} {VLLM}") for kv in ("fp8", "vllm_int8")),
     ),
     "speed": (
-        attention("8B, batch 32, 2k", 150, KV, batches="32", tokens="2k", group=4),
-        attention("large caches", 200, KV, tokens="8k,32k"),
+        attention("8B, batch 32, 2k", 150, KV, "32", "2k", group=4),
+        attention("large caches", 200, KV, "8,32", "8k,32k"),
         *(
-            Part(
-                name.replace("_", " "), (PYTHON, "-m", f"benchmarks.{name}", "--json", f"{{out}}/{name}.json"), 240, ("triton",)
-            )
+            Part(name.replace("_", " "), f"{PYTHON} -m benchmarks.{name} --json {{out}}/{name}.json", 240, "triton")
             for name in ("attention_variants", "context_attention")
         ),
     ),
-    "peers": (
-        attention(
-            "FlashInfer", 420, f"{KV},flashinfer fp8,flashinfer xqa fp8,flashinfer bf16,flashinfer xqa bf16", "flashinfer"
-        ),
-    ),
+    "peers": (attention("FlashInfer", 420, f"{KV},{FLASHINFER}", "8,32", "8k", needs="flashinfer"),),
     "causes": (
-        watched("races", 150, "compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1"),
-        watched("memory", 150, "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"),
+        watched("races", 150, "compute-sanitizer --tool racecheck --error-exitcode 1"),
+        watched("memory", 150, "compute-sanitizer --tool memcheck --error-exitcode 1"),
         # Do not change the clocks of a shared card.
-        watched("counters", 200, "ncu", "--clock-control", "none", *(f"--section={name}" for name in SECTIONS), "-c", "20"),
+        watched("counters", 200, f"ncu --clock-control none {SECTIONS} -c 20"),
     ),
 }
 """Parts by step. The steps answer: are results correct, do caches pass, how fast are they, how fast are peers, and why."""
@@ -199,14 +169,14 @@ def gpus() -> int:
 def missing(part: Part) -> list[str]:
     """Return the requirements of a part that this machine lacks."""
     looks: dict[str, Callable[[str], object]] = {"bin": which, "env": os.environ.get, "": find_spec}
-    split = {need: need.rpartition(":") for need in part.needs}
+    split = {need: need.rpartition(":") for need in part.needs.split()}
     return [need for need, (kind, _, name) in split.items() if not looks[kind](name)]
 
 
 def run_part(part: Part, out: Path, seconds: float) -> Outcome:
     """Run a part, and kill all its processes at its end."""
-    command = tuple(word.replace("{out}", str(out)) for word in part.command)
-    written = " ".join(command).replace(PYTHON, "python")
+    command = [word.replace("{out}", str(out)) for word in shlex.split(part.command)]
+    written = shlex.join(command).replace(PYTHON, "python")
     lacking = missing(part)
     if lacking:
         return Outcome(part.name, "MISSING", 0.0, ", ".join(need.rpartition(":")[2] for need in lacking), written)

@@ -1,6 +1,7 @@
 """`make gpu` with parts that pass, fail, hang or lack a requirement, tested without a GPU."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -12,9 +13,10 @@ from benchmarks import on_gpu
 from benchmarks.on_gpu import Part, main, run_step
 from benchmarks.recording import ROOT
 
-PRINTS = Part("prints", (sys.executable, "-c", "print('right'); print(open('{out}/seen', 'w').write('x'))"), 20)
-FAILS = Part("fails", (sys.executable, "-c", "import sys; print('wrong by 3'); sys.exit(1)"), 20)
-LACKS = Part("lacks", (sys.executable, "-c", ""), 20, ("json", "no_such_module", "bin:no-such-program", "env:NO_SUCH_NAME"))
+RUN = f"{on_gpu.PYTHON} -c"
+PRINTS = Part("prints", f"""{RUN} "print('right'); print(open('{{out}}/seen', 'w').write('x'))" """, 20)
+FAILS = Part("fails", f"""{RUN} "import sys; print('wrong by 3'); sys.exit(1)" """, 20)
+LACKS = Part("lacks", f"{RUN} ''", 20, "json no_such_module bin:no-such-program env:NO_SUCH_NAME")
 
 STATUS = {PRINTS: "PASS", FAILS: "FAIL", LACKS: "MISSING"}
 
@@ -43,7 +45,7 @@ def test_a_part_that_hangs_ends_and_a_step_that_is_cut_off_keeps_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
-    monkeypatch.setitem(on_gpu.STEPS, "speed", (Part("hangs", (sys.executable, "-c", code), 3), PRINTS, FAILS))
+    monkeypatch.setitem(on_gpu.STEPS, "speed", (Part("hangs", f"{RUN} {shlex.quote(code)}", 3), PRINTS, FAILS))
     started = time.monotonic()
 
     def cut(line: str) -> None:
@@ -76,7 +78,7 @@ def test_every_command_of_a_step_is_one_that_its_program_takes() -> None:
 
     known = {kernel.name for kernel in KERNELS}
     for part in (part for parts in on_gpu.STEPS.values() for part in parts):
-        command = list(part.command)
+        command = shlex.split(part.command)
         if "benchmarks.decode_attention" in command:
             arguments = parser().parse_args(command[3:])
             assert set(arguments.kernels) <= known, part.name
