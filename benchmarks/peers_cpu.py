@@ -67,12 +67,12 @@ class Peer(ABC):
         """Convert the checkpoint to the engine's format, unless that is already done."""
 
     @abstractmethod
-    def prefill(self, tokens: Sequence[int]) -> Logits:
-        """Drop the previous sequence and start a new one; return the logits (V,) after the last token."""
+    def start(self) -> None:
+        """Drop the previous sequence and start a new one."""
 
     @abstractmethod
-    def step(self, token: int) -> Logits:
-        """Decode one token; return the logits (V,)."""
+    def feed(self, tokens: Sequence[int]) -> Logits:
+        """Append the prompt, and later single tokens, to the sequence; return the logits (V,) after the last token."""
 
     @abstractmethod
     def bytes_per_token(self) -> float:
@@ -104,13 +104,15 @@ class Kvgate(Peer):
         for policy in map(benchlib.load_policy, cls.formats):
             benchlib.make_bundle(policy, scales(policy), models, checkpoint)
 
-    def prefill(self, tokens: Sequence[int]) -> Logits:
+    def start(self) -> None:
         self.engine.release(self.handles)
+        self.handles = []
+
+    def feed(self, tokens: Sequence[int]) -> Logits:
+        if self.handles:
+            return np.asarray(self.engine.decode(self.handles, tokens)[0], np.float32)
         self.handles, logits = self.engine.prefill([list(tokens)])
         return np.asarray(logits[0], np.float32)
-
-    def step(self, token: int) -> Logits:
-        return np.asarray(self.engine.decode(self.handles, [token])[0], np.float32)
 
     def bytes_per_token(self) -> float:
         return self.engine.policy.bytes_per_token(self.engine.shape)
@@ -161,21 +163,17 @@ class Genai(Peer):
         tool = "onnxruntime_genai.models.quantization.kv_cache_calibration"
         run_python("-m", tool, *parts, "--corpus-file", str(corpus), "--num-seqs", windows)
 
-    def prefill(self, tokens: Sequence[int]) -> Logits:
+    def start(self) -> None:
         parameters = self.og.GeneratorParams(self.model)
         # The generator would stop at an end token.
         parameters.set_search_options(max_length=self.setting.capacity, min_length=self.setting.capacity)
         self.generator = self.og.Generator(self.model, parameters)
-        return self._append(tokens)
 
-    def _append(self, tokens: Sequence[int]) -> Logits:
+    def feed(self, tokens: Sequence[int]) -> Logits:
         assert self.generator is not None
         self.generator.append_tokens(np.array([tokens], np.int32))
         logits = np.asarray(self.generator.get_logits(), np.float32)
         return np.asarray(logits.reshape(-1, logits.shape[-1])[-1])
-
-    def step(self, token: int) -> Logits:
-        return self._append([token])
 
     def bytes_per_token(self) -> float:
         bits = {"float": 32, "8 bit": 8, "4 bit": 4}[self.formats[self.kv]]
@@ -229,7 +227,11 @@ class OpenVino(Peer):
             run_python("-c", OPENVINO_EXPORT, setting.checkpoint, str(part))
             part.rename(target)
 
-    def _feed(self, tokens: Sequence[int]) -> Logits:
+    def start(self) -> None:
+        self.request.reset_state()
+        self.length = 0
+
+    def feed(self, tokens: Sequence[int]) -> Logits:
         start, self.length = self.length, self.length + len(tokens)
         inputs = {
             "input_ids": np.array([tokens], np.int64),
@@ -238,14 +240,6 @@ class OpenVino(Peer):
             "beam_idx": np.zeros(1, np.int32),
         }
         return np.array(self.request.infer(inputs)["logits"][0, -1], np.float32)
-
-    def prefill(self, tokens: Sequence[int]) -> Logits:
-        self.request.reset_state()
-        self.length = 0
-        return self._feed(tokens)
-
-    def step(self, token: int) -> Logits:
-        return self._feed([token])
 
     def bytes_per_token(self) -> float:
         config = json.loads((Path(self.setting.checkpoint) / "config.json").read_text())
@@ -267,21 +261,23 @@ def run_python(*arguments: str) -> None:
 
 def measure(engine: Peer, tokens: Sequence[int], context: int, logits: Path) -> Cell:
     """Time a prefill of `context` tokens and a step for every further token; write the steps' logits (N, V) to a file."""
-    engine.prefill(tokens[:WARM_UP])
+    engine.start()
+    engine.feed(tokens[:WARM_UP])
     begun = time.process_time()
-    engine.prefill(tokens[:context])
+    engine.start()
+    engine.feed(tokens[:context])
     ends, rows = [time.process_time()], []
     for token in tokens[context:]:
-        rows.append(engine.step(token))
+        rows.append(engine.feed([token]))
         ends.append(time.process_time())
     np.save(logits, np.stack(rows))
     step = statistics.median(np.diff(ends).tolist())
     return {"bytes_per_token": engine.bytes_per_token(), "first_token_cpu_s": ends[0] - begun, "step_cpu_s": step}
 
 
-def in_own_process(job: Path, out: Path) -> None:
-    """Prepare a peer or measure one format, and write the result or the error."""
-    given = json.loads(job.read_text())
+def run_job() -> None:
+    """Prepare a peer or measure one format, as stdin says. The last line on stdout is the result or the error."""
+    given = json.load(sys.stdin)
     peer, setting = PEERS[given["peer"]], Setting(**given["setting"])
     Path(setting.models).mkdir(parents=True, exist_ok=True)
     try:
@@ -292,21 +288,19 @@ def in_own_process(job: Path, out: Path) -> None:
             found = measure(peer(given["kv"], setting), given["tokens"], given["context"], Path(given["logits"]))
     except Exception as error:  # a peer's failure is a result
         found = {"cannot": f"{type(error).__name__}: {error}"}
-    out.write_text(json.dumps(found))
+    print(json.dumps(found))
 
 
-def ask(sites: Path, work: Path, peer: str, kv: str, setting: Setting, **more: Any) -> Cell:
+def ask(sites: Path, peer: str, kv: str, setting: Setting, **more: Any) -> Cell:
     """Run a job in a separate process, with the peer's folder first on the module path."""
-    job, out = work / "job.json", work / "found.json"
-    job.write_text(json.dumps({"peer": peer, "kv": kv, "setting": asdict(setting), **more}))
-    out.unlink(missing_ok=True)
+    job = json.dumps({"peer": peer, "kv": kv, "setting": asdict(setting), **more})
     path = os.pathsep.join([str((sites / peer).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"OMP_NUM_THREADS": str(setting.threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "benchmarks.peers_cpu", "--job", str(job), "--out", str(out)]
-    process = subprocess.run(command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, check=False)
-    if not out.exists():
+    command = [sys.executable, "-m", "benchmarks.peers_cpu", "--job"]
+    process = subprocess.run(command, input=job, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, check=False)
+    if process.returncode:
         return {"cannot": f"its process ended with code {process.returncode}: {process.stderr.strip()[-300:]}"}
-    found: Cell = json.loads(out.read_text())
+    found: Cell = json.loads(process.stdout.splitlines()[-1])
     return found
 
 
@@ -331,11 +325,10 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--sites", type=Path, default=Path("work/peers"), help="where peers are installed, a folder each")
     parser.add_argument("--work", type=Path, default=Path("work/peers_cpu"), help="where models are written")
-    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job is not None:
-        return in_own_process(options.job, options.out)
+    if options.job:
+        return run_job()
     source, work = locate_checkpoint(options.model), options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = converted(source, work / "checkpoint") if source.suffix == GGUF_SUFFIX else source
@@ -345,7 +338,7 @@ def main() -> None:
     for peer in options.peers:
         calibration = tokens[-CALIBRATION_TOKENS:]
         setting = Setting(str(checkpoint.resolve()), str(work / peer), options.threads, capacity, calibration)
-        prepared = ask(options.sites, work, peer, PREPARE, setting)
+        prepared = ask(options.sites, peer, PREPARE, setting)
         log(f"{PEERS[peer].title}: {prepared}")
         if "cannot" in prepared:
             log(f"  pip install --target {options.sites / peer} {PEERS[peer].install}")
@@ -354,7 +347,7 @@ def main() -> None:
             text = tokens[begin : begin + context + options.forced]
             for kv, width in PEERS[peer].formats.items():
                 logits, baseline = (work / f"{peer}-{name}.npy" for name in (kv, next(iter(PEERS[peer].formats))))
-                found = ask(options.sites, work, peer, kv, setting, tokens=text, context=context, logits=str(logits))
+                found = ask(options.sites, peer, kv, setting, tokens=text, context=context, logits=str(logits))
                 if "cannot" not in found:
                     found["mean_kl"] = float(kl_of_logits(np.load(baseline), np.load(logits)).mean())
                 cells.append({"context": context, "width": width, "peer": peer, "kv": kv, **found, **prepared})
