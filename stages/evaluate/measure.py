@@ -3,6 +3,7 @@
 While a round runs, `unfinished/` in its directory holds the results of finished samples.
 """
 
+import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,17 +16,19 @@ from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.comparison import Comparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
+from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.decoding.rows import Answer, labelled, probability, run_samples
 from stages.evaluate.decoding.speculation import count_drafts
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
 from stages.evaluate.distances.distance import stored_logprobs, write_logprobs
 from stages.evaluate.inputs.checks import judge
-from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, repeated_samples, workloads_digest
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, repeated_samples
 from stages.policies.delivery import ScaleChange, ScaleChangeKind, describe_changes, scale_changes
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.workloads.config import WorkloadsConfig
+
+UNFINISHED = "unfinished"
 
 
 @dataclass
@@ -85,32 +88,34 @@ def measure(
     label = labelled(progress, "baseline: ") if baseline is None else progress
     logprobs = None if baseline is None else stored_logprobs(baseline / LOGPROBS)
     comparison = None if reference is None else _comparison(engine, reference, known, items, config, label)
-    with unfinished(out, workloads_digest(items)) as folder:
-        repeated = {item.sample.id for item in repeated_samples(items, config)}
-        run = partial(run_samples, engine, batch_size=config.batch_size, logprobs=logprobs)
-        observe = None if comparison is None else comparison.take
-        results = run(items, progress=label, greedy=greedy, folder=folder, repeated=repeated, observe=observe)
-        samples = [ScoredSample(item, result, folder) for item, result in zip(items, results, strict=True)]
-        for sample in samples:
-            sample.read_answer(tokenizer, greedy)
-        if baseline is None:
-            score_own_answers(samples, greedy, partial(run, progress=labelled(label, "own answers: ")))
-        recorded = (sample for sample in samples if logprobs is None or sample.name in repeated)
-        write_logprobs(out / LOGPROBS, ((sample.name, sample.folder.logprobs(sample.result.sample)) for sample in recorded))
-        answers, scored = [sample.answer for sample in samples], [sample.encoded for sample in samples]
-        others = () if known is None else [known.answers.get(sample.name) for sample in samples]
-        answers = count_drafts(answers, scored, config.speculation, greedy, label, others)
-        Round(
-            policy=engine.policy.name,
-            takes_effect=engine.policy.takes_effect,
-            coverage=Exercised.merged([sample.result.trace for sample in samples]),
-            conformance=_conformance(engine, comparison, config, label),
-            rounding=None if reference is None else reference.assumed,
-            scale_changes=changes,
-            right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and logprobs is None},
-            answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
-            statistics={sample.name: sample.result.statistics for sample in samples},
-        ).write(out)
+    folder = ResultFolder(out / UNFINISHED / "references")
+    repeated = {item.sample.id for item in repeated_samples(items, config)}
+    run = partial(run_samples, engine, batch_size=config.batch_size, logprobs=logprobs)
+    observe = None if comparison is None else comparison.take
+    results = run(items, progress=label, greedy=greedy, folder=folder, repeated=repeated, observe=observe)
+    samples = [ScoredSample(item, result, folder) for item, result in zip(items, results, strict=True)]
+    for sample in samples:
+        sample.read_answer(tokenizer, greedy)
+    if baseline is None:
+        run_again = partial(run, progress=labelled(label, "own answers: "))
+        score_own_answers(samples, greedy, out / UNFINISHED / "own", run_again)
+    recorded = (sample for sample in samples if logprobs is None or sample.name in repeated)
+    write_logprobs(out / LOGPROBS, ((sample.name, sample.folder.logprobs(sample.result.sample)) for sample in recorded))
+    answers, scored = [sample.answer for sample in samples], [sample.encoded for sample in samples]
+    others = () if known is None else [known.answers.get(sample.name) for sample in samples]
+    answers = count_drafts(answers, scored, config.speculation, greedy, label, others)
+    Round(
+        policy=engine.policy.name,
+        takes_effect=engine.policy.takes_effect,
+        coverage=Exercised.merged([sample.result.trace for sample in samples]),
+        conformance=_conformance(engine, comparison, config, label),
+        rounding=None if reference is None else reference.assumed,
+        scale_changes=changes,
+        right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and logprobs is None},
+        answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
+        statistics={sample.name: sample.result.statistics for sample in samples},
+    ).write(out)
+    shutil.rmtree(out / UNFINISHED)
 
 
 def _comparison(
@@ -141,16 +146,18 @@ UNLIKELY = 0.1
 """Probability below which a reference counts as a phrasing that the baseline would not use for the answer."""
 
 
-def score_own_answers(samples: Sequence[ScoredSample], greedy: Greedy, run: Callable[..., list[SampleResult]]) -> None:
+def score_own_answers(
+    samples: Sequence[ScoredSample], greedy: Greedy, unfinished: Path, run: Callable[..., list[SampleResult]]
+) -> None:
     """Score the baseline's own right answers where the reference is unlikely. A likelier own answer replaces the reference.
 
-    `run` is `run_samples` on the baseline.
+    `run` is `run_samples` on the baseline, and `unfinished` the directory of its results.
     """
     changed = [(sample, own) for sample in samples if (own := in_own_words(sample, greedy)) is not None]
     if not changed:
         return
     answered = [own for _, own in changed]
-    folder = samples[0].folder.beside(workloads_digest(answered))
+    folder = ResultFolder(unfinished)
     results = run(answered, folder=folder)
     for (sample, own), result in zip(changed, results, strict=True):
         if result.statistics.baseline_nll.sum() < sample.result.statistics.baseline_nll.sum():

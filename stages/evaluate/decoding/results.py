@@ -2,9 +2,6 @@
 
 import hashlib
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +11,6 @@ from safetensors.numpy import load, save
 
 from stages.evaluate.distances.distance import LOGPROB_ARRAYS, SampleLogProbs, StepStatistics
 from stages.verdict.coverage import Exercised
-
-UNFINISHED = "unfinished"
 
 FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
 
@@ -44,10 +39,6 @@ class ResultFolder:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-
-    def beside(self, digest: str) -> "ResultFolder":
-        """Return the sibling folder for samples that are scored again; it is deleted together with this folder."""
-        return ResultFolder(self.directory.with_name(f"{self.directory.name}-{digest}"))
 
     def save(self, result: SampleResult, logprobs: SampleLogProbs | None) -> None:
         """Save the result of a sample, and the engine's own log-probabilities if they are recorded."""
@@ -82,17 +73,3 @@ class ResultFolder:
         (path,) = self.directory.glob(f"{sample}-*.safetensors")
         arrays = load(path.read_bytes())
         return SampleLogProbs(*(arrays[name] for name in LOGPROB_ARRAYS))
-
-
-@contextmanager
-def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
-    """Yield the folder for finished samples, and delete it if the block completes.
-
-    Folder names begin with the digest of the samples, so an interrupted measurement resumes only with the same samples.
-    """
-    root = out / UNFINISHED
-    for other in root.glob("*"):
-        if not other.name.startswith(digest):
-            shutil.rmtree(other)
-    yield ResultFolder(root / digest)
-    shutil.rmtree(root)

@@ -6,9 +6,9 @@ import pytest
 from helpers.engines.fake import CharTokenizer, SharingFake, sharing_engine
 from helpers.verdicts.evaluations import BRIEF, joined, measure_baseline, measure_candidate, samples
 
-from stages.evaluate.decoding.results import UNFINISHED
 from stages.evaluate.inputs.tokens import encode_rounds
 from stages.evaluate.joining import JoinedEvaluation
+from stages.evaluate.measure import UNFINISHED
 
 SAMPLES = samples(12)
 
