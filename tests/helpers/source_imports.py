@@ -1,7 +1,6 @@
 """The modules of this repository, and the names that their sources import."""
 
 import ast
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,15 +23,12 @@ MODULES = {module_name(path): path for package in ("pipeline", "stages", "plugin
 @cache
 def imported_names(path: Path) -> tuple[str, ...]:
     """Return the dotted names that a source file imports at any depth, including inside functions and for type checkers."""
-    return tuple(names_in(path, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
-
-
-def names_in(path: Path, nodes: Iterable[ast.AST]) -> Iterator[str]:
-    for node in nodes:
+    names = list[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES else str(node.module)
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [name if name in MODULES else str(node.module) for name in members]
+    return tuple(names)
