@@ -21,7 +21,6 @@ CONFIG = StressTestConfig(max_tokens=1024, decode_steps=8, offset_steps=1, max_b
 
 NAMED = {
     "turn_after_a_turn_overlaps": "walk",
-    "rows_on_a_prefix_read_as_far_as_the_first": "shared",
     "first_fork_inherits_a_page": "shared",
     "waiting_prompt_is_cut": "batch",
     "first_page_decides_the_second": "answers",
@@ -30,6 +29,7 @@ NAMED = {
 }
 """Fault -> the scenario that must name it."""
 LONG = {
+    "rows_on_a_prefix_read_as_far_as_the_first": "shared",
     "turn_slots_end_at_294": "walk",
     "prompt_of_tiles_of_320": "walk",
     "step_known_by_its_outer_rows": "walk",
