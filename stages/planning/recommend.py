@@ -152,15 +152,15 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     """Return the evidence that counts for a policy, and why it does not cover the use (None if it does)."""
     if entry.requests < use.concurrency:
         return None, f"admits {entry.requests} of {use.concurrency} requests at once"
-    own = sorted((one for one in judged if one.policy == entry.policy), key=lambda one: one.made)
-    counting = [one for one in own if one.problem is None]
+    of_policy = sorted((item for item in judged if item.policy == entry.policy), key=lambda item: item.made)
+    counting = [item for item in of_policy if item.problem is None]
     if not counting:
-        return None, f"no evidence that counts: {own[-1].problem}" if own else NO_EVIDENCE
-    of_engine = [one for one in reversed(counting) if one.engine_digest == counting[-1].engine_digest]
-    failed = next((one for one in of_engine if one.status == "FAIL"), None)
+        return None, f"no evidence that counts: {of_policy[-1].problem}" if of_policy else NO_EVIDENCE
+    of_engine = [item for item in reversed(counting) if item.engine_digest == counting[-1].engine_digest]
+    failed = next((item for item in of_engine if item.status == "FAIL"), None)
     if failed is not None:
         return failed, f"FAIL: {_first(failed)}"
-    passes = [one for one in of_engine if one.status == "PASS"]
+    passes = [item for item in of_engine if item.status == "PASS"]
     if not passes:
         last = of_engine[0]
         if last.attempt == MOST_ATTEMPTS:
@@ -169,7 +169,7 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
         more = [f"workloads.samples.{name}={count}" for name, count in short.items()]
         again = " ".join([*more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
         return last, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}"
-    best = min(passes, key=lambda one: bool(_find_gaps(one, use)))
+    best = min(passes, key=lambda item: bool(_find_gaps(item, use)))
     missing = _find_gaps(best, use)
     return best, f"PASS, but {'; '.join(missing)}" if missing else None
 

@@ -55,8 +55,8 @@ class Round(BaseModel):
 
     def scored(self, encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
         """Return samples of the round with the tokens that were scored. Call it on the baseline's round."""
-        own = self.right_answers
-        return [item.answered(own[item.sample.id]) if item.sample.id in own else item for item in encoded]
+        answers = self.right_answers
+        return [item.answered(answers[item.sample.id]) if item.sample.id in answers else item for item in encoded]
 
     def write(self, out: Path) -> None:
         """Write the files that `read_round` reads."""
@@ -68,10 +68,10 @@ class Round(BaseModel):
 
 def read_round(directory: Path) -> Round:
     """Read the files that `Round.write` wrote."""
-    found = Round.model_validate_json((directory / ROUND).read_text(encoding="utf-8"))
+    stored = Round.model_validate_json((directory / ROUND).read_text(encoding="utf-8"))
     arrays = load_file(str(directory / STATISTICS))
     statistics = {name.removesuffix(STEPS): StepStatistics(*rows) for name, rows in arrays.items()}
-    return found.model_copy(update={"statistics": statistics})
+    return stored.model_copy(update={"statistics": statistics})
 
 
 class MeasuredOnce(BaseModel):
@@ -117,9 +117,9 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
             wrong += failed
     if weak:
         these = "this kind of work" if len(weak) == 1 else "these kinds of work"
-        said = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
+        message = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
         shown = [_describe_answer(*answer) for answer in wrong[:SHOWN_ANSWERS]]
-        raise CannotBeJudged(said, list(weak), sorted(kinds.keys() - weak), shown)
+        raise CannotBeJudged(message, list(weak), sorted(kinds.keys() - weak), shown)
 
 
 SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
@@ -129,7 +129,7 @@ SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
 def _describe_answer(sample: Sample, answer: str) -> str:
     """Return a line with the end of a question, its reference and the answer, without secrets."""
     question = sample.messages[-1][1] if sample.messages else sample.prompt
-    question, reference, said = (" ".join(redact_text(text).split()) for text in (question, sample.reference, answer))
+    question, reference, answer = (" ".join(redact_text(text).split()) for text in (question, sample.reference, answer))
     asked = printable(question if len(question) <= SHOWN_CHARS else f"...{question[3 - SHOWN_CHARS :]}")
-    reference, said = short(reference, SHOWN_CHARS), short(said, SHOWN_CHARS)
-    return f'{sample.id} (check "{sample.check}"): asked {asked!r}, expected {reference!r}, answered {said!r}'
+    reference, answer = short(reference, SHOWN_CHARS), short(answer, SHOWN_CHARS)
+    return f'{sample.id} (check "{sample.check}"): asked {asked!r}, expected {reference!r}, answered {answer!r}'

@@ -163,8 +163,8 @@ def allocation(engine: Engine) -> Allocation:
     window = memory.window_pages * policy.window_page_bytes(shape)
     difference = None
     if memory.pool_bytes != claimed:
-        found, said = (size / max(1, memory.pages * PAGE_TOKENS) for size in (memory.pool_bytes, claimed))
-        difference = f"{found:.5g} bytes a token are allocated, the policy claims {said:.5g}"
+        allocated, expected = (size / max(1, memory.pages * PAGE_TOKENS) for size in (memory.pool_bytes, claimed))
+        difference = f"{allocated:.5g} bytes a token are allocated, the policy claims {expected:.5g}"
     elif memory.exact_bytes % unit if unit else memory.exact_bytes:
         difference = f"{memory.exact_bytes} bytes are allocated for the exact tokens, the policy claims {unit} each"
     elif memory.window_bytes != window:

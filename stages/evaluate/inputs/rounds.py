@@ -49,9 +49,10 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
             judged.setdefault(sample.workload, []).append(rounds[sample.cluster])
     first = next(number for number in range(len(shares)) if _suffices(number, judged))
     numbers = [max(first, rounds[sample.cluster]) for sample in samples]
-    return [[sample for sample, own in zip(samples, numbers, strict=True) if own == number] for number in sorted(set(numbers))]
+    placed = list(zip(samples, numbers, strict=True))
+    return [[sample for sample, place in placed if place == number] for number in sorted(set(numbers))]
 
 
 def _suffices(number: int, judged: Mapping[str, Sequence[int]]) -> bool:
     """Return whether the rounds up to `number` have FIRST_ROUND judged samples of every workload, or all of them."""
-    return all(sum(one <= number for one in found) >= min(FIRST_ROUND, len(found)) for found in judged.values())
+    return all(sum(place <= number for place in places) >= min(FIRST_ROUND, len(places)) for places in judged.values())
