@@ -134,17 +134,17 @@ LONG = ("fp8 per tensor", "int8 per token", "fp8 keys, int4 g64 values", "int4 g
 """Policies for Gemma 3's longer texts: the policies that `make real MODEL=gemma3` judges."""
 
 CLAIMS: tuple[tuple[str, str, str], ...] = (
-    ("fp8 per token is better than int8 per token (published: PPL +0.01 against +0.02)", "fp8 per token", "int8 per token"),
-    ("int8: a scale per token is better than one per tensor (+0.02, +0.09)", "int8 per token", "int8 per tensor"),
-    ("int8 per tensor is better than int4 g32 (+0.09, +0.10)", "int8 per tensor", "int4 g32"),
-    ("int4 g32 is better than int4 per token (+0.10, +0.16)", "int4 g32", "int4 per token"),
-    ("int4: a scale per token is better than one per tensor (+0.16, +0.89)", "int4 per token", "int4 per tensor"),
+    ("fp8 per token is better than int8 per token", "fp8 per token", "int8 per token"),
+    ("int8: a scale per token is better than one per tensor", "int8 per token", "int8 per tensor"),
+    ("int8 per tensor is better than int4 g32", "int8 per tensor", "int4 g32"),
+    ("int4 g32 is better than int4 per token", "int4 g32", "int4 per token"),
+    ("int4: a scale per token is better than one per tensor", "int4 per token", "int4 per tensor"),
     ("int4 g16 is better than int4 g32", "int4 g16", "int4 g32"),
     ("fp8: a scale per token is better than one per tensor", "fp8 per token", "fp8 per tensor"),
     ("fp8: a scale per head is better than one per tensor", "fp8 per head", "fp8 per tensor"),
     ("fp8: a calibrated scale is better than scale 1", "fp8 per tensor", "fp8 at scale 1"),
     ("E4M3 is better than E5M2", "fp8 per tensor", "fp8 e5m2"),
-    ("int4: keys are more sensitive than values (40 to 80 times)", "int4 values", "int4 keys"),
+    ("int4: keys are more sensitive than values", "int4 values", "int4 keys"),
     ("int8: keys are more sensitive than values", "int8 values", "int8 keys"),
     ("fp8: keys are more sensitive than values", "fp8 values", "fp8 keys"),
     ("int4 keys: scales per channel are better than per token (KIVI)", "int4 keys per channel", "int4 keys"),

@@ -153,7 +153,7 @@ def rows(
 
 def linked(text: str) -> str:
     """Return a text of the code for the page: names of pages become links, and None becomes null."""
-    return re.sub(r"docs/(\w+)\.md(#[\w-]+)?", r"[\1](\1.md\2)", re.sub(r"\bNone\b", "null", text))
+    return re.sub(r"docs/([\w-]+)\.md(#[\w-]+)?", r"[\1](\1.md\2)", re.sub(r"\bNone\b", "null", text))
 
 
 def _yaml(value: object) -> str:

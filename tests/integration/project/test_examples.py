@@ -41,6 +41,8 @@ def test_the_gpu_job_judges_policies_of_vllm_and_promotes_a_judged_one(tmp_path:
     for job in jobs:
         assert isinstance(job.backend, VllmConfig)
         assert cache_dtype(job.kv, job.backend) == "fp8_e4m3"
+        assert not job.workloads.lengths
+        assert job.workloads.batch_size == job.backend.max_num_seqs
     promoting = plan(promote, multirun=False).jobs[0]
     assert promoting.stage == "promote"
     for key in ("work", "tracking", "gates"):
