@@ -86,7 +86,7 @@ def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python
 def test_layers_that_the_policy_leaves_at_16_bits_are_skipped(
     texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str, tmp_path: Path
 ) -> None:
-    """docs/backends.md#what-kvgate-found-in-vllm: truncated codes are off by 1/40 of a vector more than the nearest codes."""
+    """docs/vllm.md#what-kvgate-found-in-vllm: truncated codes are off by 1/40 of a vector more than the nearest codes."""
     exact = {"layers": [0, 3], "key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
     policy = KVPolicy.model_validate({**conf("kv", "fp8"), "name": "fp8_between", "overrides": [exact]})
     bundle = make_bundle("vllm", tiny_checkpoint, tmp_path / "bundle", policy, vllm_python)
@@ -146,7 +146,7 @@ def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
 def test_scales_in_modelopts_form_are_read_and_rounded_to_16_bits(
     bundles: dict[str, Path], vllm_python: str, tmp_path: Path, algorithm: str | None
 ) -> None:
-    """Check ModelOpt's form with an algorithm and without, as in its export of 16-bit weights (docs/backends.md)."""
+    """Check ModelOpt's form with an algorithm and without, as in its export of 16-bit weights (docs/vllm.md)."""
 
     def modelopt(config: dict[str, Any], places: dict[str, str], tensors: dict[str, Tensor]) -> None:
         scheme = {"dynamic": False, "num_bits": 8, "type": "float"}

