@@ -18,6 +18,11 @@ OUTSIDE = {
     "examples/README.md": "examples.md",
 }
 """Pages of the repository outside of docs/, with their name on the site."""
+TIPS = {
+    "forced decode", "reference engine", "negative control", "stress test", "conformance", "noise floor", "champion", "bundle",
+    "recovery", "ruined request", "tested range", "betting test", "injected fault", "cached prefix", "preempted", "prefill",
+}  # fmt: skip
+"""Terms of glossary.md that show their meaning when the pointer rests on them. Common words would mark half of a page."""
 LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -25,6 +30,17 @@ def on_files(files: Any, config: Any) -> Any:
     for path, name in OUTSIDE.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
     return files
+
+
+def tooltips() -> str:
+    """Return the terms of the glossary as abbreviations in Markdown."""
+    rows = re.findall(r"^\| ([^|]+) \| (.+) \|$", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    plain = [
+        (term, re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", meaning))
+        for terms, meaning in rows
+        for term in re.split(", | \\(", terms)
+    ]
+    return "\n".join(f"*[{term}]: {meaning}" for term, meaning in plain if term in TIPS)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -38,4 +54,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         name = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         return text if name is None else f"{image}[{text}]({relpath(name, dirname(here) or '.')}{anchor or ''})"
 
-    return LINK.sub(link, markdown)
+    linked = LINK.sub(link, markdown)
+    return linked if here == "glossary.md" else f"{linked}\n\n{tooltips()}\n"

@@ -58,7 +58,8 @@ ALL_GATES = """
 
 The table counts the faults that each gate detects, and the faults that it alone detects before the evaluation stops.
 Conformance and the stress test together detect nearly every fault. The gates on distances and answers are there to judge
-policies, not faults. `tests/unit/verdict/test_gates.py` has reports that only one gate fails.
+policies, not faults. `tests/unit/verdict/test_gates.py` has reports that only one gate fails. In the record
+`max_far_token_share` has its former name, `max_p999_kl`.
 
 | gate | faults detected | by this gate alone |
 |---|---|---|"""

