@@ -37,7 +37,8 @@ request, wrong positions, and more ([tests/faults](../tests/faults)).
   November 2026. `make faults` judges every fault again whose code or inputs changed.
 - **Evaluations.** A small evaluation comes first: 104 requests and a small stress test. If the fault passes, the default
   stress test judges it, or all samples of the default evaluation if only gates on samples can detect it.
-- **Record.** `tests/faults/results.json` has every fault's verdict, with the reasons of the failed gates.
+- **Record.** `tests/faults/results.json` has every fault's verdict, with the reasons of the failed gates and the commit; two
+  of the commits (2635fcd0, 27e81207) are not in this repository's history.
   `tests/faults/costs.json` has the harm to a user of {measured} of the faults, measured independently of the gates: the
   largest KL of a token in nats when `tests/faults/service.py` serves batches, turns, forks, shared prefixes, bursts of requests
   and free answers, compared with the same engine without the fault."""
