@@ -96,15 +96,13 @@ class RegistryReader:
     def model(self, name: str) -> RegisteredModel:
         """Return a registered model. Raises MlflowException if it does not exist."""
         model = self.client.get_registered_model(name)  # search_model_versions returns versions without their aliases
-        versions = {
-            str(version.version): version_of(version) for version in self.client.search_model_versions(f"name = '{name}'")
-        }
+        versions = {str(entry.version): version_of(entry) for entry in self.client.search_model_versions(f"name = '{name}'")}
         return RegisteredModel(name, versions, {alias: str(number) for alias, number in model.aliases.items()}, model.tags)
 
-    def engine_digest(self, version: Version) -> str | None:
+    def engine_digest(self, entry: Version) -> str | None:
         """Return the digest of a version's engine, from the run that judged it; None if the run or its tag is missing."""
         with suppress(MlflowException):
-            digest: str | None = self.client.get_run(version.run_id).data.tags.get("engine_digest")
+            digest: str | None = self.client.get_run(entry.run_id).data.tags.get("engine_digest")
             return digest
         return None
 
@@ -116,9 +114,9 @@ class RegistryReader:
             with suppress(MlflowException):  # nothing was registered yet
                 model = self.model(name)
                 unknown = [
-                    cited for cited in model.pointed_at.values() if cited.run_id and cited.identity_digest not in identities
+                    entry for entry in model.pointed_at.values() if entry.run_id and entry.identity_digest not in identities
                 ]
-                models[name] = replace(model, engines={cited.number: self.engine_digest(cited) for cited in unknown})
+                models[name] = replace(model, engines={entry.number: self.engine_digest(entry) for entry in unknown})
 
         read(self.location.model_name)
         for digest in sorted(identities):

@@ -102,9 +102,7 @@ def _read(workdir: Path, name: str) -> Summary | None:
     try:
         summary = Summary.model_validate_json(read_file(workdir / name, MAX_TEXT_BYTES))
         if summary.model_fields_set == Summary.model_fields.keys():  # `{}` is not a sweep without candidates
-            return summary.model_copy(
-                update={"candidates": tuple(candidate.below(workdir) for candidate in summary.candidates)}
-            )
+            return summary.model_copy(update={"candidates": tuple(item.below(workdir) for item in summary.candidates)})
     except Unreadable as error:
         if not os.path.lexists(workdir / name):
             return None

@@ -47,10 +47,8 @@ def locate_checkpoint(path: str) -> Path:
     if module == SHIPPED:
         return Path(__file__).parents[2].joinpath(*SHIPPED.split("."), folder)
     if module not in PACKAGES:
-        choices = f"{SHIPPED}, {', '.join(PACKAGES)}"
-        raise UserError(
-            f"model.path={short(path)}: of packages only {choices} have a checkpoint; give a checkpoint's directory"
-        )
+        names = f"{SHIPPED}, {', '.join(PACKAGES)}"
+        raise UserError(f"model.path={short(path)}: of packages only {names} have a checkpoint; give a checkpoint's directory")
     place = _place(module)
     if place is None:
         raise MissingRequirement(f"model.path={path}: the package {module} is not installed: {PACKAGES[module]}")

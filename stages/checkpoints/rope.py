@@ -139,10 +139,8 @@ def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     layers = read_rope(path, config).layers
     if not layers or (None in layers and "rope_type" not in layers[None]):
         return config  # the class's default scaling, with rope_theta at the top level
-    other_keys = {
-        key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")
-    }
-    return {**other_keys, "rope_parameters": layers.get(None) or layers}
+    plain = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
+    return {**plain, "rope_parameters": layers.get(None) or layers}
 
 
 def _refuse_contradiction(path: Path, stated: Mapping[str, Any], place: str, parameters: Mapping[str, Any]) -> None:

@@ -79,13 +79,11 @@ def _patterned(layers: int, slides: Callable[[int], bool] | None) -> list[str]:
     return [SLIDING if slides is not None and slides(layer) else FULL for layer in range(layers)]
 
 
-def _check_layer_types(path: Path, layer_types: object, kind: str, layers: int) -> None:
-    if not isinstance(layer_types, list) or len(layer_types) != layers:
-        raise refusal(
-            path, f"config.json: layer_types must name each of the {layers} layers, got {short(repr(layer_types), 40)}"
-        )
+def _check_layer_types(path: Path, types: object, kind: str, layers: int) -> None:
+    if not isinstance(types, list) or len(types) != layers:
+        raise refusal(path, f"config.json: layer_types must name each of the {layers} layers, got {short(repr(types), 40)}")
     choices = list(WINDOW_KEYS) if kind.startswith("llama4") else list(WINDOW_KEYS)[:2]
-    unread = [layer_type for layer_type in layer_types if layer_type not in choices]
+    unread = [layer_type for layer_type in types if layer_type not in choices]
     if unread:
         holds = f"config.json: layer_types holds {short(repr(unread[0]), 40)}, which is not read here"
         raise refusal(path, f"{holds}; use a model of {' and '.join(choices)} layers")

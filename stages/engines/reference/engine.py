@@ -237,10 +237,8 @@ class TorchEngine(ChunkedEngine):
                 continue
             blocks, rows = self._plan(spans), list[OnePassView]()
             for number in range(passes):
-                origin_view = (parts[origin][number], begin) if begin else None
-                rows.append(
-                    OnePassView(self.policy, self.storages, blocks, layers, rows[0] if rows else None, origin=origin_view)
-                )
+                base = (parts[origin][number], begin) if begin else None
+                rows.append(OnePassView(self.policy, self.storages, blocks, layers, rows[0] if rows else None, origin=base))
             parts.append(rows)
         return parts
 

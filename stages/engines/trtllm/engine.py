@@ -38,8 +38,7 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         used = self._described.kv_scales or [1.0] * len(carried)
         return [
-            LayerDelivery(stored, {Side.KEY: (scale,), Side.VALUE: (scale,)})
-            for stored, scale in zip(carried, used, strict=True)
+            LayerDelivery(file, {Side.KEY: (scale,), Side.VALUE: (scale,)}) for file, scale in zip(carried, used, strict=True)
         ]
 
     def corrupt_key_scale(self, factor: float) -> None:

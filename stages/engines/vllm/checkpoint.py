@@ -39,13 +39,11 @@ def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: 
     copy_linking_weights((*info.weight_files, *other_files), info.path, out)
     # vLLM may use a transformers release that ignores rope_parameters and would silently assume a base of 10,000.
     config: dict[str, Any] = rope_at_top_level(json.loads((info.path / CONFIG).read_text(encoding="utf-8")))
-    declared = {
-        key: value for key, value in (read_config(info.path).get("quantization_config") or {}).items() if key not in CACHE
-    }
-    if declared:
-        config["quantization_config"] = declared
+    extra = {key: value for key, value in (read_config(info.path).get("quantization_config") or {}).items() if key not in CACHE}
+    if extra:
+        config["quantization_config"] = extra
     if delivers_scales(policy):
-        config["quantization_config"] = quantization_config(policy) | declared
+        config["quantization_config"] = quantization_config(policy) | extra
         _write_index(info, out, write_scales(out, scales))
     elif (info.path / INDEX).is_file():
         shutil.copyfile(info.path / INDEX, out / INDEX)

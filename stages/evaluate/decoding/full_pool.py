@@ -106,13 +106,11 @@ def mixed_requests(encoded: Sequence[EncodedSample], count: int, max_tokens: int
     chosen = judged[min(short, len(judged) - max(1, len(judged) // 4)) :][: count // 2]
     for number in range(count):
         begins, ends = number % len(chosen), (number % len(chosen) + number // len(chosen)) % len(chosen)
-        first_item, last_item = chosen[begins], chosen[ends]
-        end = (*last_item.prompt[len(last_item.prompt) // 2 :], *last_item.reference[:-1])
-        tokens = [*first_item.prompt[: len(first_item.prompt) // 2], *end][: None if max_tokens is None else max_tokens - 1]
-        first = max(1, min(len(tokens) - len(last_item.reference), len(tokens) - PAGE_TOKENS))
-        name = (
-            first_item.sample.id if first_item is last_item else f"{first_item.sample.id}, continued as {last_item.sample.id}"
-        )
+        head, tail = chosen[begins], chosen[ends]
+        end = (*tail.prompt[len(tail.prompt) // 2 :], *tail.reference[:-1])
+        tokens = [*head.prompt[: len(head.prompt) // 2], *end][: None if max_tokens is None else max_tokens - 1]
+        first = max(1, min(len(tokens) - len(tail.reference), len(tokens) - PAGE_TOKENS))
+        name = head.sample.id if head is tail else f"{head.sample.id}, continued as {tail.sample.id}"
         yield name, (tokens, first)
 
 

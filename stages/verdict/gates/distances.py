@@ -56,9 +56,7 @@ def rare(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     yield Figure(Gate.RUINED, ALL, share, limit, label, sound_requests=0 if count else len(rows))
     far, tokens = [row.far_tokens for row in rows], [row.scored_tokens for row in rows]
     label = f"tokens with a KL above {FAR_KL:g}: {sum(far):,} of {sum(tokens):,}, share by document"
-    share = Mean(
-        means(rows, [far_tokens / size for far_tokens, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0
-    )
+    share = Mean(means(rows, [hits / size for hits, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0)
     yield Figure(Gate.FAR_TOKENS, ALL, share, TAIL_SHARE, label, must_pass=False)
 
 

@@ -30,15 +30,11 @@ def compose_once() -> None:
         return pickle.loads(loaded[key])
 
     def chosen_once(repo: Any, config_name: str, overrides_list: list[Any], **how: bool) -> Any:
-        values = [
-            override
-            for override in overrides_list
-            if not override.is_sweep_override() and not repo.group_exists(override.key_or_group)
-        ]
-        groups = tuple(override.input_line for override in overrides_list if override not in values)
+        values = [item for item in overrides_list if not item.is_sweep_override() and not repo.group_exists(item.key_or_group)]
+        groups = tuple(item.input_line for item in overrides_list if item not in values)
         sources = tuple((source.provider, source.path) for source in repo.get_sources())
         key = (config_name, groups, sources, *how.values())
-        if any(isinstance(override.value(), dict) for override in overrides_list if override not in values):
+        if any(isinstance(item.value(), dict) for item in overrides_list if item not in values):
             return choose(repo=repo, config_name=config_name, overrides_list=overrides_list, **how)
         if key not in chosen:
             chosen[key] = choose(repo=repo, config_name=config_name, overrides_list=overrides_list, **how)

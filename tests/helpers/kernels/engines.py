@@ -58,10 +58,8 @@ def append_by_reference(
 ) -> None:  # fmt: skip
     """Run launch.append in plain torch."""
     for layer in range(len(key_new)):
-        layer_cache = {name: tensor[layer] for name, tensor in cache.items()}
-        reference.append(
-            layout, key_new[layer], value_new[layer], layer_cache, page_table=page_table, lengths=lengths, **tables
-        )
+        tensors = {name: tensor[layer] for name, tensor in cache.items()}
+        reference.append(layout, key_new[layer], value_new[layer], tensors, page_table=page_table, lengths=lengths, **tables)
 
 
 def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: Any = None, **options: Any) -> Tensor:  # noqa: ARG001

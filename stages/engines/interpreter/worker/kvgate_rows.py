@@ -38,9 +38,7 @@ def force(row: Any, generated: Sequence[int], forced: Sequence[int]) -> None:
 
     Raises RuntimeError if an earlier step chose a token other than its forced one.
     """
-    mismatch = next(
-        (i for i, (token, forced_token) in enumerate(zip(generated, forced, strict=False)) if token != forced_token), None
-    )
+    mismatch = next((i for i, (token, other) in enumerate(zip(generated, forced, strict=False)) if token != other), None)
     if mismatch is not None:
         raise RuntimeError(f"step {mismatch}: token {generated[mismatch]} was taken, {forced[mismatch]} was forced")
     if len(generated) < len(forced):
