@@ -66,12 +66,12 @@ class Format(StrictModel):
     def _is_consistent(self) -> Self:
         dtypes = tuple(dtype for arithmetic, dtype in ARITHMETICS if arithmetic == self.arithmetic) or tuple(CODES)
         if self.dtype not in dtypes:
-            raise ValueError(f"dtype must be {_either(dtypes)} with arithmetic={self.arithmetic}, got {self.dtype}")
+            raise ValueError(f"dtype must be {either(dtypes)} with arithmetic={self.arithmetic}, got {self.dtype}")
         for key, values in self._allowed().items():
             value = getattr(self, key)
             if value not in values:
                 raise ValueError(
-                    f"{key} must be {_either(values)}, got {_text(value)}, with dtype={self.dtype} "
+                    f"{key} must be {either(values)}, got {_text(value)}, with dtype={self.dtype} "
                     f"granularity={self.granularity} arithmetic={self.arithmetic}"
                 )
         return self
@@ -177,7 +177,7 @@ def _text(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _either(values: tuple[object, ...]) -> str:
+def either(values: tuple[object, ...]) -> str:
     """Return a list of values: a, b or c."""
     *first, last = map(_text, values)
     return f"{', '.join(first)} or {last}" if first else last

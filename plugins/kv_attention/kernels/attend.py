@@ -40,6 +40,18 @@ def inverse(bits):
 
 
 @triton.jit
+def scale_queries(columns, SCALING: tl.constexpr):
+    """Return queries (D, N), each divided by a power of two, and the factors (N) of their scores.
+
+    The power of two is near the query's largest magnitude, so that it and its products fit float16.
+    """
+    columns = columns.to(tl.float32)
+    power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)  # the bits of 2^-60 and 2^126
+    return columns * inverse(power)[None, :], power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
+
+
+@triton.jit
 def weigh(values, p, sums, PTX: tl.constexpr, DTYPE: tl.constexpr):
     """Return sums (C, N) + values^T (C, T) x p (T, N).
 

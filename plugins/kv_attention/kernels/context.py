@@ -16,14 +16,15 @@ only p passes through shared memory, and N columns share the cost of decoding a 
 import triton
 import triton.language as tl
 
+from plugins.kv_attention.kernels.append import round_to_bfloat16
 from plugins.kv_attention.kernels.attend import (
     HEADROOM,
     LOG2_E,
     MIN_SCALE_BITS,
     attend_exact,
     attend_pages,
-    inverse,
     query_parts,
+    scale_queries,
     static_scale,
     store,
     weigh,
@@ -207,13 +208,9 @@ def context_partial(
         tl.store(partial_ml + partial_row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
         return
 
-    # Each query is divided by a power of two near its largest magnitude, so that it and its products fit float16.
     pointers = query + row[None, :] * D + tl.arange(0, D)[:, None]
-    columns = tl.load(pointers, mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0).to(tl.float32)
-    power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)
-    scaled = columns * inverse(power)[None, :]
-    per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
+    columns = tl.load(pointers, mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0)
+    scaled, per_column = scale_queries(columns, SCALING)
 
     if split == splits:
         last = tl.minimum((block * N + N - 1) // G, count - 1)
@@ -245,7 +242,7 @@ def context_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK:
         splits: S.
         out: (X, Hq, D).
         BLOCK: S rounded up to a power of two.
-        ROUND: Round to bfloat16 by integer arithmetic, because Triton's interpreter truncates.
+        ROUND: Round to bfloat16 by integer arithmetic (`round_to_bfloat16`).
     """
     first = tl.program_id(0).to(tl.int64) * splits
     d = tl.arange(0, D)
@@ -262,6 +259,5 @@ def context_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK:
             acc += tl.load(partial_acc + (first + split) * D + d).to(tl.float32) * weight
     acc /= total
     if ROUND:
-        bits = acc.to(tl.int32, bitcast=True)
-        acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        acc = round_to_bfloat16(acc)
     tl.store(out + tl.program_id(0).to(tl.int64) * D + d, acc.to(out.dtype.element_ty))

@@ -25,15 +25,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from plugins.kv_attention.kernels.append import round_to_bfloat16
 from plugins.kv_attention.kernels.attend import (
     HEADROOM,
-    LOG2_E,
     MIN_SCALE_BITS,
     P_MAX,
     attend_exact,
     attend_pages,
-    inverse,
     query_parts,
+    scale_queries,
     static_scale,
     store,
 )
@@ -208,20 +208,13 @@ def _pool_part(
 
 @triton.jit
 def _scaled_query(query, key_new, head, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALING: tl.constexpr):
-    """Return a group's queries (D, N), each divided by a power of two, the factor of its scores, and the current token's score.
-
-    The power of two is near the query's largest magnitude, so that it and its products fit float16.
-    """
+    """Return a group's queries (D, N) and factors as scale_queries does, and the current token's score."""
     d = tl.arange(0, D)
     n = tl.arange(0, N)
     columns = tl.load(
         query + (head * G + n)[None, :] * D + d[:, None], mask=tl.broadcast_to((n < G)[None, :], (D, N)), other=0.0
     )
-    columns = columns.to(tl.float32)
-    power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)  # the bits of 2^-60 and 2^126
-    scaled = columns * inverse(power)[None, :]
-    per_column = power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
+    scaled, per_column = scale_queries(columns, SCALING)
     score_new = tl.sum(scaled * tl.load(key_new + head * D + d).to(tl.float32)[:, None], 0) * per_column
     return scaled, per_column, score_new
 
@@ -309,7 +302,7 @@ def decode_reduce(
         sequences: (B, 4) int32, as plan_work writes it.
         out: (B, Hq, D).
         CHUNK: Parts that are read at once.
-        ROUND: Round to bfloat16 by integer arithmetic, because Triton's interpreter truncates.
+        ROUND: Round to bfloat16 by integer arithmetic (`round_to_bfloat16`).
         PDL: The kernel may begin before decode_partial has ended: it waits for the parts, not for a launch.
     """
     head = tl.program_id(0)
@@ -341,6 +334,5 @@ def decode_reduce(
         m = largest
     acc /= l
     if ROUND:
-        bits = acc.to(tl.int32, bitcast=True)
-        acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        acc = round_to_bfloat16(acc)
     tl.store(out + (b.to(tl.int64) * HQ + head) * D + d, acc.to(out.dtype.element_ty))

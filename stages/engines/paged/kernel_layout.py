@@ -11,6 +11,7 @@ from typing import Any
 from plugins.kv_attention.layout import CODES, HEAD_DIMS, KEY_DTYPES, CacheLayout, SideLayout
 from plugins.kv_attention.variants import GROUP_LIMIT
 from stages.core.errors import UserError
+from stages.policies.formats import either
 from stages.policies.policy import KVPolicy, KVShape, Side
 
 OF_MODEL = "model.path: "
@@ -70,14 +71,14 @@ def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Ite
         plural, dtypes = ("keys", KEY_DTYPES) if side.is_key else ("values", tuple(CODES))
         codes = next((codes for dtype, codes in CODES.items() if dtype == form.dtype and dtype in dtypes), None)
         if codes is None:
-            yield f"{key}.dtype={form.dtype}: the CUDA kernels hold {plural} as {_list(dtypes)}"
+            yield f"{key}.dtype={form.dtype}: the CUDA kernels hold {plural} as {either(dtypes)}"
             return
         if form.code.reference_only:
             yield f"{key}.arithmetic={form.arithmetic}: the CUDA kernels implement only arithmetic=kvgate"
         if form.granularity not in codes.granularities:
-            yield f"{key}.granularity={form.granularity}: the CUDA kernels hold {form.dtype} {_list(codes.granularities)}"
+            yield f"{key}.granularity={form.granularity}: the CUDA kernels hold {form.dtype} {either(codes.granularities)}"
         elif form.group_size is not None and form.group_size not in codes.group_sizes:
-            yield f"{key}.group_size={form.group_size}: the CUDA kernels take {_list(codes.group_sizes)}"
+            yield f"{key}.group_size={form.group_size}: the CUDA kernels take {either(codes.group_sizes)}"
         elif shape.head_dim % (form.group_size or 1):
             yield f"{key}.group_size={form.group_size}: does not divide the model's head_dim {shape.head_dim}"
     yield from _refuse_model(shape, layer, q_heads)
@@ -88,12 +89,7 @@ def _refuse_model(shape: KVShape, layer: int, q_heads: int) -> Iterator[str]:
     if slides is not None:
         yield f"{OF_MODEL}sliding_window={slides}: with the CUDA kernels every layer attends to all tokens"
     if shape.head_dim not in HEAD_DIMS:
-        yield f"{OF_MODEL}head_dim={shape.head_dim}: the CUDA kernels take {_list(HEAD_DIMS)}"
+        yield f"{OF_MODEL}head_dim={shape.head_dim}: the CUDA kernels take {either(HEAD_DIMS)}"
     if q_heads > GROUP_LIMIT * shape.kv_heads:
         limit = f"up to {GROUP_LIMIT} for each of the {shape.kv_heads} KV heads"
         yield f"{OF_MODEL}num_attention_heads={q_heads}: the CUDA kernels take {limit}"
-
-
-def _list(values: tuple[object, ...]) -> str:
-    *rest, last = map(str, values)
-    return f"{', '.join(rest)} or {last}" if rest else last
