@@ -23,7 +23,9 @@ MAX_SHOWN_CHARACTERS = 400
 def explain_validation(error: ValidationError, composed: DictConfig) -> list[str]:
     """Return one line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
     lines, raw = [], dict(leaves(OmegaConf.to_container(composed)))
-    for problem in error.errors(include_url=False):
+    problems = error.errors(include_url=False)
+    wrong_keys = [".".join(map(str, problem["loc"])) for problem in problems]
+    for problem in problems:
         location = problem["loc"]
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
             continue  # the problems of the list's items have their own lines
@@ -32,7 +34,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         *_, key = places = list(accumulate(map(str, location), "{}.{}".format)) or [""]
         texts = [text for text in map(raw.get, places) if isinstance(text, str)]
         written = next((text for text in texts if "${" in text), None)  # `${seed}` or `${oc.env:HOME}`, also of the section
-        if written is not None and ":" not in written:
+        if written is not None and any(wrong.startswith(written[2:-1]) for wrong in wrong_keys):
             continue  # interpolated from another key, whose problem has its own line
         # An environment variable may hold a secret, so only its name is shown.
         text: str = problem["msg"]

@@ -32,6 +32,7 @@ NAMED = {
 SAID: tuple[tuple[str, ...], ...] = (
     ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
     ("seed=${oc.env:HOME}", "seed", "HOME"),
+    ("log=${stage}", "log=${stage}: no such option; choose one of human, json, quiet"),
     ("seed=${nope}", "error: seed: Interpolation key 'nope' not found"),
     ("stage=bild", "stage=bild", "did you mean build?"),
     ("kv=fp9", "kv=fp9", "did you mean fp8?"),
