@@ -27,6 +27,8 @@ DECODER_WORDS = {
     *("dim_model_base", "parallel_block", "position_embedding_type", "position_embeddings_type", "swiglu_limit", "topk_method"),
 }
 """Words, and sequences of words, in the keys that change a decoder's computation."""
+OTHER_DECODERS = {"alibi", "bidirectional", "diffusion", "mla", "moe", "nope", "xpos"}
+"""Values that name another computation, whatever their key is: `position_encoding: alibi`."""
 TRAINING_WORDS = {
     *("coef", "context", "dropout", "flash", "fp32", "fused", "grad", "init", "initializer", "jitter", "loss", "noise"),
     *("pdrop", "output_router"),
@@ -93,7 +95,7 @@ def _unread_keys(config: dict[str, Any], known_keys: Set[str]) -> Iterator[tuple
         if key in known_keys or key.startswith("_") or _has_word(words, TRAINING_WORDS):
             continue
         unset = value is None or isinstance(value, bool)  # such as activation_checkpointing
-        names_a_computation = isinstance(value, str) and value.lower() in DECODER_WORDS  # such as position_encoding: alibi
+        names_a_computation = isinstance(value, str) and value.lower() in OTHER_DECODERS
         if not unset if same else names_a_computation or _has_word(words, DECODER_WORDS):
             yield key, [name for name in known_keys if same.intersection(name.split("_"))]
 

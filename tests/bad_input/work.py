@@ -137,7 +137,7 @@ CASES = [
          ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),
          loads_model=True),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
-         ("sample s-0001", "2,048", "too many"), long_prompt,
+         ("sample s-0001", "its answer and workloads.extra_new_tokens=16", "2,048", "too many"), long_prompt,
          loads_model=True),
     Case("more tokens than the model", ("backend=vllm", "model.path=model"),
          ("backend.max_model_len=", "the model was made for 2048 tokens", "set at most that"), with_config()),

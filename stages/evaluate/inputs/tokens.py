@@ -161,8 +161,9 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
     for item in encode(doubtful, BundleTokenizer(checkpoint), config.max_scored_tokens):
         tokens = len(item.prompt) + len(item.reference) + (own if item.judged else 0)
         if tokens > most_tokens:
+            more = f" and workloads.extra_new_tokens={own}" if item.judged else ""
             raise UserError(
-                f"workloads: sample {item.sample.id} has {tokens:,} tokens with its answer, {limited}: "
+                f"workloads: sample {item.sample.id} has {tokens:,} tokens with its answer{more}, {limited}: "
                 f"{tokens - most_tokens:,} too many; shorten it, or leave it out"
             )
 
