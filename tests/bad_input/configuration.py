@@ -42,7 +42,6 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("+workloads.samples.poems=3", "workloads.samples"),
     ("workloads.samples={prose:0,retrieval:0,tool_call:0,copy:0,multi_turn:0}", "workloads.samples must ask for at least one"),
     ("workloads.jsonl=/nowhere", "workloads.jsonl=/nowhere", "no such file"),
-    ("workloads.speculation={draft:/nowhere}", "workloads.speculation.draft=/nowhere", "no such directory"),
     ("workloads.lengths=[64]", "workloads.lengths.0", "128"),
     ("workloads.lengths=[2048,2048]", "workloads.lengths must be different", "give"),
     ("workloads.full_pool=7", "full_pool=7: the small pool could not hold two requests; give at least 8, or 0"),

@@ -133,6 +133,8 @@ CASES = [
          lambda path: (checkpoint(path / "model") / "model.safetensors").chmod(0), unprivileged=True),
     Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not be written to"),
          place("work/artifacts/.lock", lambda path: path.touch(0)), begins=True, unprivileged=True),
+    Case("a draft that is not there", ("workloads.speculation={draft:/nowhere}",),
+         ("workloads.speculation.draft=/nowhere: no such directory",), loads_model=True),
     Case("a draft without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
          ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),
          loads_model=True),
