@@ -128,17 +128,9 @@ def join(rounds: Sequence[tuple[object, str]], config: Any, engine: str, baselin
 
 
 def real_signature(module: str, name: str) -> Signature:
-    """Return the parameters of a function or class of `stages`, without importing its module, which may load torch."""
+    """Return the parameters of a function of `stages`, without importing its module, which may load torch."""
     tree = ast.parse((STAGES / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-    node_found = next(node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name)
-    if isinstance(node_found, ast.ClassDef):
-        init = next((node for node in node_found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
-        if init is None:  # a dataclass
-            fields = [node for node in node_found.body if isinstance(node, ast.AnnAssign)]
-            return Signature([_parameter(ast.unparse(field.target), field.value is None) for field in fields])
-        del init.args.args[0]
-        node_found = init
-    arguments = node_found.args
+    arguments = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name).args
     required = len(arguments.args) - len(arguments.defaults)
     plain = [_parameter(argument.arg, number < required) for number, argument in enumerate(arguments.args)]
     keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -161,10 +153,10 @@ def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., A
 
 
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the real stages by the fakes. A call that the real function would not take fails."""
+    """Replace the real stages by the fakes. A call that a real function would not take fails. mypy checks calls of classes."""
 
     def fake(module: str, **fakes: Any) -> None:
-        functions = {name: checked(module, name, value) if callable(value) else value for name, value in fakes.items()}
+        functions = {name: checked(module, name, value) if name.islower() else value for name, value in fakes.items()}
         monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**functions))
 
     fake("quantize.calibration", calibration_texts=calibration_texts)
@@ -188,12 +180,12 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         encode_rounds=lambda config: encoded(len(config.rounds)),
         write_encoded=lambda items, out: (out / "encoded.json").write_text(str(items[-1].round)),
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
-        BundleTokenizer=lambda: None,
+        BundleTokenizer=lambda *_: None,
         workloads_digest=lambda: "w",
     )
     fake("evaluate.measure", measure=measure)
     fake("evaluate.measured_once", measure_once=measure_once)
-    fake("evaluate.conformance.engine", ReferenceEngine=lambda: None)
+    fake("evaluate.conformance.engine", ReferenceEngine=lambda *_: None)
     fake(
         "evaluate.decoding.stored",
         MeasuredOnce=SimpleNamespace(read=lambda _: None),
