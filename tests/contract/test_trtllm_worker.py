@@ -139,7 +139,7 @@ def test_a_worker_below_a_wrapper_script_ends_with_its_input(monkeypatch: pytest
             os.close(writing)
 
     monkeypatch.setattr(worker.time, "sleep", sleep)
-    monkeypatch.setattr(worker.os, "killpg", lambda group, _: killed.append(group))
+    monkeypatch.setattr(worker, "kill_group", killed.append)  # which also unlinks the shared memory of the tests
     worker.end_with_parent(reading)
     os.close(reading)
     assert killed == [os.getpgid(0)]
