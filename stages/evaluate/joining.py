@@ -60,7 +60,7 @@ def join(
         conformance = Conformance(rounding=first.rounding, baseline=first_base.conformance, candidate=first.conformance)
     planned: dict[str, bool] = {}
     for item in encoded:
-        planned[item.sample.workload] = planned.get(item.sample.workload, False) or item.judged
+        planned[item.sample.workload] = planned.get(item.sample.workload, False) or item.sample.judged
     assert repeated.control is not None, "a candidate has a must-fail control"
     report = EvaluationReport(
         policy=first.policy,

@@ -112,8 +112,8 @@ def questions(samples: Sequence[Sample]) -> list[Question]:
 def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) -> VerdictWork:
     """Return the approximate work of a verdict on one policy and its baseline, by the samples of each round."""
     asked = [questions(samples) for samples in rounds]
-    first, longest = asked[0], max(question.prompt + question.answer for questions in asked for question in questions)
-    both = [_ask(questions, config.batch_size) * (2 + OWN_WORDS) for questions in asked]
+    first, longest = asked[0], max(question.prompt + question.answer for group in asked for question in group)
+    both = [_ask(group, config.batch_size) * (2 + OWN_WORDS) for group in asked]
     once = 2 * (_noise(first, config) + _load(config))
     once += _ask(sorted(first, key=lambda question: question.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
     reference = NO_WORK

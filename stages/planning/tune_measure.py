@@ -77,7 +77,7 @@ def _generate_texts(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -
         for item in encode(samples, tokenizer, MAX_LENGTH):
             tokens = (*item.prompt, *item.reference)[:MAX_LENGTH]
             # A prompt's last token is decoded, as in an evaluation.
-            found.append(Text(tokens, len(item.prompt) - 1 if item.judged else PREFILLED, f"{number}"))
+            found.append(Text(tokens, len(item.prompt) - 1 if item.sample.judged else PREFILLED, f"{number}"))
     return found
 
 

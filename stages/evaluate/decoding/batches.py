@@ -207,7 +207,7 @@ class Batch:
         expected = sequence.input_token = item.reference[sequence.position]
         goes_on = sequence.position + 1 < len(item.reference)
         deviates = token != expected and sample.answer is None
-        if not self.can_fork or self.greedy is None or not item.judged or not deviates:
+        if not self.can_fork or self.greedy is None or not item.sample.judged or not deviates:
             return goes_on
         sample.answer = list(item.reference[: sequence.position])
         if self.greedy.add(sample.answer, token, item):
@@ -231,7 +231,7 @@ class Batch:
 
     def _finish(self, sample: _Running) -> SampleResult:
         answer = None
-        if self.greedy is not None and sample.item.judged:
+        if self.greedy is not None and sample.item.sample.judged:
             answer = sample.item.reference if sample.answer is None else tuple(sample.answer)
         return SampleResult(sample.index, answer, sample.trace)
 

@@ -115,7 +115,7 @@ def _then_answers(
             rows = zip(event.samples, event.positions, event.greedy, strict=True)
             deviating |= {i for i, position, token in rows if token != encoded[i].reference[position]}
             yield event
-        elif not encoded[event.sample].judged:
+        elif not encoded[event.sample].sample.judged:
             yield event
         elif event.sample in deviating:
             forced[event.sample] = event

@@ -178,7 +178,7 @@ def make_row(item: EncodedSample, steps: StepStatistics, baseline: Answer | None
         difficulty=sample.difficulty,
         round=item.round,
         acceptance=_acceptance(baseline, candidate) if baseline and candidate else {},
-        baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
-        candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
+        baseline_probability=finite(probability(steps.baseline_nll, item)) if item.sample.judged else None,
+        candidate_probability=finite(probability(steps.candidate_nll, item)) if item.sample.judged else None,
         right_answer="baseline" if item.replaced else "reference",
     )

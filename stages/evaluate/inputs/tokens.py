@@ -115,11 +115,6 @@ class EncodedSample:
         """Key of the shared prefix: the document and the first tokens of the prompt."""
         return self.sample.document, self.prompt[: self.shared]
 
-    @property
-    def judged(self) -> bool:
-        """Whether the answer to this sample is judged. Prose is only scored."""
-        return self.sample.judged
-
 
 def encode(
     samples: Sequence[Sample], tokenizer: BundleTokenizer, max_scored_tokens: int, stop: int | None = None
@@ -159,9 +154,9 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
                 f"workloads: sample {sample.id} has {size:,} bytes, more than {most_tokens:,} tokens: {limited}; give less"
             )
     for item in encode(doubtful, BundleTokenizer(checkpoint), config.max_scored_tokens):
-        tokens = len(item.prompt) + len(item.reference) + (own if item.judged else 0)
+        tokens = len(item.prompt) + len(item.reference) + (own if item.sample.judged else 0)
         if tokens > most_tokens:
-            more = f" and workloads.extra_new_tokens={own}" if item.judged else ""
+            more = f" and workloads.extra_new_tokens={own}" if item.sample.judged else ""
             raise UserError(
                 f"workloads: sample {item.sample.id} has {tokens:,} tokens with its answer{more}, {limited}: "
                 f"{tokens - most_tokens:,} too many; shorten it, or leave it out"
@@ -241,7 +236,7 @@ def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
 
     Samples of prose are longer and would show nothing more.
     """
-    return [item for item in encoded if item.judged] or list(encoded)
+    return [item for item in encoded if item.sample.judged] or list(encoded)
 
 
 def control_samples(encoded: Sequence[EncodedSample], least: int, count: int = CONTROL_SAMPLES) -> list[EncodedSample]:

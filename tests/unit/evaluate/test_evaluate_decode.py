@@ -147,7 +147,7 @@ def test_answers_equal_greedy_decode_from_the_prompt(make: Any, batch_size: int)
 
     engine = make(SAMPLES, wrong=WRONG)
     finished = answers_of(engine, encoded(), batch_size)
-    expected = {i: tuple(alone(item)) if item.judged else None for i, item in enumerate(encoded())}
+    expected = {i: tuple(alone(item)) if item.sample.judged else None for i, item in enumerate(encoded())}
     assert {i: event.answer for i, event in finished.items()} == expected
     assert finished[0].answer != (*b"xy", EOS)
     assert finished[1].answer == (*b"x", EOS)
