@@ -109,7 +109,7 @@ def measure(
         takes_effect=engine.policy.takes_effect,
         coverage=Exercised.merged([sample.result.trace for sample in samples]),
         conformance=_conformance(engine, comparison, config, label),
-        rounding=None if reference is None else reference.assumed,
+        rounding=None if reference is None else reference.assumed_rounding,
         scale_changes=changes,
         right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and logprobs is None},
         answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
@@ -127,7 +127,7 @@ def _comparison(
     progress: Progress,
 ) -> Comparison:
     """Start the comparison. `known`: the baseline's round, which determines a candidate's allowed distance."""
-    comparer = Comparer(engine, reference.allowing(None if known is None else known.conformance))
+    comparer = Comparer(engine, reference.with_limits_of(None if known is None else known.conformance))
     return Comparison(comparer, items, spread(items, config.conformance_samples), config.batch_size, progress)
 
 

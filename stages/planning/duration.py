@@ -119,7 +119,9 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     reference = NO_WORK
     if not config.is_first_look:
         stress = config.stress_test.limited(longest)
-        half = stress.tokens(stress.max_tokens, longest, max(stress.max_batch, config.batch_size)) / 2
+        limits = stress.max_tokens, longest, max(stress.max_batch, config.batch_size)
+        asked_tokens = sum(one.prompt + one.answer for found in asked for one in found)
+        half = stress.tokens(*limits, stress.share(asked_tokens, *limits)) / 2
         pairs = half * stress.max_tokens / 4
         once += np.array([half, 0, pairs, stress.steps])
         compared = (prefill(question.prompt + question.answer) for question in _choose(first, config.conformance_samples))

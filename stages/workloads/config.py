@@ -68,6 +68,8 @@ GSM8K_PROBLEMS = 1319
 
 
 LEAST_STRESS_TOKENS = 128
+LEAST_SHARE = 1 / 4
+"""Minimum share of the stress test's random walk, free answers and repetitions that runs with few questions."""
 
 
 class StressTestConfig(StrictModel):
@@ -95,16 +97,25 @@ class StressTestConfig(StrictModel):
         most = max(LEAST_STRESS_TOKENS, whole_pages(longest) + PAGE_TOKENS)
         return self.model_copy(update={"max_tokens": min(self.max_tokens, most)})
 
-    def tokens(self, longest: int, claimed: int, largest: int) -> int:
+    def tokens(self, longest: int, claimed: int, largest: int, share: float = 1.0) -> int:
         """Return about how many tokens the engine is fed and the reference engine replays, as measured with all scenarios.
 
         Args:
             longest: Tokens of the longest sequence.
             claimed: Tokens of the longest sample.
             largest: Sequences of the largest batch.
+            share: See `share`.
         """
-        by_length = 8 * longest + min(12 * longest, 12_000) + min(60 * longest, 16_000) + 3 * min(claimed, longest)
-        return by_length + 340 * largest + 5 * min(self.decode_steps, longest) + 400 * self.requests
+        variable = min(11 * longest, 5000) + 18 * min(longest, 1400) + 166 * self.requests
+        fixed = min(30 * longest, 13_000) + 6 * longest + 3 * min(claimed, longest) + 340 * largest
+        return round(share * variable) + fixed + 5 * min(self.decode_steps, longest) + 250 * self.requests
+
+    def share(self, asked: int, longest: int, claimed: int, largest: int) -> float:
+        """Return the share of the random walk, free answers and repetitions that runs if all questions have `asked` tokens.
+
+        With few questions, the test shrinks, so that it does not outweigh them. The other arguments are those of `tokens`.
+        """
+        return min(1.0, max(LEAST_SHARE, asked / self.tokens(longest, claimed, largest)))
 
     @property
     def steps(self) -> int:

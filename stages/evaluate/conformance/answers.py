@@ -46,7 +46,7 @@ class AnswerChecks:
     def check_forced(self) -> list[Answer]:
         """Check the answers that the engine was also forced to decode, over its own logits; return the other answers."""
         answers, self.answers = self.answers, []
-        if self.comparer.reference.assumed is None:
+        if self.comparer.reference.assumed_rounding is None:
             return []
         unforced = []
         for sequence, answer in answers:
@@ -80,12 +80,12 @@ class AnswerChecks:
 
     def _check_likelier(self, sequence: ForcedSequence, logits: np.ndarray, answer: list[int]) -> None:
         """Report the first token of an answer that the engine's own logits (rows, V) contradict."""
-        found = contradiction(self.engine, logits, answer)
-        if found is not None:
-            what = "the first token" if found[0] == 0 else f"token {found[0]}"
+        contradicted = contradiction(self.engine, logits, answer)
+        if contradicted is not None:
+            place, distance = contradicted
             self.failures.append(
-                f"generate: {what} of the answer to a prompt of {len(sequence.prompt)} tokens ({sequence.name}) lies "
-                f"{found[1]:.2g} (logits) behind what the prompt and the answer before it make most likely"
+                f"generate: token {place + 1} of the answer to a prompt of {len(sequence.prompt)} tokens ({sequence.name}) is "
+                f"{distance:.2g} (logits) below the most likely token"
             )
 
 

@@ -104,11 +104,11 @@ class Comparer:
         kl = kl_of_logits(replay.logits, np.stack(sequence.logits))
         by_layer = rounding = tuple[float, ...]()
         kl_disturbed = kl_of_logits(replay.logits, replay.disturbed) if replay.measured else np.zeros_like(kl)
-        if self.reference.measures and any(replay.errors):
+        if self.reference.measures_rounding and any(replay.errors):
             by_layer = _means(replay.errors, "engine")
             # Rounding may disturb more than the 16-bit engine's error shows: if it swaps a block's two largest numbers, the
             # sign of a q4_0 scale changes, and with it all codes of the block.
-            rounding = tuple(map(max, self.reference.layers, _means(replay.errors, "disturbed")))
+            rounding = tuple(map(max, self.reference.layer_errors, _means(replay.errors, "disturbed")))
 
         def distance(kl_R: Array, part: str, stored_by_layer: tuple[float, ...]) -> Distance:
             errors = [getattr(copy, part).flatten() for layer in replay.errors for copy in layer.values()]

@@ -36,6 +36,8 @@ WATCHED_LOGITS = 512
 NOISE = 4.0
 """Allowed change by unrelated requests, as a multiple of the change in an unchanged repetition."""
 
+MIN_REPETITIONS = 8
+"""Minimum number of equal requests in the wear test."""
 WEAR_STEPS = 8
 """Decode steps of a request in the wear test."""
 LEAK_BYTES = 512 << 10
@@ -65,19 +67,18 @@ def crowd(test: StressTest) -> None:
     allowed = NOISE * max(noise, test.engine.logit_step * largest)
     influenced = ~(changed <= allowed)
     if influenced.any():
-        usual = f"{noise:.2g} when nothing does" if noise else "nothing, but for rare steps, when nothing does"
         test.failures.append(
-            f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on other requests' tokens: "
-            f"logits change by up to {changed.max():.2g} when only the others' tokens do, by {usual}"
+            f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on other requests: logits change by up "
+            f"to {changed.max():.2g} if only other requests' tokens change (by {noise:.2g} in an unchanged repetition)"
         )
 
 
 def wear(test: StressTest) -> None:
     """Repeat two short requests many times, one across a page border. Their logits must not change, nor the process grow."""
-    count = 2 * test.config.requests
+    count = max(MIN_REPETITIONS, round(2 * test.share * test.config.requests))
     if isinstance(test.engine, SupportsRequests) or test.max_tokens < 2 * PAGE_TOKENS:
         return
-    lengths = test.length(PAGE_TOKENS - WEAR_STEPS + 1, PAGE_TOKENS - 1), test.length(2, 9)
+    lengths = test.randint(PAGE_TOKENS - WEAR_STEPS + 1, PAGE_TOKENS - 1), test.randint(2, 9)
     pair = [test.sequence(f"one of {count} equal requests", length, WEAR_STEPS) for length in lengths[: test.largest]]
     first, changed, resident = list[Marks](), list[float](), list[int]()
     for number in range(count):
@@ -115,8 +116,8 @@ def full_pool(test: StressTest) -> None:
     page = test.draw(PAGE_TOKENS)
     named = []
     for number in range(POOL_REQUESTS):
-        steps = test.length(*POOL_STEPS)
-        length = (1 + number % 3) * PAGE_TOKENS + test.length(PAGE_TOKENS - steps // 2, PAGE_TOKENS - 1)
+        steps = test.randint(*POOL_STEPS)
+        length = (1 + number % 3) * PAGE_TOKENS + test.randint(PAGE_TOKENS - steps // 2, PAGE_TOKENS - 1)
         begin = page if number % 2 else test.draw(PAGE_TOKENS)
         tokens = [*begin, *test.draw(length - PAGE_TOKENS + steps)]
         named.append((f"request {number} of {length} and {steps} tokens", (tokens, length)))
@@ -141,13 +142,13 @@ def _kinds(test: StressTest) -> list[ForcedSequence]:
     """Return the watched requests, which are sent repeatedly."""
     most = test.max_tokens
     shapes = [
-        (test.length(low, high), test.length(steps // 2, 3 * steps // 2))
+        (test.randint(low, high), test.randint(steps // 2, 3 * steps // 2))
         for low, high, steps in SHORT
         if high + 2 * steps <= most
     ]
     # Use three lengths for long requests, limited by the model and the engine. One of them ends with a full page.
-    drawn = [test.length(*span) for span in LONG]
-    full = test.length(0, len(LONG) - 1)
+    drawn = [test.randint(*span) for span in LONG]
+    full = test.randint(0, len(LONG) - 1)
     drawn[full] = page_count(LONG[full][0] + LONG_STEPS) * PAGE_TOKENS - LONG_STEPS
     shapes += [(max(1, min(length, most - LONG_STEPS - number)), LONG_STEPS) for number, length in enumerate(drawn)]
     return [test.sequence(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]

@@ -55,7 +55,7 @@ class Deviations:
     def __init__(self, comparer: Comparer) -> None:
         reference = comparer.reference
         self.comparer = comparer
-        self.by_median = reference.measures or reference.assumed is None
+        self.by_median = reference.measures_rounding or reference.assumed_rounding is None
         """Whether logits are judged by medians over sequences: a single flipped code outweighs all roundings."""
         self.kl_means: list[float] = []
         """Mean KL of every sequence."""
@@ -148,7 +148,7 @@ class Deviations:
             more = f"; and {count - 1} more such" if count > 1 else ""
             place = problem or self.comparer.first_deviation(sequence, compared).told()
             yield f"{name}: {place}, {off}, {worst:.2g} times as far as allowed{more}"
-        if self.kl and self.comparer.reference.assumed is None:
+        if self.kl and self.comparer.reference.assumed_rounding is None:
             usual_row = float(np.median(np.concatenate([rows for parts in self.kl.values() for rows in parts])))
             yield from far_medians(self.kl, max(UNUSUAL_KL, UNUSUAL * usual_row))
         elif self.kl:

@@ -26,42 +26,42 @@ class ReferenceEngine:
     """A `TorchEngine` and the rounding error of the engine under comparison."""
 
     engine: TorchEngine
-    assumed: float | None = ROUNDING["float32"]
+    assumed_rounding: float | None = ROUNDING["float32"]
     """See `Backend.rounding`; None if the engine's arithmetic differs by design."""
-    measures: bool = False
+    measures_rounding: bool = False
     """Whether to measure a rounding as the baseline's distance from its reference engine. This is needed for libraries that sum
     16-bit numbers in their own order: twice the epsilon per layer would be large enough to hide cache faults."""
-    measured: float | None = None
+    measured_rounding: float | None = None
     """The measured rounding; None if it is assumed."""
     limit: float = ALLOWED
     """Maximum distance of a sequence from the reference engine, in roundings."""
-    layers: tuple[float, ...] = ()
+    layer_errors: tuple[float, ...] = ()
     """The 16-bit engine's mean errors of stored vectors by layer, if a rounding is measured."""
 
     @property
     def rounding(self) -> float:
-        if self.measured is not None:
-            return self.measured
-        if self.assumed is not None:
-            return self.assumed
+        if self.measured_rounding is not None:
+            return self.measured_rounding
+        if self.assumed_rounding is not None:
+            return self.assumed_rounding
         # A query that gets a neighbouring code moves its token less than float16.
         return ROUNDING["float16" if self.engine.rounds_queries else "float32"]
 
-    def allowing(self, baseline: EngineConformance | None) -> "ReferenceEngine":
+    def with_limits_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":
         """Return the reference engine with limits that allow a candidate the distances of its baseline.
 
         `baseline`: None for the limits of the baseline itself.
         """
         requests = [] if baseline is None else baseline.requests
-        if not self.measures:
+        if not self.measures_rounding:
             return replace(self, limit=allowed(requests))
         worst = max((request.roundings for request in requests), default=1.0)
         stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
         return replace(
             self,
-            measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)),
+            measured_rounding=self.rounding * min(1.0, max(worst, LEAST_MEASURED)),
             limit=MEASURED_ALLOWED,
-            layers=tuple(map(max, zip(*stored, strict=True))),
+            layer_errors=tuple(map(max, zip(*stored, strict=True))),
         )
 
     @property

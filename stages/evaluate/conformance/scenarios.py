@@ -4,6 +4,7 @@ Tokens are random, with the seed of the run. Lengths and orders are random, too,
 determines them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,15 +26,28 @@ CLAIMED_STEPS = 12
 LEAVING = 32
 """Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
 
-KEPT_CHUNKS, HITS, FLOODS = 8, 9, 3
-"""Maximum number of chunks in a kept prefix, number of drawn prompts that reuse a part of it, and number of unrelated prompts
-of the maximum length that may evict it."""
+KEPT_CHUNKS = 8
+"""Maximum number of chunks in a kept prefix."""
+HITS = 9
+"""Number of drawn prompts that reuse a part of a kept prefix."""
+FLOODS = 3
+"""Number of unrelated prompts of the maximum length that may evict a kept prefix."""
 
-PROMPTS, SHORT, WAITING = 8, 30, 140
-"""Number of different prompts of free answers, of different short prompts, and of waiting prompts in one call."""
-CALLS, ANSWER, REPEATING, LONGEST, GOING_ON = 5, 18, 130, 256, 8
-"""Number of calls with the same prompts, maximum tokens of their answers, tokens of an answer that repeats itself and maximum
-tokens of another, and number of prompts that continue a prompt and its answer."""
+PROMPTS = 8
+"""Number of prompts without a common beginning whose free answers are asked in several calls."""
+CALLS = 5
+"""Number of these calls."""
+ANSWER = 18
+"""Maximum tokens of their answers."""
+CONTINUATIONS = 8
+"""Number of prompts that continue a prompt and its answer."""
+
+SHORT = 30
+"""Number of different short prompts in the long queue."""
+REPEATED = 110
+"""Number of further prompts in the queue, which repeat these."""
+LONG_ANSWERS = (130, 256)
+"""Tokens of the two long answers in the queue; the second is also limited by `decode_steps`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,7 @@ def batch(test: StressTest) -> None:
     short random prompts repeat one token.
     """
     sequences = ragged(test)
-    more = [test.sequence("a prompt that joins", test.length(1, 41), test.length(1, 3)) for _ in range(test.largest // 2 + 1)]
+    more = [test.sequence("a prompt that joins", test.randint(1, 41), test.randint(1, 3)) for _ in range(test.largest // 2 + 1)]
     whole = sequences[max(1, len(sequences) - 2) :]
     asked = [*more, *sequences]  # long prompts wait, too
     limits = [len(one.ahead) if one in whole or one in more else min(2, len(one.ahead)) for one in asked]
@@ -73,7 +87,7 @@ def ragged(test: StressTest) -> list[ForcedSequence]:
     claimed = min(test.claimed, most - STEPS)
     # Together with the row of 1 token, the answer decodes at most of the lengths up to the claimed length.
     latest = max(2 * PAGE_TOKENS, claimed - far)
-    begins = test.length(min(max(2 * PAGE_TOKENS, far), latest), latest)
+    begins = test.randint(min(max(2 * PAGE_TOKENS, far), latest), latest)
     chosen = [
         test.sequence(f"{most:,} tokens", most - steps, steps),
         test.sequence("a long answer", min(begins, most - far), far),
@@ -114,7 +128,7 @@ def equal(test: StressTest) -> None:
     page on, or before an equal page, which a third has at another place. Then prompts follow that begin like the last released
     sequence: up to a few tokens around the end of a page, and with all of its tokens.
     """
-    prompt = test.draw(PAGE_TOKENS - test.length(1, 2 * STEPS - 1))
+    prompt = test.draw(PAGE_TOKENS - test.randint(1, 2 * STEPS - 1))
     role = f"equal prompts of {len(prompt)} tokens that part"
     test.serve([test.sequence(role, prompt, 2 * STEPS) for _ in range(2)])
     page, role = test.draw(PAGE_TOKENS), "prompts with an equal page"
@@ -123,14 +137,14 @@ def equal(test: StressTest) -> None:
         test.serve([test.sequence(role, prompt, STEPS) for prompt in pages[: test.largest]])
         role = "prompts that part at the end of a page"
         test.serve([test.sequence(role, [*page[:-1], *test.draw(STEPS)], STEPS) for _ in range(2)])
-        begin, role = test.draw(test.length(PAGE_TOKENS // 2, 2 * PAGE_TOKENS - 1)), "prompts that differ in the last token"
+        begin, role = test.draw(test.randint(PAGE_TOKENS // 2, 2 * PAGE_TOKENS - 1)), "prompts that differ in the last token"
         test.serve([test.sequence(role, [*begin, *test.draw(1)], STEPS) for _ in range(2)])
     if test.max_tokens >= 5 * PAGE_TOKENS:
-        sent = test.sequence("a conversation", test.length(3 * PAGE_TOKENS, 4 * PAGE_TOKENS - STEPS), STEPS)
-        near = test.length(1, 8)
-        for end in (4 * PAGE_TOKENS, 3 * PAGE_TOKENS - near, test.length(1, 2) * PAGE_TOKENS + near):
+        sent = test.sequence("a conversation", test.randint(3 * PAGE_TOKENS, 4 * PAGE_TOKENS - STEPS), STEPS)
+        near = test.randint(1, 8)
+        for end in (4 * PAGE_TOKENS, 3 * PAGE_TOKENS - near, test.randint(1, 2) * PAGE_TOKENS + near):
             test.serve([sent])
-            rest = test.draw(test.length(5, PAGE_TOKENS // 2))
+            rest = test.draw(test.randint(5, PAGE_TOKENS // 2))
             sent = test.sequence("a prompt that begins like the last sequence", [*sent.tokens[:end], *rest], STEPS)
         test.serve([sent])
 
@@ -157,13 +171,15 @@ def prefix(test: StressTest) -> None:
     chunk = test.engine.prefill_chunk
     if not test.engine.keeps_prefixes or chunk + PAGE_TOKENS > test.max_tokens:
         return
-    count = min(test.length(KEPT_CHUNKS // 2, KEPT_CHUNKS), (test.max_tokens - PAGE_TOKENS) // chunk)
+    count = min(test.randint(KEPT_CHUNKS // 2, KEPT_CHUNKS), (test.max_tokens - PAGE_TOKENS) // chunk)
     beginning = test.draw(count * chunk)
     alike = [
         (f"prompt {number} with one beginning", [*beginning[: kept * chunk], *test.draw(more)])
         for number, (kept, more) in enumerate(((1, 5), (count, 5), (count, 40)), 1)
     ]
-    others = [("a prompt that parts from it and ends alike", [*test.draw(chunk), *beginning[chunk : 2 * chunk], *test.draw(5)])]
+    others = [
+        ("a prompt with another beginning and the same end", [*test.draw(chunk), *beginning[chunk : 2 * chunk], *test.draw(5)])
+    ]
     if count > 1:
         others += [
             ("a kept beginning", beginning),
@@ -172,7 +188,7 @@ def prefix(test: StressTest) -> None:
             ("a kept beginning with swapped chunks", [*beginning[chunk : 2 * chunk], *beginning[:chunk], *test.draw(5)]),
             ("a kept beginning in another order", [beginning[0], *beginning[chunk - 2 : 0 : -1], *beginning[chunk - 1 :]]),
         ]
-        for place in (chunk - 1, test.length(0, chunk - 2)):
+        for place in (chunk - 1, test.randint(0, chunk - 2)):
             changed = [*beginning[:place], (beginning[place] + 1) % test.engine.vocab_size, *beginning[place + 1 : 2 * chunk]]
             others.append((f"a kept beginning with another token {place}", [*changed, *test.draw(5)]))
     for number, (role, prompt) in enumerate([*alike, *others]):
@@ -182,13 +198,14 @@ def prefix(test: StressTest) -> None:
         test.counts.prefixes += reuses
         if reuses and isinstance(test.engine, SupportsExtend):
             test.decode(sequence)
-            test.extend(sequence, test.length(1, STEPS))
+            test.extend(sequence, test.randint(1, STEPS))
         test.finish([sequence])
     together = min(3, test.largest)
     for number in range(0, HITS, together):
-        rests = (1, chunk - 1, chunk, chunk + 1, test.length(2, chunk), test.length(2, 2 * chunk))
+        rests = (1, chunk - 1, chunk, chunk + 1, test.randint(2, chunk), test.randint(2, 2 * chunk))
         prompts = [
-            [*beginning[: test.length(1, count) * chunk], *test.draw(rests[(number + i) % len(rests)])] for i in range(together)
+            [*beginning[: test.randint(1, count) * chunk], *test.draw(rests[(number + i) % len(rests)])]
+            for i in range(together)
         ]
         room = test.max_tokens - 2 * STEPS
         rows = [test.sequence("a drawn part of a kept beginning", prompt[: room - 1], STEPS) for prompt in prompts]
@@ -196,7 +213,7 @@ def prefix(test: StressTest) -> None:
         test.counts.prefixes += together
         if isinstance(test.engine, SupportsExtend):
             test.decode(*rows)
-            test.extend(rows[0], test.length(1, min(2 * PAGE_TOKENS, room - len(rows[0].tokens) + 1)))
+            test.extend(rows[0], test.randint(1, min(2 * PAGE_TOKENS, room - len(rows[0].tokens) + 1)))
         if isinstance(test.engine, SupportsFork) and together < test.largest:
             rows.append(test.fork(rows[-1], "a fork of a prompt with a kept beginning", STEPS))
         test.finish(rows)
@@ -220,11 +237,11 @@ def shared(test: StressTest) -> None:
     The prefix ends 3 to 5 tokens before the end of a page, and many rows need a new page in the same step. The rows decode
     different tokens first and the same token second.
     """
-    count, pages = test.largest - 1, min(test.length(2, 5), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
+    count, pages = test.largest - 1, min(test.randint(2, 5), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
     if count < 3 or pages < 2:
         return
     again = test.draw(1)[0]
-    left = test.length(3, 5)
+    left = test.randint(3, 5)
     length = pages * PAGE_TOKENS - left
     origin = test.sequence(f"a prefix of {length} tokens", length)
     test.prefill(origin)
@@ -242,11 +259,11 @@ def shared(test: StressTest) -> None:
     test.decode(*rows)
     kept = rows[2 * count // 3 :]
     test.release(*rows[: 2 * count // 3])
-    fresh = [test.sequence("a new sequence beside them", min(n, length)) for n in (test.length(65, 140), test.length(33, 90))]
+    fresh = [test.sequence("a new sequence beside them", min(n, length)) for n in (test.randint(65, 140), test.randint(33, 90))]
     test.prefill(*fresh)
     test.decode(*kept, *fresh, steps=STEPS + 2)
     test.release(*kept[:-1], *fresh)
-    late = test.sequence("a new sequence beside the last row", min(length, test.length(65, 140)))
+    late = test.sequence("a new sequence beside the last row", min(length, test.randint(65, 140)))
     test.prefill(late)
     test.decode(kept[-1], late, steps=2)
     test.release(kept[-1], late)
@@ -264,44 +281,50 @@ def offsets(test: StressTest) -> None:
 def answers(test: StressTest) -> None:
     """Generate answers to the same prompts in several calls: in other orders and batches, with other limits and stop tokens.
 
-    Five prompts begin alike: one is the beginning itself, and two share only a part of one or two pages. One call has a long
-    queue of short prompts.
+    Five prompts begin alike: one is the beginning itself, and two share only a part of one or two pages.
     """
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
-    beginning = test.draw(test.length(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
-    within = (test.length(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.length(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
-    prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *within)]
-    lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), PROMPTS)).astype(int)
+    beginning = test.draw(test.randint(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
+    parts = (test.randint(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.randint(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
+    prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *parts)]
+    lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), math.ceil(test.share * PROMPTS))).astype(int)
     prompts += [beginning, *map(test.draw, lengths.tolist())]
     asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]
-    found = test.ask(asked, [test.length(10, ANSWER) for _ in asked])
-    known = [(sequence, answer) for sequence, answer in zip(asked, found, strict=True) if answer]
-    short = sorted(known, key=lambda pair: len(pair[0].prompt))[:GOING_ON]
-    goes_on = [test.sequence("a conversation that goes on", [*one.prompt, *answer, *test.draw(STEPS)]) for one, answer in short]
-    test.ask(goes_on, [ANSWER] * len(goes_on))
-    for call in range(CALLS if known else 0):
-        chosen = [known[i] for i in test.rng.permutation(len(known))[: test.length(1, len(known))]]
-        limits = [test.length(1, len(answer)) if call % 2 else len(answer) for _, answer in chosen]
-        said = [answer[test.length(0, len(answer) - 1)] for _, answer in chosen[: test.length(1, 3) if call % 2 else None]]
-        places = [answer.index(token) for (_, answer), token in zip(chosen, said, strict=False)]
+    first = test.ask(asked, [test.randint(10, ANSWER) for _ in asked])
+    answered = [(sequence, answer) for sequence, answer in zip(asked, first, strict=True) if answer]
+    shortest = sorted(answered, key=lambda pair: len(pair[0].prompt))[: math.ceil(test.share * CONTINUATIONS)]
+    continued = [[*sequence.prompt, *answer, *test.draw(STEPS)] for sequence, answer in shortest]
+    test.ask([test.sequence("a conversation that goes on", prompt) for prompt in continued], [ANSWER] * len(continued))
+    for call in range(math.ceil(test.share * CALLS) if answered else 0):
+        chosen = [answered[i] for i in test.rng.permutation(len(answered))[: test.randint(1, len(answered))]]
+        limits = [test.randint(1, len(answer)) if call % 2 else len(answer) for _, answer in chosen]
+        within = [test.pick(answer) for _, answer in chosen[: test.randint(1, 3) if call % 2 else None]]
+        places = [answer.index(token) for (_, answer), token in zip(chosen, within, strict=False)]
         limits[0] = places[0] + 1  # a stop token is the last token that the limit allows
         last = [sequence.prompt[-1] for sequence, _ in chosen[:2]]  # a prompt may end in a stop token
         near = [(answer[0] + 256) % test.engine.vocab_size for _, answer in chosen[:2]]  # equal in its low byte
-        others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in found)]
-        stops = [*others, *sorted(set(said))][call % 3 :]
+        others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in first)]
+        stops = [*others, *sorted(set(within))][call % 3 :]
         sequences, full = zip(*chosen, strict=True)
         # In every second call, most answers end by a stop token, and others wait for their places.
         most = test.largest if call % 2 else max(1, min(test.largest, len(chosen) // 2))
-        test.ask(sequences, limits, stops, test.length(1, most), full)
-    waiting = [test.sequence("one of many that wait", test.length(2, 9)) for _ in range(SHORT)]
-    waiting += [waiting[i] for i in test.rng.integers(0, SHORT, WAITING - SHORT)]
-    limits = np.minimum(test.rng.geometric(0.4, WAITING), PAGE_TOKENS).tolist()
+        test.ask(sequences, limits, stops, test.randint(1, most), full)
+
+
+def long_queue(test: StressTest) -> None:
+    """Generate two long answers while many short prompts wait for the remaining places of the batch."""
+    if test.max_tokens < 4 * PAGE_TOKENS:
+        return
+    waiting = [test.sequence("one of many that wait", test.randint(2, 9)) for _ in range(SHORT)]
+    waiting += [waiting[i] for i in test.rng.integers(0, SHORT, round(test.share * REPEATED))]
+    limits = np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist()
     # The answers to short random prompts repeat themselves. The other requests take turns in the remaining places.
-    long = [test.sequence("a prompt with a long answer", test.length(2, 9)) for _ in range(2)]
-    at_once = len(long) + max(1, test.largest // test.length(2, 6))
-    longest = max(REPEATING, min(LONGEST, test.config.decode_steps, test.max_tokens - 9))
-    test.ask([*long, *waiting], [REPEATING, longest, *limits], at_once=min(at_once, test.largest))
+    long = [test.sequence("a prompt with a long answer", test.randint(2, 9)) for _ in range(2)]
+    at_once = len(long) + max(1, test.largest // test.randint(2, 6))
+    least, most = LONG_ANSWERS
+    longest = max(least, min(most, test.config.decode_steps, test.max_tokens - 9))
+    test.ask([*long, *waiting], [least, longest, *limits], at_once=min(at_once, test.largest))
 
 
 SCENARIOS = (
@@ -312,6 +335,7 @@ SCENARIOS = (
     Scenario(prefix),
     Scenario(shared, (SupportsFork,)),
     Scenario(answers),
+    Scenario(long_queue),
     Scenario(full_pool, (SupportsFullPool,)),
     Scenario(crowd),
     Scenario(offsets),

@@ -7,6 +7,7 @@ reference engine replays its sequences together over these codes.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,6 +35,9 @@ TURN = 4
 
 RESTING_TURN = 5
 """Maximum tokens of a turn of a sequence that rests."""
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -71,6 +75,8 @@ class StressTest:
     claimed: int
     """Number of tokens in the longest sample."""
     seed: int = 0
+    share: float = 1.0
+    """Share of the random walk, free answers and repetitions that runs, see `StressTestConfig.share`."""
     progress: Progress = no_progress
     """Called with the tokens that the engine or the reference engine computed, and their approximate total."""
     scenario: str = ""
@@ -99,7 +105,7 @@ class StressTest:
         self.answers = AnswerChecks(self.comparer, self.failures)
         self.special = self.comparer.reference.special_tokens
         self.rng = np.random.default_rng(self.seed)
-        self.expected = self.config.tokens(self.max_tokens, self.claimed, self.largest)
+        self.expected = self.config.tokens(self.max_tokens, self.claimed, self.largest, self.share)
 
     def _advance(self, tokens: int) -> None:
         self.computed += tokens
@@ -113,18 +119,22 @@ class StressTest:
 
     def text(self, count: int) -> list[int]:
         """Draw tokens with what random tokens lack: special tokens at the ends, and blocks that repeat."""
-        tokens, block = self.draw(count), 16 << self.length(0, 2)
+        tokens, block = self.draw(count), 16 << self.randint(0, 2)
         for place in (0, -1):
             if self.special and self.rng.random() < 1 / 4:
-                tokens[place] = self.special[self.length(0, len(self.special) - 1)]
+                tokens[place] = self.pick(self.special)
         if count >= 2 * block and self.rng.random() < 1 / 4:
-            end = block * self.length(2, count // block)
+            end = block * self.randint(2, count // block)
             tokens[end - block : end] = tokens[end - 2 * block : end - block]
         return tokens
 
-    def length(self, least: int, most: int) -> int:
-        """Draw a length from `least` to `most`, inclusive."""
+    def randint(self, least: int, most: int) -> int:
+        """Draw a number from `least` to `most`, inclusive."""
         return int(self.rng.integers(least, most + 1))
+
+    def pick(self, items: Sequence[T]) -> T:
+        """Draw an item."""
+        return items[self.randint(0, len(items) - 1)]
 
     def sequence(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> ForcedSequence:
         """Return a sequence. `prompt`: tokens, or a number of random tokens. `steps`: number of random tokens to decode."""
@@ -189,7 +199,7 @@ class StressTest:
         """Extend the first resting sequence by a short turn, if the engine can, and decode a token of the other."""
         for number, sequence in enumerate(self.resting):
             if number == 0 and isinstance(self.engine, SupportsExtend):
-                self.extend(sequence, self.length(1, RESTING_TURN))
+                self.extend(sequence, self.randint(1, RESTING_TURN))
             else:
                 self.decode(sequence)
 
@@ -262,7 +272,7 @@ class StressTest:
             for sequence in running if isinstance(self.engine, SupportsExtend) else ():
                 room = self.max_tokens - len(sequence.tokens)
                 if not sequence.ahead and sequence.pieces[-1][0] >= LONG_ANSWER and room >= 2 * TURN:
-                    self.extend(sequence, self.length(1, TURN))
+                    self.extend(sequence, self.randint(1, TURN))
                     sequence.ahead = self.draw(TURN)
             if not any(sequence.ahead for sequence in running):
                 self._check_pages(running)

@@ -35,6 +35,7 @@ def run_stress_test(
     claimed: int,
     progress: Progress,
     baseline: EngineConformance | None = None,
+    asked: int | None = None,
 ) -> StressResult:
     """Run the stress test on an engine.
 
@@ -47,6 +48,7 @@ def run_stress_test(
         progress: Called with the number of computed tokens, and their approximate total.
         baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None if
             unknown.
+        asked: Tokens of all questions of the evaluation, which limit the size of the test; None for the whole test.
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
     if isinstance(engine, SupportsRequests):
@@ -55,8 +57,9 @@ def run_stress_test(
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
     held = process_memory(engine, max_tokens)
     seed = secrets.randbits(32) if config.seed is None else config.seed
-    comparer = Comparer(engine, reference.allowing(baseline))
-    test = StressTest(comparer, config, max_tokens, largest, claimed, seed, progress)
+    comparer = Comparer(engine, reference.with_limits_of(baseline))
+    share = 1.0 if asked is None else config.share(asked, max_tokens, claimed, largest)
+    test = StressTest(comparer, config, max_tokens, largest, claimed, seed, share, progress)
     _run_scenarios(test)
     failures = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations.messages()]
     if isinstance(engine, SupportsForgetting):
@@ -84,10 +87,10 @@ def _run_scenarios(test: StressTest) -> None:
     room = 2 if engine.max_sequences is None else engine.max_sequences - test.largest
     most = max(1, min(3 * PAGE_TOKENS, test.max_tokens - RESTING_TURN * (len(SCENARIOS) + 2 + WAKES)))
     test.scenario = "rest"
-    names = ("a conversation that rests while others come and go", "a sequence that rests while others come and go")
+    names = ("an idle conversation", "an idle sequence")
     if not isinstance(engine, SupportsRequests) and room > 0:
         test.resting = [
-            test.sequence(name, test.length(min(PAGE_TOKENS + 1, most), most))
+            test.sequence(name, test.randint(min(PAGE_TOKENS + 1, most), most))
             for name in (names[:room] if isinstance(engine, SupportsExtend) else names[1:])
         ]
         test.prefill(*test.resting)

@@ -39,8 +39,9 @@ def walk(test: StressTest) -> None:
     """Start, decode, rest, extend, fork and release sequences in random order; end with a full batch of the longest rows."""
     chunk, most = test.engine.prefill_chunk, test.max_tokens - PAGE_TOKENS // 2
     beyond = [tile + min(8, int(test.rng.geometric(1 / 2))) for tile in (256, chunk)]
-    lengths = [length for length in (*TILES, chunk, *beyond, test.length(430, 980)) if length <= most]
-    long = [test.sequence("a long prompt", int(length)) for length in test.rng.permutation(lengths)]
+    lengths = [length for length in (*TILES, chunk, *beyond, test.randint(430, 980)) if length <= most]
+    some = test.rng.permutation(lengths)[: math.ceil(test.share * len(lengths))]
+    long = [test.sequence("a long prompt", int(length)) for length in some]
     if isinstance(test.engine, SupportsRequests):
         for sequence in long[: test.largest]:
             sequence.ahead = test.draw(LAST_STEPS)
@@ -54,9 +55,9 @@ def walk(test: StressTest) -> None:
         operations += [walker.turn] * TURNS
     if isinstance(test.engine, SupportsFork):
         operations += [walker.fork] * FORKS
-    order = [operations[place] for place in test.rng.permutation(len(operations))]
+    order = [operations[place] for place in test.rng.permutation(len(operations))][: math.ceil(test.share * len(operations))]
     if isinstance(test.engine, SupportsExtend):
-        order.insert(test.length(0, len(order) // 4), walker.long_turn)  # early, while it has room
+        order.insert(test.randint(0, len(order) // 4), walker.long_turn)  # early, while it has room
     for operate in [walker.alone, *order, walker.alone]:
         operate()
     walker.finish()
@@ -77,7 +78,7 @@ class Walk:
         self.borders = iter(BORDERS * RUNS)
         begins = max(next(self.short), most - self.longest_turn - most // 4)
         self.talker = test.sequence("a conversation", begins)
-        late = [max(1, min(test.length(*span), most * 2 // 3) // PAGE_TOKENS) * PAGE_TOKENS for span in LATE]
+        late = [max(1, min(test.randint(*span), most * 2 // 3) // PAGE_TOKENS) * PAGE_TOKENS for span in LATE]
         self.late = [*long[test.largest - 1 :], *(test.sequence("a long prompt", length) for length in late)]
         self.last: list[ForcedSequence] = []
         """Live rows of the last decode step, in its order."""
@@ -106,8 +107,7 @@ class Walk:
         """Return the conversation, one of the longest rows, or any row that has room for more tokens."""
         rows = [row for row in self.rows if self._room(row) > 0] or self.rows
         longest = sorted(rows, key=lambda row: -len(row.tokens))[:CONTINUED]
-        rows = (rows[:1], longest, *[rows] * 4)[self.test.length(0, 5)]  # the conversation is the first row
-        return rows[self.test.length(0, len(rows) - 1)]
+        return self.test.pick(self.test.pick((rows[:1], longest, *[rows] * 4)))  # the conversation is the first row
 
     def _decode(self, rows: Sequence[ForcedSequence], steps: int = 1) -> None:
         rows = [row for row in rows if self._room(row) >= steps]
@@ -118,7 +118,7 @@ class Walk:
     def join(self) -> None:
         """Start prompts in one call, some of them long or with another's beginning. They join the last rows in front."""
         joining = list[ForcedSequence]()
-        count = self.test.length(1, PROMPTS_AT_ONCE)
+        count = self.test.randint(1, PROMPTS_AT_ONCE)
         self._make_room(count)
         for _ in range(min(self.test.largest - len(self.rows), count)):
             if self.late and self.rng.random() < 1 / 3:
@@ -127,9 +127,9 @@ class Walk:
             rest, begin = next(self.short), list[int]()
             if self.rng.random() < 1 / 3:
                 known = [*self.beginnings, *(row.prompt for row in joining)]
-                begin = known[-self.test.length(1, len(known))]
+                begin = known[-self.test.randint(1, len(known))]
                 most = len(begin) if self.test.engine.keeps_prefixes else 2 * PAGE_TOKENS
-                begin = begin[: self.test.length(1, most)][: self.test.max_tokens // 2 - rest]
+                begin = begin[: self.test.randint(1, most)][: self.test.max_tokens // 2 - rest]
             joining.append(
                 self.test.sequence(
                     "a prompt that begins like another" if begin else "a short prompt", [*begin, *self.test.draw(rest)]
@@ -142,7 +142,7 @@ class Walk:
                 self._decode([*joining[number : number + at_once], *self.last])
 
     def step(self) -> None:
-        """Decode a token of all rows in the order of the last step, and then in another; or of some, in any order."""
+        """Decode all rows twice, in the order of the last step and in a new one, or a random subset in a new order."""
         same = [*self.last, *(row for row in self.rows if row not in self.last)]
         rows = self._reordered(same)
         if self.rng.random() < 1 / 2:
@@ -161,20 +161,20 @@ class Walk:
 
     def _reordered(self, rows: list[ForcedSequence]) -> list[ForcedSequence]:
         """Return the rows in the same order, sorted by length, or with some rows in another order or at another place."""
-        one, other = sorted(self.test.length(0, len(rows)) for _ in range(2))
-        before, some, after = rows[:one], rows[one:other], rows[other:]
+        begin, end = sorted(self.test.randint(0, len(rows)) for _ in range(2))
+        before, middle, after = rows[:begin], rows[begin:end], rows[end:]
         by_length = sorted(rows, key=lambda row: len(row.tokens))
         orders = (
             rows,
             by_length,
             by_length[::-1],
             self._mixed(rows),
-            [*before, *self._mixed(some), *after],
-            [*before, *some[::-1], *after],
-            [*before, *some[:2][::-1], *some[2:], *after],
-            [*some, *before, *after],
+            [*before, *self._mixed(middle), *after],
+            [*before, *middle[::-1], *after],
+            [*before, *middle[:2][::-1], *middle[2:], *after],
+            [*middle, *before, *after],
         )
-        return orders[self.test.length(0, len(orders) - 1)]
+        return self.test.pick(orders)
 
     def _mixed(self, rows: Sequence[ForcedSequence]) -> list[ForcedSequence]:
         return [rows[place] for place in self.rng.permutation(len(rows))]
@@ -197,12 +197,12 @@ class Walk:
         self._decode(list(dict.fromkeys(self._fork(row) for _ in range(FORKS_AT_ONCE))))
 
     def turn(self) -> None:
-        """Extend a row once, or twice in succession. A fourth of the turns end with a page or just after it."""
+        """Extend a row once, or twice in succession. A fourth of the turns end with a page or just after one."""
         row = self.rows[0] if self.rng.random() < 1 / 6 else self._pick()
         for _ in range(2):
             length, ends = next(self.turns), self.rng.random() < 1 / 4
             if ends:
-                length += -(len(row.tokens) + length) % PAGE_TOKENS + self.test.length(0, 1) * self.test.length(1, 3)
+                length += -(len(row.tokens) + length) % PAGE_TOKENS + self.test.randint(0, 1) * self.test.randint(1, 3)
             self._extend(row, length)
             if not ends and self.rng.random() < 3 / 4:
                 break
@@ -213,7 +213,7 @@ class Walk:
         length = len(self.talker.tokens)
         tiles = [tile for tile in (256, 512, 768) if 0 < tile - length < most]
         if tiles:
-            most = tiles[self.test.length(0, len(tiles) - 1)] - length + self.test.length(1, 3)
+            most = self.test.pick(tiles) - length + self.test.randint(1, 3)
         self._extend(self.talker, most)
 
     def _extend(self, row: ForcedSequence, chunk: int | Sequence[int]) -> None:
@@ -222,31 +222,33 @@ class Walk:
             self.test.extend(row, count if isinstance(chunk, int) else chunk[:count])
 
     def fork(self) -> None:
-        """Fork a row several times, or fork it, its fork, and so on.
+        """Fork a row several times, or make a chain of forks.
 
-        Some forks begin with turns of equal length or of equal tokens, others with a step in any order, the row among them.
-        Often another fork comes first and ends soon. After some of these, the row has a turn of its own. Some rows end before
-        their forks decode.
+        Variations, each drawn at random:
+
+        - A first fork decodes or has a turn, and ends before the other forks start. After such a turn the row has one, too.
+        - The row ends before its forks decode.
+        - The forks begin with turns of equal length, some of them with equal tokens, or with a decode step beside the row.
         """
         row = min(self._pick(), self._pick(), key=lambda row: len(row.tokens))  # forks of short rows cost less
-        chain, count = self.rng.random() < 1 / 3, self.test.length(1, FORKS_AT_ONCE)
+        chain, count = self.rng.random() < 1 / 3, self.test.randint(1, FORKS_AT_ONCE)
         self._make_room(count, row)
         branches = [row]
         if self.rng.random() < 2 / 3 and (gone := self._fork(row)) is not row:  # its pages serve the next forks
             rejected = self.rng.random() < 1 / 2
             if rejected:
-                self._extend(gone, self.test.length(1, EQUAL_TURN))
+                self._extend(gone, self.test.randint(1, EQUAL_TURN))
             self._decode([gone] if rejected else [row, gone])
             self._end([gone])
             if rejected:
-                self._extend(row, self.test.length(1, EQUAL_TURN))
+                self._extend(row, self.test.randint(1, EQUAL_TURN))
         for _ in range(count):
             branches.append(self._fork(branches[-1] if chain else row))
         children = [branch for branch in dict.fromkeys(branches) if branch is not row]
         if children and row is not self.talker and self.rng.random() < 1 / 3:
             self._end([row])
         if self.rng.random() < 2 / 3:
-            turn = self.test.text(self.test.length(1, EQUAL_TURN))
+            turn = self.test.text(self.test.randint(1, EQUAL_TURN))
             equal = self.rng.random() < 1 / 2
             for child in children:
                 self._extend(child, turn if equal else len(turn))
@@ -262,7 +264,7 @@ class Walk:
 
     def leave(self) -> None:
         """Release some rows. Often, prompts join at once."""
-        self._release(self.test.length(1, LEAVING_AT_ONCE))
+        self._release(self.test.randint(1, LEAVING_AT_ONCE))
         if self.rng.random() < 1 / 2:
             self.join()
 

@@ -159,13 +159,13 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("prompt_logits_one_off", WIDE, "batch", "of a batch of 20"),
     ("prompt_rows_reversed", WIDE, "batch", "of a batch of 20"),
     ("generate_long_prompts", FAR, "", "generate: 0 tokens instead of"),
-    ("generate_other_callers", WIDE, "batch", "generate: the first token of the answer"),
+    ("generate_other_callers", WIDE, "batch", "generate: token 1 of the answer"),
     ("logits_of_last_prompt", WIDE, "batch", "(a prompt that joins)"),
     ("rows_above_16_beyond_192", FAR, "", "(page offset 63, row 16 of a batch of 18), layer 0"),
     ("second_turn_one_early", WIDE, "walk", "walk: "),
     ("equal_prompts_never_part", WIDE, "equal", "tokens that part: first stored wrong at position "),
     ("after_330_decoded", FAR, "", "batch: 1 token and far: first stored wrong at position 331"),
-    ("answers_wrap_at_103", FAR, "", "generate: the first token of the answer to a prompt of"),
+    ("answers_wrap_at_103", FAR, "", "generate: token 1 of the answer to a prompt of"),
     ("logits_of_another_leak", FAR, "", "isolation: "),
 ]
 """Faults of the library and `logits_of_another_leak`, the scenario that must find the fault, and the expected message.
@@ -301,14 +301,14 @@ def full_pool_wipes_a_page(engine: Any) -> None:
 
 
 IN_LATER_SCENARIOS = [
-    (idle_loses_a_page, "equal", "rest: a sequence that rests"),
+    (idle_loses_a_page, "equal", "rest: an idle"),
     (leaks, "wear", "wear: the process grows by 25"),
     (a_step_is_off, "wear", "wear: "),
     (full_pool_wipes_a_page, "full_pool", "full pool: request"),
     (stop_tokens_ignored, "answers", "generate: the stop token, and more, to a prompt of"),
     (three_stop_tokens, "answers", "generate: the stop token, and more, to a prompt of"),
     (no_answers, "answers", "generate: 0 tokens instead of "),
-    (limits_of_the_place, "answers", "generate: "),
+    (limits_of_the_place, "long_queue", "generate: "),
     (rows_by_handle, "walk", "walk: a "),
     (long_turns_cut, "walk", "walk: a conversation"),
     (many_forks_share, "shared", "shared: row"),

@@ -71,13 +71,13 @@ def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
     """The baseline's KL is 1/16 of the assumed KL, so its rounding is 1/4."""
     compared = [request(distance(1e-5), distance(1.6e-4)), request(distance(1e-6), distance(1.6e-4))]
     baseline = EngineConformance(policy="fp16", requests=compared)
-    reference = ReferenceEngine(None, ROUNDING["bfloat16"], measures=True)  # type: ignore[arg-type]
+    reference = ReferenceEngine(None, ROUNDING["bfloat16"], measures_rounding=True)  # type: ignore[arg-type]
     assert reference.rounding == ROUNDING["bfloat16"]
-    assert reference.allowing(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
+    assert reference.with_limits_of(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
     nothing = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
-    assert reference.allowing(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
+    assert reference.with_limits_of(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
     assumed = ReferenceEngine(None, ROUNDING["bfloat16"])  # type: ignore[arg-type]
-    assert assumed.allowing(baseline).rounding == assumed.rounding
+    assert assumed.with_limits_of(baseline).rounding == assumed.rounding
 
 
 def test_a_layer_that_stores_farther_off_than_twice_the_16_bit_engines_deviates() -> None:
