@@ -69,7 +69,7 @@ def measure_once(
     if baseline is not None and reference is not None:
         limits = config.stress_test.limited(longest)
         usual = first_round.conformance
-        asked = sum(len(item.prompt) + len(item.reference) for item in planned or encoded)
+        asked = sum(len(item.prompt) + len(item.reference) for item in planned) if config.own else None
         stress = run_stress_test(engine, reference, limits, batch, longest, named, usual, asked)
     system = measure_system(engine, config.load, named)
     noise = None

@@ -69,7 +69,7 @@ GSM8K_PROBLEMS = 1319
 
 LEAST_STRESS_TOKENS = 128
 LEAST_SHARE = 1 / 4
-"""Minimum share of the stress test's random walk, free answers and repetitions that runs with few questions."""
+"""Minimum share of the stress test's random walk, free answers and repetitions that runs with few own questions."""
 
 
 class StressTestConfig(StrictModel):
@@ -106,21 +106,22 @@ class StressTestConfig(StrictModel):
             largest: Sequences of the largest batch.
             share: See `share`.
         """
-        variable = min(11 * longest, 5000) + 18 * min(longest, 1400) + 166 * self.requests
+        variable = min(11 * longest, 5000) + 18 * min(longest, 1400) + 182 * self.requests
         fixed = min(30 * longest, 13_000) + 6 * longest + 3 * min(claimed, longest) + 340 * largest
         return round(share * variable) + fixed + 5 * min(self.decode_steps, longest) + 250 * self.requests
 
-    def share(self, asked: int, longest: int, claimed: int, largest: int) -> float:
-        """Return the share of the random walk, free answers and repetitions that runs if all questions have `asked` tokens.
+    def share(self, own: int | None, longest: int, claimed: int, largest: int) -> float:
+        """Return the share of the random walk, free answers and repetitions that runs.
 
-        With few questions, the test shrinks, so that it does not outweigh them. The other arguments are those of `tokens`.
+        The test does not outweigh the user's own questions, which have `own` tokens together; None for generated questions,
+        with which the whole test runs. The other arguments are those of `tokens`.
         """
-        return min(1.0, max(LEAST_SHARE, asked / self.tokens(longest, claimed, largest)))
+        return 1.0 if own is None else min(1.0, max(LEAST_SHARE, own / self.tokens(longest, claimed, largest)))
 
     @property
     def steps(self) -> int:
         """Approximate number of decode steps."""
-        return 300 + 3 * self.decode_steps + 28 * self.requests
+        return 300 + 3 * self.decode_steps + 36 * self.requests
 
 
 class SpeculationConfig(StrictModel):

@@ -33,6 +33,8 @@ HITS = 9
 FLOODS = 3
 """Number of unrelated prompts of the maximum length that may evict a kept prefix."""
 
+ONE_PAGE = 6
+"""Number of prompts in the same call that share the first page."""
 PROMPTS = 8
 """Number of prompts without a common beginning whose free answers are asked in several calls."""
 CALLS = 5
@@ -235,7 +237,8 @@ def shared(test: StressTest) -> None:
     """Fork many rows from a prefix, and forks of forks. Release most rows, and reuse their pages.
 
     The prefix ends 3 to 5 tokens before the end of a page, and many rows need a new page in the same step. The rows decode
-    different tokens first and the same token second.
+    different tokens first and the same token second. Then the prefix grows past the page's end and is forked again, so that
+    the first two rows of a batch share more than the others.
     """
     count, pages = test.largest - 1, min(test.randint(2, 5), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
     if count < 3 or pages < 2:
@@ -255,10 +258,16 @@ def shared(test: StressTest) -> None:
     test.decode(*rows, steps=left - 1)
     test.decode(*rows[1::2])  # from here on, the rows differ in length
     test.decode(*rows)
+    if isinstance(test.engine, SupportsExtend):
+        test.extend(origin, left + test.randint(1, 9))
+        test.release(rows.pop())
+        late = test.fork(origin, "a later fork, which shares more with the prefix")
+        test.decode(origin, late, *rows[:-1])
+        test.release(late)
     test.release(origin)
     test.decode(*rows)
-    kept = rows[2 * count // 3 :]
-    test.release(*rows[: 2 * count // 3])
+    kept = rows[2 * len(rows) // 3 :]
+    test.release(*rows[: 2 * len(rows) // 3])
     fresh = [test.sequence("a new sequence beside them", min(n, length)) for n in (test.randint(65, 140), test.randint(33, 90))]
     test.prefill(*fresh)
     test.decode(*kept, *fresh, steps=STEPS + 2)
@@ -281,13 +290,14 @@ def offsets(test: StressTest) -> None:
 def answers(test: StressTest) -> None:
     """Generate answers to the same prompts in several calls: in other orders and batches, with other limits and stop tokens.
 
-    Five prompts begin alike: one is the beginning itself, and two share only a part of one or two pages.
+    Eleven prompts begin alike: one is the beginning itself, two share only a part of one or two pages, and six only a page.
     """
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     beginning = test.draw(test.randint(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
     parts = (test.randint(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.randint(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
     prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *parts)]
+    prompts += [[*beginning[:PAGE_TOKENS], *test.draw(test.randint(1, 9))] for _ in range(ONE_PAGE)]
     lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), math.ceil(test.share * PROMPTS))).astype(int)
     prompts += [beginning, *map(test.draw, lengths.tolist())]
     asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]

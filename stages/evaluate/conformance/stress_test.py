@@ -48,7 +48,7 @@ def run_stress_test(
         progress: Called with the number of computed tokens, and their approximate total.
         baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None if
             unknown.
-        asked: Tokens of all questions of the evaluation, which limit the size of the test; None for the whole test.
+        asked: Tokens of the user's own questions, which limit the size of the test; None for the whole test.
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
     if isinstance(engine, SupportsRequests):
@@ -58,7 +58,7 @@ def run_stress_test(
     held = process_memory(engine, max_tokens)
     seed = secrets.randbits(32) if config.seed is None else config.seed
     comparer = Comparer(engine, reference.with_limits_of(baseline))
-    share = 1.0 if asked is None else config.share(asked, max_tokens, claimed, largest)
+    share = config.share(asked, max_tokens, claimed, largest)
     test = StressTest(comparer, config, max_tokens, largest, claimed, seed, share, progress)
     _run_scenarios(test)
     failures = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations.messages()]
@@ -104,8 +104,8 @@ def _run_scenarios(test: StressTest) -> None:
             test.end()
             test.wake()
     if test.resting:
-        pause = IDLE_SECONDS * test.config.requests
-        time.sleep(pause if test.idle < pause else 0.0)
+        time.sleep(IDLE_SECONDS * test.config.requests)
+        test.decode(test.resting[-1])  # in `wake`, a turn may come first
         test.wake()
         resting, test.resting = test.resting, []  # `end` releases them from now on
         test.scenario = "rest"

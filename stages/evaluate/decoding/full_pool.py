@@ -125,7 +125,7 @@ def _deviation(name: str, request: ForcedRequest, calm: ServedRequest, crowded: 
     kl = float(np.mean(kls))
     off = f"KL {kl:.1e} from itself with room" if np.isfinite(kl) else "logits that are not finite"
     position = len(request[0]) - len(kls) + int(np.argmax(kls))
-    changed = int((calm.logits.argmax(-1) != crowded.logits.argmax(-1)).sum())
+    changed = int((calm.logits[-len(kls) :].argmax(-1) != crowded.logits[-len(kls) :].argmax(-1)).sum())
     return (
         f"{name}: {off}, most at position {position}, {changed} of its tokens changed; preempted {crowded.preempted} times, "
         f"reused {crowded.reused} tokens, held pages {', '.join(map(str, crowded.pages)) or 'unknown'}"
