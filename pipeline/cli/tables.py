@@ -147,7 +147,7 @@ def _reason(candidate: Candidate, champion: Candidate | None) -> str:
 
 
 KIB, MIB = 1024, 1024**2
-LEAST_S = 30
+MIN_SECONDS = 30
 """Seconds of a verdict that are worth a line."""
 
 BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
@@ -158,7 +158,7 @@ and distributions."""
 def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int) -> list[str]:
     """Return lines with the work, memory and time of a verdict on a CPU; empty for tiny models, which take seconds."""
     first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
-    if whole < LEAST_S:
+    if whole < MIN_SECONDS:
         return []
     parts = [f"{tokens - decoded:,.0f} and {decoded:,.0f}" for tokens, decoded, *_ in (work.first, work.whole)]
     memory = BYTES_PER_PARAMETER * parameters / GIB + REST_GIB

@@ -23,7 +23,7 @@ from stages.planning.capacity import Capacity, PolicyCapacity
 from stages.planning.use import CapacityConfig
 from stages.policies.policy import KVPolicy, whole_pages
 from stages.verdict.coverage import Limits
-from stages.verdict.thresholds import MOST_ATTEMPTS, Status
+from stages.verdict.thresholds import MAX_ATTEMPTS, Status
 from stages.workloads.config import LONG, more_documents
 
 NO_EVIDENCE = "no evidence"
@@ -163,7 +163,7 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     passes = [item for item in of_engine if item.status == "PASS"]
     if not passes:
         last = of_engine[0]
-        if last.attempt == MOST_ATTEMPTS:
+        if last.attempt == MAX_ATTEMPTS:
             return last, f"INCONCLUSIVE: {_first(last)}; gates.attempt={last.attempt} was the last attempt"
         short = {name: count for name, count in last.samples_needed.items() if name != "all" and not name.startswith(LONG)}
         more = [f"workloads.samples.{name}={count}" for name, count in short.items()]

@@ -25,25 +25,25 @@ Segment = tuple[Literal["same", "only"], str]
 
 DIFF_WORDS = 2_000
 """Maximum words of an answer for a comparison word by word, which takes quadratic time."""
-MOST_ANSWERS = 200
+MAX_ANSWERS = 200
 """Maximum number of shown answers, over all policies."""
 PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
 HERE = Path(__file__).parent
-MOST_POLICIES = 16
+MAX_POLICIES = 16
 """Maximum number of policies that are shown in full. Other policies appear only in the overview."""
 
 
 def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]:
     """Return the variables of the page's template."""
     first = sorted(exhibits, key=lambda e: (e.candidate.name != occasion.champion, e.candidate.verdict != "PASS"))
-    full = [exhibit for exhibit in exhibits if exhibit in first[:MOST_POLICIES]]
+    full = [exhibit for exhibit in exhibits if exhibit in first[:MAX_POLICIES]]
     return {
         "occasion": occasion,
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "lead": _lead([exhibit.candidate for exhibit in exhibits], occasion.champion),
         "rows": list(_overview(exhibits, occasion)),
         "charts": draw_charts(full),
-        "engines": [(exhibit, *changed_answers(exhibit, MOST_ANSWERS // max(1, len(full)))) for exhibit in full],
+        "engines": [(exhibit, *changed_answers(exhibit, MAX_ANSWERS // max(1, len(full)))) for exhibit in full],
     }
 
 

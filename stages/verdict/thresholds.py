@@ -12,10 +12,10 @@ from stages.policies.delivery import ScaleChangeKind
 RULES = 25
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
-MOST_SAMPLES = 1_000_000
+MAX_SAMPLES = 1_000_000
 """Maximum number of samples that an INCONCLUSIVE suggests; messages say "over a million" for it."""
 
-MOST_ATTEMPTS = 20
+MAX_ATTEMPTS = 20
 """Maximum of `gates.attempt`."""
 
 ALPHA = 0.05
@@ -50,7 +50,7 @@ class Thresholds(StrictModel):
     at FP8 and 0.012 with INT4 values. INT4 keys and values in groups of 32, which lose answers, have 0.08 (`make real`).
     """
 
-    attempt: Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)] = 1
+    attempt: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)] = 1
     """Number of this evaluation of a candidate. After an INCONCLUSIVE use the next number, which makes a PASS harder."""
     min_samples: Annotated[int, Field(ge=1)] = 15
     """Minimum documents for a PASS, per workload; for a report without answers, over all workloads."""
@@ -83,7 +83,7 @@ class Thresholds(StrictModel):
     @property
     def next_attempt(self) -> Self | None:
         """These thresholds, for the next attempt; None after the last attempt."""
-        return self.model_copy(update={"attempt": self.attempt + 1}) if self.attempt < MOST_ATTEMPTS else None
+        return self.model_copy(update={"attempt": self.attempt + 1}) if self.attempt < MAX_ATTEMPTS else None
 
 
 class Gate(StrEnum):

@@ -170,7 +170,7 @@ def binds(signature: inspect.Signature, positional: int, named: frozenset[str]) 
 
 
 @pytest.mark.parametrize("library", RANGES)
-def test_the_release_is_accepted_has_every_name_and_takes_every_call(library: Name) -> None:
+def test_the_release_has_every_name_and_accepts_every_call(library: Name) -> None:
     if find_compiler() is None:
         pytest.skip("no C compiler, or no AVX2")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

@@ -10,7 +10,7 @@ import pytest
 from helpers.commands.tiny_model import FEW, Swept, pipeline, summary
 
 
-def test_control_c_finishes_work_in_flight_and_the_same_command_resumes(swept: Swept, tmp_path: Path) -> None:
+def test_control_c_finishes_work_and_the_command_resumes(swept: Swept, tmp_path: Path) -> None:
     artifacts = swept[0] / "artifacts"
     work = tmp_path / "work"  # it has its own summary; artifacts that do not depend on samples are shared
     work.mkdir()
@@ -43,7 +43,7 @@ def test_control_c_finishes_work_in_flight_and_the_same_command_resumes(swept: S
     assert not list(artifacts.glob(".partial/*/*"))
 
 
-def test_the_reference_engine_gets_the_verdict_of_the_onnx_engine(swept: Swept) -> None:
+def test_the_reference_engine_gets_onnx_runtimes_verdict(swept: Swept) -> None:
     work, _ = swept
     (by_onnx,) = (candidate for candidate in summary(work)["candidates"] if candidate["policy"] == "fp8")
     engine = ("backend=torch", "backend.device=cpu", "workloads.batch_size=2")

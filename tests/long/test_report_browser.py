@@ -104,7 +104,7 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
         assert outside == []
 
 
-def test_all_charts_answers_and_the_checks_of_what_failed_are_visible(browser: "Browser", report: Path) -> None:
+def test_charts_answers_and_failed_checks_are_visible(browser: "Browser", report: Path) -> None:
     with opened(browser, report, java_script_enabled=False) as page:
         assert visible(page, ".checks tbody tr") > 10
         page.locator(".answers >> visible=true").first.locator("summary").first.click()

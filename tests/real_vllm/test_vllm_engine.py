@@ -124,9 +124,7 @@ def altered(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str,
     return out
 
 
-def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
-    bundles: dict[str, Path], vllm_python: str, tmp_path: Path
-) -> None:
+def test_ignored_scales_are_named_before_judging(bundles: dict[str, Path], vllm_python: str, tmp_path: Path) -> None:
     """Alter a checkpoint so that vLLM loads it without an error but reads scale 1.0 instead of the missing scales."""
 
     def lose(_: object, places: dict[str, str], tensors: dict[str, Tensor]) -> None:
@@ -143,7 +141,7 @@ def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", None])
-def test_scales_in_modelopts_form_are_read_and_rounded_to_16_bits(
+def test_modelopt_scales_are_read_and_rounded_to_16_bits(
     bundles: dict[str, Path], vllm_python: str, tmp_path: Path, algorithm: str | None
 ) -> None:
     """Check ModelOpt's form with an algorithm and without, as in its export of 16-bit weights (docs/vllm.md)."""
@@ -181,9 +179,7 @@ def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python:
     engine.close()
 
 
-def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_room(
-    fp8: VllmEngine, tiny_checkpoint: Path
-) -> None:
+def test_requests_in_a_full_pool_answer_as_with_room(fp8: VllmEngine, tiny_checkpoint: Path) -> None:
     tokenizer = BundleTokenizer(tiny_checkpoint)
     samples = generate("retrieval", 24, 0)
     found = fill_pool_with_samples(fp8, encode(samples, tokenizer, 64), 24, no_progress)

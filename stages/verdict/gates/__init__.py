@@ -20,7 +20,7 @@ from dataclasses import replace
 from stages.verdict.figures import ALL, NONE_OF, Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, MOST_SAMPLES, Check, Gate, Status, Thresholds, Verdict
+from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS, MAX_SAMPLES, Check, Gate, Status, Thresholds, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""
@@ -108,9 +108,9 @@ def _add_advice(check: Check, numbers: Mapping[str, int], attempt: int | None) -
     if check.gate != Gate.RECOVERY or check.status != "INCONCLUSIVE" or (attempt is not None and not count):
         return check
     if attempt is None:
-        advice = f"gates.attempt={MOST_ATTEMPTS} was the last attempt"
+        advice = f"gates.attempt={MAX_ATTEMPTS} was the last attempt"
     else:
-        amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
+        amount = f"{count:,}" if count < MAX_SAMPLES else "over a million"
         advice = f"about {amount} samples would decide with gates.attempt={attempt}"
     return check.model_copy(update={"reason": f"{check.reason}; {advice}"})
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
 from stages.verdict.figures import ALL, Figure, GateInput, by_workload, kept, means
 from stages.verdict.report import Acceptance, Accuracy, SampleRow
-from stages.verdict.thresholds import MARGIN, MOST_SAMPLES, Check, Gate, LineStatus, Thresholds
+from stages.verdict.thresholds import MARGIN, MAX_SAMPLES, Check, Gate, LineStatus, Thresholds
 
 WORST = 2.0
 """Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""
@@ -100,11 +100,11 @@ def needed(evidence: GateInput, following: Thresholds, still_open: Collection[st
     for kind in kinds:
         if not kind.is_weak:
             documents = len(kind.mean.values)
-            more = kind.mean.needed(BET * level, MOST_SAMPLES, STUDENT * level)
+            more = kind.mean.needed(BET * level, MAX_SAMPLES, STUDENT * level)
             times[kind.where] = max(following.min_samples, documents + (kind.where in still_open), more) / documents
     counts = {kind.where: kind.samples for kind in kinds if kind.where != ALL}
     samples = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
-    return {name: min(count, MOST_SAMPLES) for name, count in samples.items() if count > counts[name]}
+    return {name: min(count, MAX_SAMPLES) for name, count in samples.items() if count > counts[name]}
 
 
 def _answers(place: str, rows: Sequence[SampleRow]) -> Figure:

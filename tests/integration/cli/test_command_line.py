@@ -60,7 +60,7 @@ def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("capsys")
 @pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_do_not_spin_while_they_wait_unless_the_user_wants_that(
+def test_waiting_threads_do_not_spin_unless_configured(
     given: dict[str, str], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", given)
@@ -82,9 +82,7 @@ def asked(tmp_path: Path) -> list[str]:
     return [f"model.path={folder}", f"workdir={tmp_path / 'work'}"]
 
 
-def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_and_json(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_capacity_needs_only_a_config_json(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = ["capacity.gpu_gib=45", "capacity.weights_gib=0", "capacity.reserve_gib=0"]
     show_capacity(Run(config_of(*asked, "stage=capacity", "kv=fp8", "kv.sink_tokens=4", *bare)))
     said = capsys.readouterr().out
@@ -95,7 +93,7 @@ def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_and_jso
     assert {path.name for path in (tmp_path / "llama-8b").iterdir()} == {"config.json"}
 
 
-def test_the_memory_in_the_documents_is_the_output_of_the_command(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_capacities_are_the_commands_output(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "serve-8b.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^kvgate (stage=capacity .*)$", page, re.MULTILINE)
     show_capacity(Run(config_of(*shlex.split(command), *asked)))
@@ -104,13 +102,13 @@ def test_the_memory_in_the_documents_is_the_output_of_the_command(asked: list[st
         assert line in printed
 
 
-def test_a_budget_that_no_policy_meets_is_refused_with_the_most_that_one_admits(asked: list[str]) -> None:
+def test_a_budget_that_no_policy_meets_names_the_best_policy(asked: list[str]) -> None:
     use = ["capacity.gpu_gib=17", "capacity.reserve_gib=0", "capacity.concurrency=500"]
     with pytest.raises(GateRefusal, match=r"capacity\.concurrency=500: no policy admits this many requests, int4_streaming "):
         show_capacity(Run(config_of(*asked, "stage=capacity", *use)))
 
 
-def test_without_evidence_nothing_is_recommended_and_no_store_is_made(
+def test_without_evidence_nothing_is_recommended_or_written(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The printed command for the evidence repeats this command's options, except its policy."""

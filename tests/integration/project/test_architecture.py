@@ -10,7 +10,7 @@ from helpers.commands.tiny_model import FEW, command
 from stages.engines.onnx.engine import GraphSession
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST_FRAMES = 12
+MAX_FRAMES = 12
 
 
 def test_a_decode_step_passes_the_functions_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,4 +35,4 @@ def test_a_decode_step_passes_the_functions_of_the_page(tmp_path: Path, monkeypa
     names = found.read_text().splitlines()[::-1]
     names = names[names.index("main") + 1 :]
     assert names == re.findall("`([^`]+)`", functions)[1:]
-    assert len(names) <= MOST_FRAMES
+    assert len(names) <= MAX_FRAMES

@@ -22,7 +22,7 @@ STEPS: list[dict[str, Any]] = JOB["jobs"]["judge"]["steps"]
 GPU: dict[str, Any] = JOB["jobs"]["vllm"]
 
 
-def test_a_refusal_stops_the_ci_job_which_may_only_read_and_runs_nothing_that_can_be_moved() -> None:
+def test_a_refusal_stops_the_read_only_ci_job() -> None:
     """GitHub runs `bash -e`, and runs a step without `always()` only if the earlier steps succeeded."""
     assert [step["name"] for step in STEPS if "name" in step and "always()" in step.get("if", "")] == ["Step summary"]
     assert "continue-on-error" not in WORKFLOW
@@ -33,7 +33,7 @@ def test_a_refusal_stops_the_ci_job_which_may_only_read_and_runs_nothing_that_ca
     assert not any("${{" in step.get("run", "") for step in STEPS + GPU["steps"]), "an expression in a script runs as code"
 
 
-def test_the_gpu_job_judges_policies_of_vllm_and_promotes_a_judged_one(tmp_path: Path) -> None:
+def test_the_gpu_job_judges_and_promotes_policies_of_vllm(tmp_path: Path) -> None:
     values = {**JOB["env"], **GPU["env"], "HOME": str(tmp_path), "SAMPLES": ROOT / "examples" / "own_samples.jsonl"}
     commands = [step["run"] for step in GPU["steps"] if step.get("run", "").startswith("kvgate ")]
     judge, promote = (re.sub(r"\$(\w+)", lambda name: str(values[name[1]]), command).split()[1:] for command in commands)

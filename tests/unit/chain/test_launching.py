@@ -22,7 +22,7 @@ from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, ex
 JOBLIB = ["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
 
 
-def test_the_advice_of_a_launchers_job_repeats_the_users_arguments(
+def test_a_launchers_job_repeats_the_users_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluate(*_: object) -> None:
@@ -66,7 +66,7 @@ def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, c
 
 
 @pytest.mark.parametrize("error", [TypeError("cannot pickle"), PicklingError("of a task"), UserError("bad input")], ids=str)
-def test_a_refusal_or_a_job_that_cannot_be_pickled_is_no_failure_of_the_launcher(error: Exception) -> None:
+def test_refusals_and_unpicklable_jobs_are_no_launcher_failure(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, launching.launcher_errors("joblib"):
         raise error
     assert caught.value is error
@@ -130,7 +130,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: Ray) -> None:
+def test_the_commands_ray_listens_locally_behind_a_token(ray: Ray) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     launching.start_ray({"ray": {"init": {"address": None, "num_cpus": 2}}})
     assert "++hydra.launcher.ray.remote.max_retries=0" in launching.RAY_OVERRIDES, "a job that died is not run again"
@@ -151,7 +151,7 @@ def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch:
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launching.RAY_HERE} & set(os.environ)
 
 
-def test_a_ray_that_does_not_start_is_the_machines_doing(ray: Ray) -> None:
+def test_ray_start_failure_is_a_missing_requirement(ray: Ray) -> None:
     ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
     with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
         launching.start_ray({})

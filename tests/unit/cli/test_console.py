@@ -115,7 +115,7 @@ def test_a_terminal_gets_a_bar_with_every_number_whole(width: int, monkeypatch: 
 
 
 @pytest.mark.parametrize("mode", console.MODES)
-def test_an_application_that_captures_warnings_captures_them_afterwards(mode: str) -> None:
+def test_an_applications_capture_of_warnings_is_restored(mode: str) -> None:
     with warnings.catch_warnings():
         logging.captureWarnings(True)
         try:

@@ -42,7 +42,7 @@ print("printed by a library: hf_abcdefghijklmnopqrstuvwxyz", file=sys.stderr)
 """
 
 
-def test_results_are_objects_on_stdout_and_everything_else_on_stderr() -> None:
+def test_results_go_to_stdout_and_everything_else_to_stderr() -> None:
     done = subprocess.run(
         [sys.executable, "-c", NOISE], check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
@@ -76,9 +76,7 @@ def outcome(commands: Commands, folder: Path, *arguments: str, begins: bool = Fa
 
 
 @pytest.mark.parametrize("arguments", [("-m", "kv=fp8,fp9", "log=json"), ("log=json", "kv.sink_tokens=-1", "seed=-1")])
-def test_errors_before_any_work_follow_the_log_mode_of_the_command_line(
-    arguments: tuple[str, ...], commands: Commands, tmp_path: Path
-) -> None:
+def test_early_errors_follow_the_log_mode(arguments: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
     done = outcome(commands, tmp_path, *arguments)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert lines

@@ -18,9 +18,7 @@ from stages.verdict.thresholds import Check, Gate
 UNGRADED = {"quality/accuracy_baseline": 0.9}
 
 
-def test_a_verdict_begins_with_the_kept_share_and_the_comparison_with_recovery(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = answered("copy", 64, lost=1, candidate_probability=0.252)
     metrics = sliced(rows).metrics | {"memory/kib_per_token": 1.0, "baseline/kib_per_token": 2.0}
     judged = judged_candidate(tmp_path, "fp8", metrics=metrics).model_copy(update=Candidate.decided(verdict(rows)))
@@ -37,7 +35,7 @@ def test_a_verdict_begins_with_the_kept_share_and_the_comparison_with_recovery(
     assert [row[2] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
-def test_an_undecided_verdict_says_how_many_questions_would_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undecided_verdict_names_the_number_of_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decided = Candidate.decided(verdict(answered("copy", 8))) | {"samples_needed": {"copy": 60}}
     print_verdict(judged_candidate(tmp_path, "fp8", metrics={"quality/samples": 8}).model_copy(update=decided))
     said = capsys.readouterr().out
@@ -45,9 +43,7 @@ def test_an_undecided_verdict_says_how_many_questions_would_decide(tmp_path: Pat
     assert len(said.splitlines()) <= 4
 
 
-def test_the_reason_of_a_verdict_says_that_the_answers_do_not_depend_on_the_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_blind_verdict_says_that_the_cache_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unseen = Check(gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="unnoticed")
     print_verdict(judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)}))
     assert "why: the answers do not depend on the cache; " in capsys.readouterr().out
@@ -57,7 +53,7 @@ def test_the_reason_of_a_verdict_says_that_the_answers_do_not_depend_on_the_cach
     ("backend", "kl", "said"),
     [("torch", 1e-3, "the reference engine does not serve"), ("onnxruntime", 3e-3, "no lower (3.0e-03 against 2.0e-03)")],
 )
-def test_the_reason_against_a_candidate_that_passed_is_what_decided(backend: str, kl: float, said: str, tmp_path: Path) -> None:
+def test_the_reason_against_a_passed_candidate_is_the_decision(backend: str, kl: float, said: str, tmp_path: Path) -> None:
     champion, other = (judged_candidate(tmp_path, n, metrics={"quality/kl_mean": v}) for n, v in (("int8", 2e-3), ("fp8", kl)))
     passed = [champion, other.model_copy(update={"backend": backend})]
     assert said in reasons_against(passed, PromotionMove("int8", ""))["fp8"]
@@ -71,7 +67,7 @@ def test_the_reason_against_a_candidate_that_passed_is_what_decided(backend: str
         ("control", "gives answers that do not depend on the cache"),
     ],
 )
-def test_an_engine_whose_fault_is_not_its_cache_is_not_called_not_good_enough(where: str, said: str) -> None:
+def test_an_engines_own_fault_is_not_blamed_on_its_cache(where: str, said: str) -> None:
     gate = Gate.MUST_FAIL_CONTROL if where == "control" else Gate.STRESS_TEST
     failed = Check(gate=gate, where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
     assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {said}: FAIL"

@@ -47,7 +47,7 @@ def whole(baseline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 @pytest.mark.parametrize(("at", "fault"), [(1, RuntimeError), (60, KeyboardInterrupt), (150, RuntimeError)])
-def test_an_interrupted_round_resumes_with_the_samples_that_are_missing_or_damaged(
+def test_a_round_resumes_with_missing_or_damaged_samples(
     at: int, fault: type[BaseException], baseline: Path, whole: tuple[Path, SharingFake], tmp_path: Path
 ) -> None:
     with pytest.raises(fault):

@@ -67,7 +67,7 @@ def test_noise_is_no_deviation_and_other_rows_or_logits_that_are_not_finite_are(
     assert full_pool_line(found).reason.count("logits that are not finite") == 2
 
 
-def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
+def test_requests_share_beginnings_and_decode_at_least_a_page() -> None:
     named = list(mixed_requests(ITEMS, 24, None))
     tokens = [request[0] for _, request in named]
     assert len({tuple(one) for one in tokens}) == 24

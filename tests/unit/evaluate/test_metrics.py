@@ -96,7 +96,7 @@ def test_json_and_calls_are_judged_by_value_and_text_exactly(
         ("Mara lives in Graz. She bought a lamp.", (), ("Graz", "lamp"), ("A lamp; Graz",), ("Graz",)),
     ],
 )
-def test_an_answer_is_right_if_it_mentions_all_phrases_and_no_distractor(
+def test_an_answer_must_mention_all_phrases_and_no_distractor(
     reference: str, distractors: tuple[str, ...], mentions: tuple[str, ...], right: tuple[str, ...], wrong: tuple[str, ...]
 ) -> None:
     sample = Sample("s", "w", reference, prompt="p", check="mention", mentions=mentions, distractors=distractors)
@@ -130,7 +130,7 @@ def judged(make: Any, folder: Path, **options: Any) -> list[SampleRow]:
 
 
 @pytest.mark.parametrize("make", [fake_engine, sharing_engine, one_pass])
-def test_the_baselines_own_right_answer_is_scored_if_it_is_likelier(make: Any, tmp_path: Path) -> None:
+def test_the_baselines_right_answer_is_scored_if_likelier(make: Any, tmp_path: Path) -> None:
     rows = {row.id: row for row in judged(make, tmp_path)}
     assert {name for name, row in rows.items() if row.right_answer == "baseline"} == RESCORED.keys()
     for name, tokens in RESCORED.items():
@@ -148,7 +148,7 @@ def test_the_baselines_own_right_answer_is_scored_if_it_is_likelier(make: Any, t
     assert report.overall.fidelity.tokens == sum(row.scored_tokens for row in rows.values())
 
 
-def test_the_limit_of_an_answer_does_not_depend_on_the_scored_answer(tmp_path: Path) -> None:
+def test_an_answers_limit_does_not_depend_on_the_scored_one(tmp_path: Path) -> None:
     rambling = [replace(sample, reference="x" * 99) if sample.id in RESCORED else sample for sample in SAID]
     measure_baseline(lambda: fake_engine(SAID), SAMPLES, tmp_path / "baseline", config=CONFIG)
     evaluate(lambda: fake_engine(rambling), SAMPLES, tmp_path / "baseline", tmp_path / "report", config=CONFIG)
@@ -156,7 +156,7 @@ def test_the_limit_of_an_answer_does_not_depend_on_the_scored_answer(tmp_path: P
     assert {name: len(said[name] or "") for name in RESCORED} == dict.fromkeys(RESCORED, len("The code is 00.") + 1 + 4)
 
 
-def test_a_baseline_that_is_interrupted_while_its_own_answers_are_scored_resumes(tmp_path: Path) -> None:
+def test_an_interrupted_baseline_resumes_scoring(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     measure_baseline(lambda: sharing_engine(SAID), SAMPLES, whole, config=CONFIG)
 

@@ -25,7 +25,7 @@ def test_prompt_lookup_accepts_what_followed_the_last_tokens_before() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_one_forced_pass_of_a_draft_gives_the_count_of_its_own_continuations(seed: int) -> None:
+def test_one_forced_pass_counts_a_drafts_own_continuations(seed: int) -> None:
     rng = random.Random(seed)
     prompt, answer = ([rng.randint(1, 2) for _ in range(rng.randint(1, 40))] for _ in range(2))
 
@@ -67,7 +67,7 @@ def test_drafts_end_at_tokens_without_an_embedding_in_the_draft() -> None:
     assert draft_tokens(draft, [1, 128], [3, 4]) == []
 
 
-def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Path) -> None:
+def test_answers_of_both_engines_are_counted_in_the_report(tmp_path: Path) -> None:
     settings, tokenizer = brief_workloads(speculation={}), CharTokenizer()
     before, after = tmp_path / "before", tmp_path / "after"
     measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
@@ -91,7 +91,7 @@ def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_answers_that_the_baseline_gave_too_are_not_drafted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_equal_to_the_baselines_are_not_drafted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, draft = brief_workloads(speculation={"draft": "somewhere"}), EchoDraft()
     monkeypatch.setattr(speculation, "load_draft", {"somewhere": draft}.__getitem__)
     before, after = tmp_path / "before", tmp_path / "after"

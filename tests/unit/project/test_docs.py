@@ -53,7 +53,7 @@ NEW_TERMS = (
 """Terms that a newcomer need not know."""
 VLLMS_SHARE = 0.9
 """Share of a GPU that vLLM takes by default, which leaves no room for the reference engine."""
-MOST_FILES = 25
+MAX_FILES = 25
 """Files that a reader opens to trace a command from the command line to ONNX Runtime."""
 
 
@@ -69,7 +69,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_the_reference_page_is_current_and_has_words_for_every_key() -> None:
+def test_the_reference_page_is_current_and_describes_every_key() -> None:
     written = runpy.run_path(str(ROOT / "docs" / "reference.py"))["page"]()
     assert TEXT["docs/reference.md"] == written, "run: python docs/reference.py"
     assert re.findall(r"^\| (`[\w.=]+`) .*\|  \|$", written, re.MULTILINE) == []
@@ -81,7 +81,7 @@ def test_tracing_a_command_takes_few_files_that_exist() -> None:
     sources = [path.as_posix() for package in ("pipeline", "stages") for path in (ROOT / package).rglob("*.py")]
     assert [name for name in names if not any(source.endswith(f"/{name}") for source in sources)] == []
     assert names
-    assert len(names) <= MOST_FILES
+    assert len(names) <= MAX_FILES
 
 
 def test_the_picture_shows_the_figures_of_its_table() -> None:
@@ -109,7 +109,7 @@ def test_every_exit_code_is_documented_and_no_other() -> None:
     assert len(set(rows)) == len(rows)
 
 
-def test_every_stage_backend_and_weights_format_is_documented_and_no_other() -> None:
+def test_exactly_the_stages_backends_and_weights_are_documented() -> None:
     assert first_cells("docs/start.md", "`stage=`") == set(STAGES)
     assert first_cells("docs/backends.md", "`backend=`") == {path.stem for path in (ROOT / "conf" / "backend").glob("*.yaml")}
     assert first_cells("docs/models.md", "`weights=`") == set(get_args(WeightsFormat))
@@ -132,7 +132,7 @@ def test_every_link_and_path_leads_somewhere(document: str) -> None:
         assert "NAME" in name or (ROOT / name).exists() or (ROOT / document).parent.joinpath(name).exists(), name
 
 
-def test_every_page_that_code_and_messages_name_exists_with_its_anchor() -> None:
+def test_every_page_and_anchor_named_in_code_exists() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     named: set[str] = set()
     for name in tracked:

@@ -110,7 +110,7 @@ def arithmetic(module: str) -> str | None:
     return {"arithmetic_torch": "torch", "arithmetic_onnx": "onnx", "onnx_body": "onnx"}.get(name)
 
 
-def test_arithmetics_of_a_format_and_the_reference_are_independent() -> None:
+def test_format_arithmetics_and_the_reference_are_independent() -> None:
     for name in MODULES:
         used = {arithmetic(module) for module in imported_modules(name)} - {None}
         assert arithmetic(name) is None or used <= {arithmetic(name)}, name
@@ -118,7 +118,7 @@ def test_arithmetics_of_a_format_and_the_reference_are_independent() -> None:
     assert not [name for name in reachable_modules("stages.engines.reference.engine") if name.startswith("stages.engines.onnx")]
 
 
-def test_a_heavy_library_is_imported_in_one_package_and_tensorrt_in_two_modules() -> None:
+def test_heavy_libraries_are_imported_in_one_place() -> None:
     for library in ("modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "model_signing"):
         assert len({Path(name).parent for name in importers(library)}) == 1, importers(library)
     assert set(importers("tensorrt")) == {"plugins/kv_attention/tensorrt_plugin.py", "stages/engines/tensorrt/library.py"}

@@ -61,7 +61,7 @@ def test_a_lock_holds_what_the_project_and_its_packages_require(name: str) -> No
                     assert canonicalize_name(needed.name) in {*versions, "torch"}, f"{package} needs {needed.name}"
 
 
-def test_other_locks_have_the_tested_versions_and_what_builds_a_wheel() -> None:
+def test_other_locks_have_tested_versions_and_build_tools() -> None:
     tested, build = locked("test"), locked("build")
     for name in ("run", "demo", "build"):
         for package, (version, _) in locked(name).items():
@@ -119,7 +119,7 @@ def brought(names: Iterable[str]) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
-def test_the_packages_import_what_is_declared_or_what_a_declared_distribution_brings() -> None:
+def test_packages_import_only_declared_distributions() -> None:
     extras = PROJECT["optional-dependencies"]
     own, optional = (
         {canonicalize_name(Requirement(line).name) for line in lines}
@@ -140,7 +140,7 @@ def values(word: str) -> list[str]:
     return re.findall(rf"^\s*{word} (.*)$", "\n".join(lines).replace("\\\n", " "), re.MULTILINE)
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     result = subprocess.run([hadolint, DOCKERFILE], check=False, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, ""), result.stdout + result.stderr
@@ -151,7 +151,7 @@ def test_no_secret_is_baked_into_an_image() -> None:
         assert not secret_name(pair.partition("=")[0]), pair
 
 
-def test_an_image_installs_what_is_locked_by_hash_and_nothing_else() -> None:
+def test_an_image_installs_only_what_is_locked_by_hash() -> None:
     steps = [step.strip() for rest in values("RUN") for step in rest.split("&&")]
     installs = [step for step in steps if re.search(r"\bpip (install|wheel) ", step) and "--target /build/" not in step]
     assert installs

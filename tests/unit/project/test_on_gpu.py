@@ -26,7 +26,7 @@ def outcomes(out: Path, step: str) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize(("parts", "code"), [((PRINTS, LACKS), 0), ((PRINTS, FAILS, LACKS), 3)])
-def test_a_step_keeps_the_status_and_last_lines_of_each_part_and_ends_with_three_if_one_failed(
+def test_a_step_keeps_status_and_lines_and_exits_3_on_failure(
     parts: tuple[Part, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(on_gpu, "gpus", lambda: 1)
@@ -41,9 +41,7 @@ def test_a_step_keeps_the_status_and_last_lines_of_each_part_and_ends_with_three
     assert (tmp_path / "seen").read_text() == "x"
 
 
-def test_a_part_that_hangs_ends_and_a_step_that_is_cut_off_keeps_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_part_ends_and_a_cut_off_step_keeps_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
     monkeypatch.setitem(on_gpu.STEPS, "speed", (Part("hangs", f"{RUN} {shlex.quote(code)}", 3), PRINTS, FAILS))
     started = time.monotonic()

@@ -23,7 +23,7 @@ from pipeline.evidence.reading import read_evidence
 from pipeline.registry.summary import Summary
 from stages.report.charts import Spec, context_numbers, draw_charts, draw_svg, quality_numbers, recovery_numbers
 from stages.report.exhibit import Exhibit, shown
-from stages.report.page import MOST_POLICIES, changed_answers, differences, make_page, render, write_page
+from stages.report.page import MAX_POLICIES, changed_answers, differences, make_page, render, write_page
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
 
@@ -164,7 +164,7 @@ def test_a_large_report_stays_below_three_megabytes(tmp_path: Path) -> None:
     path = write_page(tmp_path / "report.html", many, occasion(tmp_path, many))
     assert path.stat().st_size < 3_000_000
     text = Elements(path.read_text(encoding="utf-8")).text
-    assert f"Below are {MOST_POLICIES} of 30 candidates" in text
+    assert f"Below are {MAX_POLICIES} of 30 candidates" in text
     assert re.search(r"[\d,]+ more of kv0 are in \S+samples\.jsonl", text)
     assert "characters …" in text
 

@@ -24,7 +24,7 @@ def passing(values: Array) -> float:
 
 
 @pytest.mark.parametrize("documents", [24, 144, 576])
-def test_no_shape_exactly_at_the_mean_kl_passes_in_more_than_5_percent(documents: int) -> None:
+def test_shapes_at_the_mean_kl_pass_in_at_most_5_percent(documents: int) -> None:
     rng = np.random.default_rng(1)
     tested = 0
     for shape in SHAPES:
@@ -36,7 +36,7 @@ def test_no_shape_exactly_at_the_mean_kl_passes_in_more_than_5_percent(documents
     assert tested > 30
 
 
-def test_real_sound_engines_pass_every_distance_of_every_workload_and_broken_ones_do_not() -> None:
+def test_only_sound_engines_pass_every_distance() -> None:
     for model, policy in {(shape.model, shape.policy) for shape in SHAPES}:
         rows = [
             row(
@@ -73,7 +73,7 @@ def test_ruined_requests_at_the_limit_pass_in_at_most_5_percent() -> None:
     assert wrong / 100 <= at_most(0.05, 100)
 
 
-def test_a_capped_mean_is_labelled_next_to_the_mean_of_tables_and_charts() -> None:
+def test_a_capped_mean_is_labelled() -> None:
     for kl, said in ((0.001, "mean KL 0.003328 where a document counts as 0.15 at most (0.06348 whole)"), (4.0, "mean KL 4, ")):
         (line,) = lines("max_mean_kl", EMPTY, [row("copy", n, mean_kl=kl if n else 4.0) for n in range(64)])
         assert said in line.reason

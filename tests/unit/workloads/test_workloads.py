@@ -27,7 +27,7 @@ names = pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "
 
 
 @names
-def test_samples_follow_from_name_split_and_seed_and_no_two_are_equal(name: str) -> None:
+def test_samples_follow_from_name_split_and_seed(name: str) -> None:
     assert generate(name, 5, 3) == generate(name, COUNT, 3)[:5]
     drawn = [generate(name, COUNT, seed, split) for split in ("train", "calibration", "evaluation") for seed in (0, 1)]
     assert len({sample.prompt + repr(sample.messages) for samples in drawn for sample in samples}) == 6 * COUNT
@@ -48,7 +48,7 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_the_workloads_of_the_tiny_model_stay_as_it_was_trained_on_them_and_their_references_are_right(name: str) -> None:
+def test_workloads_of_the_tiny_model_are_unchanged_and_right(name: str) -> None:
     samples = generate(name, COUNT, 0)
     assert sha256(json.dumps([asdict(sample) for sample in samples]).encode()).hexdigest().startswith(TRAINED[name])
     assert name == "prose" or all(judge(sample, sample.reference) for sample in samples)
@@ -82,7 +82,7 @@ def another(folder: Path, *, template: bool = True) -> Path:
         (["model.path={other}", "stage=tune"], "lookup", "lookup"),
     ],
 )
-def test_a_model_gets_questions_and_calibration_texts_that_suit_it(
+def test_a_model_gets_suitable_questions_and_calibration(
     arguments: list[str], asked: str, calibrated: str, tmp_path: Path
 ) -> None:
     shutil.copytree(TINY, tmp_path / "copy")
@@ -105,7 +105,7 @@ def test_few_shot_text_ends_an_answer_as_it_ends_a_line(tmp_path: Path) -> None:
     assert base.text(item.prompt).endswith("assistant: ")
 
 
-def test_a_baseline_that_cannot_answer_is_refused_with_wrong_answers_cut_and_without_secrets() -> None:
+def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
     turn = ("user", "page " * 99 + "Which\nnumber? password=hunter42")
     samples = [Sample(id=f"q{i}", workload="own", reference="It is 7.", messages=(turn,)) for i in range(60)]
     encoded, steps = [EncodedSample(sample, (1, 2), (3,)) for sample in samples], StepStatistics.empty(1)

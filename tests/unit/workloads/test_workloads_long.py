@@ -55,7 +55,7 @@ def test_a_document_quotes_the_pages_of_its_split_only(split: Any) -> None:
 
 
 @pytest.mark.parametrize("slot", DOCUMENTS, ids=lambda slot: slot.id)
-def test_questions_ask_each_third_an_instruction_a_turn_a_summary_and_json(slot: Any) -> None:
+def test_long_questions_cover_each_third_and_every_kind(slot: Any) -> None:
     asked = {sample.id.rpartition("-")[2]: sample for sample in questions(slot, 500)}
     assert list(asked) == ["early", "middle", "late", "instruction", "turn", "summary", "json"]
     assert len(asked) == LONG_QUESTIONS
@@ -121,7 +121,7 @@ def test_texts_that_fill_no_document_are_refused(tmp_path: Path, content: bytes,
         long_samples(config)
 
 
-def test_lengths_replace_samples_and_bins_and_only_they_take_texts() -> None:
+def test_lengths_replace_samples_and_bins_and_accept_texts() -> None:
     config = long_workloads(lengths=[8192, 1024])
     assert (config.samples, config.context_bins) == ({}, [0, 768, 6144])
     assert WorkloadsConfig.model_validate(config.model_dump()) == config
@@ -132,7 +132,7 @@ def test_lengths_replace_samples_and_bins_and_only_they_take_texts() -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_documents_fill_their_lengths_and_their_questions_share_one_prefix(chat: bool, tiny_checkpoint: Path) -> None:
+def test_documents_fill_their_lengths_and_share_one_prefix(chat: bool, tiny_checkpoint: Path) -> None:
     tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads()
     if not chat:
         tokenizer._tokenizer.chat_template = None
@@ -157,7 +157,7 @@ def test_the_cut_of_a_document_depends_on_no_other_sample(tiny_checkpoint: Path)
     assert fit_lengths(last, tokenizer, config) == [fitted[sample.id] for sample in last]
 
 
-def test_a_length_that_the_records_exceed_is_refused_with_one_that_they_do_not(tiny_checkpoint: Path) -> None:
+def test_a_length_that_is_too_short_names_a_possible_one(tiny_checkpoint: Path) -> None:
     tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads(lengths=[512])
     with pytest.raises(UserError, match=r"workloads.lengths=512: .* alone take up to .* give at least 1,\d+") as refusal:
         fit_lengths(long_samples(config), tokenizer, config)
