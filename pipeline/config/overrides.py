@@ -74,10 +74,10 @@ def refuse_contradictions(arguments: Sequence[str]) -> None:
     """Raise UserError if a command line gives a key two values, of which Hydra would silently take the last."""
     first: dict[str, str] = {}
     for argument in arguments:
-        before = first.setdefault(key_of(argument), argument)
-        if argument != before:
+        earlier = first.setdefault(key_of(argument), argument)
+        if argument != earlier:
             raise UserError(
-                f"{short(redact_text(argument), 200)}: contradicts {short(redact_text(before), 200)}; keep one of them"
+                f"{short(redact_text(argument), 200)}: contradicts {short(redact_text(earlier), 200)}; keep one of them"
             )
 
 

@@ -106,18 +106,18 @@ def recommend(
         (entry, None, NOT_SERVED) if entry.name in unserved else (entry, *_assess(entry, judged, capacity.use))
         for entry in ordered
     ]
-    covering = [(entry, one) for entry, one, reason in assessed if one is not None and reason is None]
+    covering = [(entry, evidence) for entry, evidence, reason in assessed if evidence is not None and reason is None]
     best = max(
         covering, key=lambda pair: (*_order(pair[0]), not is_least_preferred(pair[1].backend), -pair[1].kl_mean), default=None
     )
     passed = []
-    for entry, one, reason in assessed:
+    for entry, evidence, reason in assessed:
         if reason is None and best is not None and entry is not best[0]:
             fewer = entry.live_tokens < best[0].live_tokens
             but = "fewer live tokens" if fewer else "as many live tokens in more bytes, or a larger KL"
             reason = f"PASS, and the evidence covers this use, but {but}"  # noqa: PLW2901
         if reason is not None:
-            source = None if one is None else one.source
+            source = None if evidence is None else evidence.source
             passed.append(PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source))
     return Recommendation(
         model=capacity.model,
@@ -132,19 +132,19 @@ def _order(entry: PolicyCapacity) -> tuple[int, int]:
     return entry.live_tokens, -entry.mix_bytes
 
 
-def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
-    assert one.limits is not None, "evidence that covers a use says how far it holds"
+def _choice(entry: PolicyCapacity, evidence: Judged) -> Choice:
+    assert evidence.limits is not None, "evidence that covers a use says how far it holds"
     return Choice(
         name=entry.name,
         policy=entry.policy,
         live_tokens=entry.live_tokens,
         requests=entry.requests,
-        serve_at_most=min(entry.requests, one.limits.batch or 0),
-        covered=str(one.limits),
-        backend=one.backend,
-        evidence=one.source,
-        engine_digest=one.engine_digest,
-        reasons=list(one.reasons),
+        serve_at_most=min(entry.requests, evidence.limits.batch or 0),
+        covered=str(evidence.limits),
+        backend=evidence.backend,
+        evidence=evidence.source,
+        engine_digest=evidence.engine_digest,
+        reasons=list(evidence.reasons),
     )
 
 
@@ -174,26 +174,26 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     return best, f"PASS, but {'; '.join(missing)}" if missing else None
 
 
-def _first(one: Judged) -> str:
-    return one.reasons[0] if one.reasons else "no reason was given"
+def _first(evidence: Judged) -> str:
+    return evidence.reasons[0] if evidence.reasons else "no reason was given"
 
 
-def _find_gaps(one: Judged, use: CapacityConfig) -> list[str]:
+def _find_gaps(evidence: Judged, use: CapacityConfig) -> list[str]:
     """Return the gaps between the use and the evidence, each with the samples or keys that would close the gap."""
-    if one.limits is None:
+    if evidence.limits is None:
         return ["its report records no limits: judge it again"]
     missing: list[str] = []
-    tokens, batch = one.limits.tokens or 0, one.limits.batch or 0
+    tokens, batch = evidence.limits.tokens or 0, evidence.limits.batch or 0
     if whole_pages(tokens) < use.longest:
         missing.append(
             f"covered up to {tokens:,} tokens and {use.longest:,} are needed: workloads.lengths=[{whole_pages(use.longest)}]"
         )
-    if one.longest_decode < use.new_tokens:
+    if evidence.longest_decode < use.new_tokens:
         missing.append(
-            f"no sample decoded more than {one.longest_decode:,} tokens and answers of {use.new_tokens:,} are needed: ask "
+            f"no sample decoded more than {evidence.longest_decode:,} tokens and answers of {use.new_tokens:,} are needed: ask "
             f"samples with such answers and workloads.max_scored_tokens={use.new_tokens}"
         )
-    if use.shared_prefix_tokens and not one.forks:
+    if use.shared_prefix_tokens and not evidence.forks:
         missing.append("no shared prefix was exercised: give samples a common document")
     if batch < use.concurrency:
         missing.append(

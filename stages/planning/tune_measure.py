@@ -70,15 +70,15 @@ def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -
 
 def _generate_texts(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:
     count = max(config.texts // len(config.workloads), 4 * LEAST)
-    found = []
+    texts = []
     # Documents alternate between workloads, so that every part contains all workloads.
     groups = zip(*(generate(name, count, seed, split="calibration") for name in config.workloads), strict=True)
     for number, samples in enumerate(groups):
         for item in encode(samples, tokenizer, MAX_LENGTH):
             tokens = (*item.prompt, *item.reference)[:MAX_LENGTH]
             # A prompt's last token is decoded, as in an evaluation.
-            found.append(Text(tokens, len(item.prompt) - 1 if item.sample.judged else PREFILLED, f"{number}"))
-    return found
+            texts.append(Text(tokens, len(item.prompt) - 1 if item.sample.judged else PREFILLED, f"{number}"))
+    return texts
 
 
 def _read_texts(tokenizer: BundleTokenizer, config: TuneConfig, jsonl: Path) -> list[Text]:
@@ -121,9 +121,9 @@ class Bench:
             inputs = self._layer_inputs(name, above) if above else [None] * len(texts)
             engine = TorchEngine.from_model(self.model, policy, self._scales(policy))
             self._known[key] = []
-            for text, logprobs, known in zip(texts, self._baseline(name), inputs, strict=True):
+            for text, logprobs, layer_input in zip(texts, self._baseline(name), inputs, strict=True):
                 remaining = iter(logprobs)
-                logits = engine.forced(text.tokens, text.first, known)
+                logits = engine.forced(text.tokens, text.first, layer_input)
                 kl = [
                     kl_from_logprobs(next(remaining), rows, i)
                     for rows in _distributions(logits)
@@ -151,7 +151,8 @@ class Bench:
             logits = (self.sound.forced(text.tokens, text.first) for text in self._texts[name])
             # Only distances are used here, so the reference token is arbitrary.
             self._logprobs[name] = [
-                [logprobs_of(rows, row, 0) for rows in _distributions(one) for row in range(len(rows.finite))] for one in logits
+                [logprobs_of(rows, row, 0) for rows in _distributions(part) for row in range(len(rows.finite))]
+                for part in logits
             ]
         return self._logprobs[name]
 

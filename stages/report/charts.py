@@ -41,8 +41,8 @@ def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
     data = {name: numbers(exhibits) for name, numbers in NUMBERS.items()}
     data = {name: rows for name, rows in data.items() if any(row["verdict"] != BASELINE for row in rows)}
     specs = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    asked = [{**specs[name], "config": specs["config"], "data": {"values": rows}} for name, rows in data.items()]
-    drawings = draw_svg(asked) if asked else []
+    charts = [{**specs[name], "config": specs["config"], "data": {"values": rows}} for name, rows in data.items()]
+    drawings = draw_svg(charts) if charts else []
     return {name: Chart(**specs[name]["usermeta"], svg=Markup(svg)) for name, svg in zip(data, drawings, strict=True)}
 
 
@@ -55,8 +55,8 @@ def draw_svg(specs: Sequence[Spec]) -> list[str]:
         f"import sys; sys.path[:] = {sys.path!r}; import json, vl_convert; "
         "json.dump([vl_convert.vegalite_to_svg(spec) for spec in json.load(sys.stdin)], sys.stdout)"
     )
-    asked = json.dumps(specs)
-    drawn = subprocess.run([sys.executable, "-c", script], input=asked, capture_output=True, text=True, check=True)
+    payload = json.dumps(specs)
+    drawn = subprocess.run([sys.executable, "-c", script], input=payload, capture_output=True, text=True, check=True)
     return [str(svg) for svg in json.loads(drawn.stdout)]
 
 
@@ -106,7 +106,7 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
             kl = whole.fidelity.kl_mean
             data.append({**point, "kib": report.system.kib_per_token, "exact": kl, "distance": _axis_value(kl)})
     mark_front(data)
-    by_rows = sorted(readable, key=lambda found: len(found[0].rows))
+    by_rows = sorted(readable, key=lambda item: len(item[0].rows))
     baselines = {exhibit.candidate.baseline.digest: report for exhibit, report, _ in by_rows}
     for digest, name in baseline_names(exhibits).items():
         if digest in baselines:

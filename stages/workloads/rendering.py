@@ -85,14 +85,14 @@ def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
 
 def _render_within_limits(text: Callable[[], str]) -> str:
     try:
-        found = text()
+        rendered = text()
     except MemoryError:
         raise _refusal(f"takes more than {RENDER_BYTES >> 20:,} MiB of memory") from None
     except (RecursionError, OverflowError) as error:
         raise _refusal(f"fails ({type(error).__name__})") from None
-    if len(found) > RENDER_CHARACTERS:
-        raise _refusal(f"writes {len(found):,} characters, {RENDER_CHARACTERS:,} at most are taken")
-    return found
+    if len(rendered) > RENDER_CHARACTERS:
+        raise _refusal(f"writes {len(rendered):,} characters, {RENDER_CHARACTERS:,} at most are taken")
+    return rendered
 
 
 def _refusal(problem: str) -> UserError:

@@ -54,11 +54,11 @@ def free_answers(
     earlier = [greedy.without_stop(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
     # An engine that serves whole requests returns no logits for the prompt, so the first token cannot be checked.
     skipped = 1 if isinstance(engine, SupportsRequests) else 0
-    left = [i for i, tokens in enumerate(complete) if len(tokens) > skipped and answers[i] != earlier[i]]
-    for begin in range(0, len(left), batch_size):
-        together = left[begin : begin + batch_size]
+    remaining = [i for i, tokens in enumerate(complete) if len(tokens) > skipped and answers[i] != earlier[i]]
+    for begin in range(0, len(remaining), batch_size):
+        together = remaining[begin : begin + batch_size]
         rows = _force_tokens(engine, [(encoded[i].prompt, complete[i][:-1]) for i in together])
-        for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(left) + begin):
+        for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(remaining) + begin):
             update(done)
             if len(complete[i]) > len(answers[i]):  # `generate` does not return the stop token that ended an answer
                 complete[i][-1] = max(greedy.stop_tokens, key=logits_BV[-1].__getitem__)
@@ -76,8 +76,8 @@ def contradiction(engine: Engine, logits_BV: Logits, chosen: Sequence[int]) -> t
     """Return the first row whose chosen token is less likely than rounding explains, and the logit gap; None if all agree."""
     gaps = logits_BV.max(axis=1) - np.take_along_axis(logits_BV, np.array(chosen)[:, None], axis=1)[:, 0]
     tie = np.maximum(TIE * logits_BV.std(axis=1), engine.logit_step * np.abs(logits_BV).max(axis=1))
-    wrong = np.flatnonzero(~(gaps <= tie))
-    return (int(wrong[0]), float(gaps[wrong[0]])) if wrong.size else None
+    places = np.flatnonzero(~(gaps <= tie))
+    return (int(places[0]), float(gaps[places[0]])) if places.size else None
 
 
 def _force_tokens(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Logits]:

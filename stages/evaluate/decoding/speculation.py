@@ -59,8 +59,8 @@ def lookup_passes(prompt: Sequence[int], answer: Sequence[int]) -> int:
     generator = PromptLookupCandidateGenerator(None, LOOKUP_TOKENS, LOOKUP_NGRAM, max_length=text.shape[1])
 
     def propose(place: int) -> list[int]:
-        known = len(prompt) + place
-        drafted: list[int] = generator.get_candidates(text[:, :known])[0][0, known:].tolist()
+        length = len(prompt) + place
+        drafted: list[int] = generator.get_candidates(text[:, :length])[0][0, length:].tolist()
         return drafted
 
     return count_passes(answer, propose)
@@ -83,10 +83,10 @@ def draft_tokens(draft: TorchEngine, prompt: Sequence[int], answer: Sequence[int
     The list ends before the first token without an embedding in the draft, which a broken target may produce.
     """
     text = [*prompt, *answer[:-1]]
-    known = next((i for i, token in enumerate(text) if token >= draft.vocab_size), len(text))
-    if known < len(prompt):
+    count = next((i for i, token in enumerate(text) if token >= draft.vocab_size), len(text))
+    if count < len(prompt):
         return []
-    tokens: list[int] = draft.forced(text[:known], len(prompt) - 1).argmax(axis=1).tolist()
+    tokens: list[int] = draft.forced(text[:count], len(prompt) - 1).argmax(axis=1).tolist()
     return tokens
 
 
@@ -109,9 +109,9 @@ def count_drafts(
         drafters["draft"] = partial(draft_passes, load_draft(config.draft))
     drafted = list(answers)
     for i, (answer, item) in enumerate(zip(answers, encoded, strict=True)):
-        before = known[i] if known else None
-        if answer is not None and before is not None and before.tokens == answer.tokens:
-            drafted[i] = replace(answer, passes=before.passes)
+        earlier = known[i] if known else None
+        if answer is not None and earlier is not None and earlier.tokens == answer.tokens:
+            drafted[i] = replace(answer, passes=earlier.passes)
         elif answer is not None:
             tokens = greedy.with_stop(answer.tokens, item)
             passes = {name: (len(tokens), count(item.prompt, tokens)) for name, count in drafters.items()}

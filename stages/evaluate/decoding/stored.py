@@ -96,7 +96,7 @@ class MeasuredOnce(BaseModel):
         return cls.model_validate_json((directory / ONCE).read_text(encoding="utf-8"))
 
 
-def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float) -> None:
+def require_able(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:
     """Raise CannotBeJudged if the mean probability of a workload's right answers is below `least`, before any candidate runs.
 
     `measured`: the baseline's first round.
@@ -107,19 +107,19 @@ def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float
         if answer is not None:
             chance = probability(measured.statistics[sample.id].baseline_nll, item)
             kinds.setdefault(sample.workload, []).append((sample, answer, chance))
-    weak, wrong = {}, []
+    weak, failures = {}, []
     for name, kind in sorted(kinds.items()):
         mean = fmean(chance for *_, chance in kind)
-        if not mean >= least:
+        if not mean >= minimum:
             failed = [(sample, answer.text) for sample, answer, _ in kind if not answer.correct]
             right = len(kind) - len(failed)
             weak[name] = f"{right} of {len(kind)} questions of {name} ({100 * mean:.2g} % probable in the mean)"
-            wrong += failed
+            failures += failed
     if weak:
         these = "this kind of work" if len(weak) == 1 else "these kinds of work"
         message = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
-        shown = [_describe_answer(*answer) for answer in wrong[:SHOWN_ANSWERS]]
-        raise CannotBeJudged(message, list(weak), sorted(kinds.keys() - weak), shown)
+        lines = [_describe_answer(*answer) for answer in failures[:SHOWN_ANSWERS]]
+        raise CannotBeJudged(message, list(weak), sorted(kinds.keys() - weak), lines)
 
 
 SHOWN_ANSWERS, SHOWN_CHARS = 3, 160

@@ -54,8 +54,8 @@ def _mentions_the_answer_only(sample: Sample, text: str) -> bool:
     words = words_of(text)
     # A phrase without words cannot be mentioned, and a distractor without words makes every answer wrong.
     phrases = [words_of(phrase) for phrase in sample.mentions or (sample.reference,)]
-    wrong = any(mentions(words, words_of(distractor)) for distractor in sample.distractors)
-    return not wrong and all(phrase and mentions(words, phrase) for phrase in phrases)
+    distracted = any(mentions(words, words_of(distractor)) for distractor in sample.distractors)
+    return not distracted and all(phrase and mentions(words, phrase) for phrase in phrases)
 
 
 def calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:

@@ -98,7 +98,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     samples: list[Sample] = []
     problems: list[str] = []
     used_ids = set(taken)
-    asked: dict[tuple[object, ...], int] = {}
+    lines_by_question: dict[tuple[object, ...], int] = {}
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
@@ -106,7 +106,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             sample = _sample(text, f"{path.stem}-{number:04d}")
             if sample.id in used_ids:
                 raise UserError(f"id: {sample.id!r} was already used, give every sample its own")
-            first = asked.setdefault((sample.prompt, sample.messages, sample.reference), number)
+            first = lines_by_question.setdefault((sample.prompt, sample.messages, sample.reference), number)
             if first != number:  # it would count as evidence twice
                 raise UserError(f"line: repeats the question and the reference of line {first}, leave it out")
         except UserError as error:
@@ -115,10 +115,10 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             used_ids.add(sample.id)
             samples.append(sample)
     if problems:
-        shown, more = problems[:MAX_PROBLEMS], len(problems) - MAX_PROBLEMS
+        listed_problems, more = problems[:MAX_PROBLEMS], len(problems) - MAX_PROBLEMS
         if more > 0:
-            shown.append(f"{path}: {more:,} more problems, correct these first")
-        raise UserError("\n".join(shown))
+            listed_problems.append(f"{path}: {more:,} more problems, correct these first")
+        raise UserError("\n".join(listed_problems))
     if not samples:
         raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
     return samples
@@ -172,8 +172,8 @@ def _contradictions(sample: Sample) -> Iterator[str]:
     if sample.workload == ALL or sample.workload.startswith(LONG):
         yield f"workload: {ALL} and names that begin with {LONG} have a meaning of their own, give another"
     if bool(sample.prompt) == bool(sample.messages):
-        found = "given beside" if sample.prompt else "missing, and so is"
-        yield f"prompt: {found} messages, give exactly one of the two"
+        state = "given beside" if sample.prompt else "missing, and so is"
+        yield f"prompt: {state} messages, give exactly one of the two"
     if sample.messages and not sample.messages[-1][1].strip():
         yield "messages: the last one is empty, write the question into it"
     if sample.messages and sample.messages[-1][0] != "user":

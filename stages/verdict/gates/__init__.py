@@ -94,10 +94,10 @@ def _samples_needed(checks: Sequence[Check], whole: GateInput, following: Thresh
     still_open = {check.where for check in checks if check.gate == Gate.RECOVERY and check.status == "INCONCLUSIVE"}
     numbers = answers.needed(whole, following, still_open)
     unseen = any(check.gate == Gate.RUINED and check.status == "INCONCLUSIVE" and not check.value for check in checks)
-    asked = Counter(row.workload for row in whole.rows) if unseen else Counter[str]()
-    for workload, count in asked.items():  # NONE_OF questions without a ruined one pass
-        numbers[workload] = max(numbers.get(workload, 0), math.ceil(NONE_OF * count / asked.total()))
-    if not asked and any(check.gate == Gate.MIN_SAMPLES and check.where == ALL and check.status != "PASS" for check in checks):
+    counts = Counter(row.workload for row in whole.rows) if unseen else Counter[str]()
+    for workload, count in counts.items():  # NONE_OF questions without a ruined one pass
+        numbers[workload] = max(numbers.get(workload, 0), math.ceil(NONE_OF * count / counts.total()))
+    if not counts and any(check.gate == Gate.MIN_SAMPLES and check.where == ALL and check.status != "PASS" for check in checks):
         numbers[ALL] = following.min_samples
     return numbers
 

@@ -31,10 +31,10 @@ def complete(evidence: GateInput) -> Iterator[Check]:
     if ran != list(range(1, len(ran) + 1)) or len(ran) > planned:
         numbers = ", ".join(map(str, ran))
         yield fail(ALL, text=f"samples.jsonl has rounds {numbers} of 1 to {planned}; rounds start at 1 and have no gaps")
-    for workload, some in by_workload(rows).items():
-        broken = [row.id for row in some if not _is_complete(row)]
+    for workload, part in by_workload(rows).items():
+        broken = [row.id for row in part if not _is_complete(row)]
         if broken:
-            yield fail(workload, text=f"{len(broken)} of {len(some)} samples have no finite numbers or answer ({broken[0]})")
+            yield fail(workload, text=f"{len(broken)} of {len(part)} samples have no finite numbers or answer ({broken[0]})")
 
 
 def _is_complete(row: SampleRow) -> bool:
@@ -50,14 +50,14 @@ def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     If no sample has an answer, also check the number of documents over all workloads together. If some samples have answers,
     few texts are fine.
     """
-    asked, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
+    workloads, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
     for name, answered in sorted(evidence.report.planned_workloads.items()):
-        if name not in (judged if answered else asked):
+        if name not in (judged if answered else workloads):
             yield Check.of(Gate.MIN_SAMPLES, name, "INCONCLUSIVE", "none of its samples ran yet; they are in a later round", 0)
     if not judged:
-        count, least = len({row.document for row in evidence.rows}), thresholds.min_samples
-        text = f"no sample has an answer to judge, {count} documents have distances; gates.min_samples is {least}"
-        yield Check.of(Gate.MIN_SAMPLES, ALL, "PASS" if count >= least else "INCONCLUSIVE", text, count, least)
+        count, minimum = len({row.document for row in evidence.rows}), thresholds.min_samples
+        text = f"no sample has an answer to judge, {count} documents have distances; gates.min_samples is {minimum}"
+        yield Check.of(Gate.MIN_SAMPLES, ALL, "PASS" if count >= minimum else "INCONCLUSIVE", text, count, minimum)
 
 
 def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
@@ -73,12 +73,12 @@ def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
         by_name[ALL] = {sample.cluster for sample in samples}
     missing = []
     if not shows_none_ruined(len({sample.cluster for sample in samples}), len(samples), thresholds):
-        least = next(count for count in range(1, NONE_OF + 1) if shows_none_ruined(count, count, thresholds))
-        missing.append(f"{len(samples)} of {least} questions")
+        minimum = next(count for count in range(1, NONE_OF + 1) if shows_none_ruined(count, count, thresholds))
+        missing.append(f"{len(samples)} of {minimum} questions")
     missing += [
-        f"{len(found)} of {thresholds.min_samples} documents of {name}"
-        for name, found in sorted(by_name.items())
-        if len(found) < thresholds.min_samples
+        f"{len(document_ids)} of {thresholds.min_samples} documents of {name}"
+        for name, document_ids in sorted(by_name.items())
+        if len(document_ids) < thresholds.min_samples
     ]
     enough = max(NONE_OF, thresholds.min_samples)
     return f"cannot pass: {', '.join(missing)}; ask {enough:,}, better {5 * enough:,}" if missing else None
