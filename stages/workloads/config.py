@@ -24,7 +24,7 @@ LONG = "long_"
 LONG_DOCUMENTS, LONG_QUESTIONS = 15, 7
 """Default number of documents per length, which is the default of `gates.min_samples`; number of questions per document."""
 
-LEAST_FULL_POOL = 8
+MIN_FULL_POOL = 8
 """Minimum number of requests that are sent into a pool of a third of their pages."""
 
 WARMUP_STEPS = 2
@@ -67,15 +67,15 @@ GSM8K_PROBLEMS = 1319
 """Number of problems in the test set."""
 
 
-LEAST_STRESS_TOKENS = 128
-LEAST_SHARE = 1 / 4
+MIN_STRESS_TOKENS = 128
+MIN_SHARE = 1 / 4
 """Minimum share of the stress test's random walk, free answers and repetitions that runs with few own questions."""
 
 
 class StressTestConfig(StrictModel):
     """Limits of the stress test, which compares an engine with the reference engine; the engine's own limits also apply."""
 
-    max_tokens: Annotated[int, Field(ge=LEAST_STRESS_TOKENS, le=1 << 20)] = 2048
+    max_tokens: Annotated[int, Field(ge=MIN_STRESS_TOKENS, le=1 << 20)] = 2048
     """Maximum tokens per sequence."""
     decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 400
     """Decode steps after a prompt of one token, and of the engine's own answer to a longer prompt."""
@@ -94,7 +94,7 @@ class StressTestConfig(StrictModel):
 
         The reference engine needs time for every token, and a verdict covers no longer sequences than the questions.
         """
-        most = max(LEAST_STRESS_TOKENS, whole_pages(longest) + PAGE_TOKENS)
+        most = max(MIN_STRESS_TOKENS, whole_pages(longest) + PAGE_TOKENS)
         return self.model_copy(update={"max_tokens": min(self.max_tokens, most)})
 
     def tokens(self, longest: int, claimed: int, largest: int, share: float = 1.0) -> int:
@@ -116,7 +116,7 @@ class StressTestConfig(StrictModel):
         The test does not outweigh the user's own questions, which have `own` tokens together; None for generated questions,
         with which the whole test runs. The other arguments are those of `tokens`.
         """
-        return 1.0 if own is None else min(1.0, max(LEAST_SHARE, own / self.tokens(longest, claimed, largest)))
+        return 1.0 if own is None else min(1.0, max(MIN_SHARE, own / self.tokens(longest, claimed, largest)))
 
     @property
     def steps(self) -> int:
@@ -257,8 +257,8 @@ class WorkloadsConfig(StrictModel):
             raise ValueError(f"context_bins must be at least two ascending token counts from 0, got {edges}")
         if any(low >= high for low, high in pairwise(self.rounds)) or self.rounds[-1] != 1:
             raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")
-        if self.full_pool is not None and 0 < self.full_pool < LEAST_FULL_POOL:
+        if self.full_pool is not None and 0 < self.full_pool < MIN_FULL_POOL:
             raise ValueError(
-                f"full_pool={self.full_pool}: the small pool could not hold two requests; give at least {LEAST_FULL_POOL}, or 0"
+                f"full_pool={self.full_pool}: the small pool could not hold two requests; give at least {MIN_FULL_POOL}, or 0"
             )
         return self

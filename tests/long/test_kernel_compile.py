@@ -184,7 +184,7 @@ def entry_parameters(ptx: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_takes_its_inputs_extras_and_outputs_alone_and_fits(name: str, compiled: dict[str, Any]) -> None:
+def test_a_kernel_takes_only_its_tensors_and_fits(name: str, compiled: dict[str, Any]) -> None:
     kernel = compiled[name]
     assert [parameter for parameter, _ in kernel["parameters"]] == KERNELS[name][2]
     widths = ["u32" if kind == "i32" else "u64" for _, kind in kernel["parameters"]]
@@ -195,7 +195,7 @@ def test_a_kernel_takes_its_inputs_extras_and_outputs_alone_and_fits(name: str, 
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_decode_streams_the_codes_and_all_programs_of_its_division_fit(case: Case, compiled: dict[str, Any]) -> None:
+def test_decode_streams_the_codes_and_all_its_programs_fit(case: Case, compiled: dict[str, Any]) -> None:
     kernel, variant = compiled[str(case)], decode_variant(case.setting())
     codes = sum(stored.code_bytes(case.head_dim) for stored in (case.layout.key, case.layout.value))
     assert kernel["copied_bytes" if case in TARGETED else "streamed_bytes"] >= variant.constants["T"] * codes

@@ -25,7 +25,7 @@ SHARE = 3
 """Ratio of the requests' pages to the pages in the pool."""
 GROUP = 4
 """Number of requests in a group that measures the noise floor."""
-LEAST_LIMIT_KL = 1e-5
+MIN_LIMIT_KL = 1e-5
 FACTOR = 10.0
 """Allowed multiple of the largest noise of any request, both as mean KL in nats per token."""
 
@@ -64,10 +64,10 @@ def fill_pool(engine: Engine, requests_by_name: Sequence[Named], progress: Progr
     for number, (order, answers) in enumerate(zip(orders, crowded, strict=True), start=1):
         for i, answer in zip(order, answers, strict=True):
             kls = _distances(calm[i], answer)
-            if not (kl := float(np.mean(kls))) <= LEAST_LIMIT_KL:
+            if not (kl := float(np.mean(kls))) <= MIN_LIMIT_KL:
                 name = f"{requests_by_name[i][0]} (round {number})"
                 changed.append((kl, _deviation(name, requests_by_name[i][1], calm[i], answer, kls)))
-    limit = max(LEAST_LIMIT_KL, FACTOR * _noise(engine, requests, calm)) if changed else LEAST_LIMIT_KL
+    limit = max(MIN_LIMIT_KL, FACTOR * _noise(engine, requests, calm)) if changed else MIN_LIMIT_KL
     served(total)
     deviations = sorted((change for change in changed if change[0] > limit), key=lambda deviation: -deviation[0])
     return FullPool(

@@ -25,7 +25,7 @@ TEMPLATE_BYTES = 512
 """Maximum bytes that a chat template adds per message, and before the first message."""
 
 
-MOST_BYTES_OF_A_TOKEN = 256
+MAX_BYTES_OF_A_TOKEN = 256
 
 
 class BundleTokenizer:
@@ -149,7 +149,7 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
         return
     for sample in doubtful:
         size = _most_tokens_of(sample)
-        if size > most_tokens * MOST_BYTES_OF_A_TOKEN:  # encoding it would take gigabytes
+        if size > most_tokens * MAX_BYTES_OF_A_TOKEN:  # encoding it would take gigabytes
             raise UserError(
                 f"workloads: sample {sample.id} has {size:,} bytes, more than {most_tokens:,} tokens: {limited}; give less"
             )

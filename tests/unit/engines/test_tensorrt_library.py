@@ -133,5 +133,5 @@ def test_function_bodies_limit_the_prompts_that_prefill_together(
     assert limits.ranges("decode")["B"].largest == max_batch
 
 
-def test_a_prefill_run_takes_chunks_of_the_first_bucket_up_to_its_rows() -> None:
+def test_a_prefill_run_takes_chunks_of_one_bucket() -> None:
     assert plan_run([0, 700, 3, 1024, 600], chunk=1024, rows=2) == [(1, 700), (3, 1024)]

@@ -19,7 +19,7 @@ from stages.verdict.report import load_report, load_rows
 from stages.workloads.config import DRAFT_TOKENS
 
 
-def test_prompt_lookup_accepts_what_followed_the_last_tokens_before() -> None:
+def test_prompt_lookup_accepts_earlier_continuations() -> None:
     """Passes yield 3 and 8 without a draft that fits, then 3 4, then 5 6 9, and the last token needs no draft."""
     assert lookup_passes([1, 2, 3, 4, 5, 6, 7, 8], [3, 8, 3, 4, 5, 6, 9, 1]) == 5
 

@@ -146,7 +146,7 @@ def test_every_page_and_anchor_named_in_code_exists() -> None:
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/start.md", "docs/serve-8b.md"])
-def test_pages_for_newcomers_link_or_explain_a_term_where_they_first_use_it(document: str) -> None:
+def test_pages_for_newcomers_explain_terms_at_first_use(document: str) -> None:
     lines = [re.sub(r"`[^`]*`", "", line) for part in TEXT[document].split("```")[::2] for line in part.splitlines()]
     for term in NEW_TERMS:
         first = next((line for line in lines if term in line.lower()), "](")
@@ -235,7 +235,7 @@ def test_the_python_of_the_documents_imports_existing_names() -> None:
             assert {alias.name for alias in node.names} <= set(dir(imported)), node.module
 
 
-def test_documented_evaluations_on_vllms_gpus_leave_room_for_the_reference_engine(places: dict[str, str]) -> None:
+def test_documented_gpu_evaluations_leave_room_for_the_reference(places: dict[str, str]) -> None:
     on_gpus = [line for line in commands() if "/opt/vllm/bin/python" in line or "experiment=vllm" in line]
     jobs = {line: planned(line, places).jobs[0] for line in on_gpus if "dry=true" not in line}
     assert jobs

@@ -52,7 +52,7 @@ MERGED = scale_changes(layer(CARRIED, (0.5,), (0.5,)), BOTH)
         (MERGED, ["merged"], "WARNING", f"candidate: scales: {describe_changes(MERGED)}, as gates.allow_scale_changes accepts"),
     ],
 )  # fmt: skip
-def test_the_gate_fails_changes_that_are_not_allowed_and_warns_of_allowed_ones(
+def test_the_gate_fails_changes_unless_allowed_and_warns_then(
     changes: list[object], allowed: list[str], status: str, reason: str
 ) -> None:
     (line,) = lines("scale_delivery", report([], scale_changes=changes), thresholds=gates(allow_scale_changes=allowed))
@@ -80,7 +80,7 @@ def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
     assert assumed.with_limits_of(baseline).rounding == assumed.rounding
 
 
-def test_a_layer_that_stores_farther_off_than_twice_the_16_bit_engines_deviates() -> None:
+def test_a_layer_with_twice_the_16_bit_storage_error_deviates() -> None:
     beside = distance(1e-4, (0.004, 0.010))
     sound, truncating = (request(distance(1e-4, layers), beside) for layers in ((0.001, 0.003), (0.0255, 0.0255)))
     assert sound.times_allowed(4.0) < 1
