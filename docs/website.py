@@ -19,7 +19,7 @@ OUTSIDE = {
 }
 """Pages of the repository outside of docs/, with their name on the site."""
 TIPS = {
-    "forced decode", "reference engine", "negative control", "stress test", "conformance", "noise floor", "champion", "bundle",
+    "forced decode", "reference engine", "must-fail control", "stress test", "conformance", "noise floor", "champion", "bundle",
     "recovery", "ruined request", "tested range", "betting test", "injected fault", "cached prefix", "preempted", "prefill",
 }  # fmt: skip
 """Terms of glossary.md that show their meaning when the pointer rests on them. Common words would mark half of a page."""

