@@ -1,36 +1,47 @@
 """The path of a command in docs/architecture.md is the path that it takes."""
 
-import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-from helpers.commands.tiny_model import FEW, command
-
-from stages.engines.onnx.engine import GraphSession
+from helpers.commands.tiny_model import FEW, MAX_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_FRAMES = 12
 
+RECORDER = """
+import inspect, sys
+from pathlib import Path
+from pipeline.__main__ import main
+from stages.engines.onnx.engine import GraphSession
 
-def test_a_decode_step_passes_the_functions_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+found, root, *arguments = sys.argv[1:]
+run = GraphSession.run
+
+def stop_at_a_decode_step(session):
+    codes = [info.frame.f_code for info in inspect.stack()[1:]]
+    names = [code.co_qualname for code in codes if code.co_filename.startswith((root + "/pipeline", root + "/stages"))]
+    if "PagedEngine._decode" in names:
+        Path(found).write_text("\\n".join(["GraphSession.run", *names]))
+        raise KeyboardInterrupt
+    run(session)
+
+GraphSession.run = stop_at_a_decode_step
+sys.argv[1:] = arguments
+main()
+"""
+"""A process of its own runs this, because torch's threads of earlier tests do not survive a fork."""
+
+
+def test_a_decode_step_passes_the_functions_of_the_page(tmp_path: Path) -> None:
     """A reader must be able to follow a command to ONNX Runtime."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     functions = page.partition("passes these functions")[2].partition("Other engines differ")[0]
-    found, passed = tmp_path / "functions", GraphSession.run
-
-    def stop_at_a_decode_step(session: GraphSession) -> None:
-        codes = [info.frame.f_code for info in inspect.stack()[1:]]
-        folders = str(ROOT / "pipeline"), str(ROOT / "stages")
-        names = [code.co_qualname for code in codes if code.co_filename.startswith(folders)]
-        if "PagedEngine._decode" in names:
-            found.write_text("\n".join(["GraphSession.run", *names]))
-            raise KeyboardInterrupt
-        passed(session)
-
-    monkeypatch.setattr(GraphSession, "run", stop_at_a_decode_step)
-    few = [*FEW, "workloads.conformance_samples=0", "tracking=none"]
-    ended = command([f"workdir={tmp_path / 'work'}", *few, "kv=int8"], tmp_path)
+    found = tmp_path / "functions"
+    few = [*FEW, "workloads.conformance_samples=0", "tracking=none", f"workdir={tmp_path / 'work'}", "kv=int8"]
+    command = [sys.executable, "-c", RECORDER, str(found), str(ROOT), *few]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=MAX_SECONDS)
     assert found.is_file(), ended.stderr
     names = found.read_text().splitlines()[::-1]
     names = names[names.index("main") + 1 :]
