@@ -26,8 +26,8 @@ EVIDENCE_FILES = (BUNDLE_FILE, POLICY_FILE, SCALES_FILE)
 REASONS = 5
 """Maximum reasons of a verdict in the description; report.html has all."""
 LIMIT = 40
-KL, LOG_KL, LEAST_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
-"""MLflow's bar charts have no logarithmic axis, so the logarithm of the KL (of at least LEAST_KL) is a metric of its own."""
+KL, LOG_KL, MIN_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
+"""MLflow's bar charts have no logarithmic axis, so the logarithm of the KL (of at least MIN_KL) is a metric of its own."""
 FIRST = ("quality/recovery", LOG_KL, "memory/kib_per_token")
 """First metrics of the comparison: kept probability of right answers, distance, memory."""
 THEN = (
@@ -99,7 +99,7 @@ def baseline_metrics(candidate: Candidate) -> dict[str, float]:
 
 
 def _logarithm(kl: float | None) -> dict[str, float]:
-    return {} if kl is None else {LOG_KL: math.log10(max(kl, LEAST_KL))}
+    return {} if kl is None else {LOG_KL: math.log10(max(kl, MIN_KL))}
 
 
 def candidate_metrics(candidate: Candidate) -> dict[str, float]:

@@ -37,7 +37,7 @@ at most 0.095 of the vector's length (by 0.004 in the mean, at a head_dim of 64)
 MEAN_STEP = 2.0**-13
 """Allowed mean change over all stored vectors. It is smaller because few scales lie halfway between two numbers."""
 
-LEAST_KL = 1e-13
+MIN_KL = 1e-13
 """KL in nats below which two float32 distributions count as equal."""
 
 
@@ -75,7 +75,7 @@ class ComparedRequest(Record):
     def roundings(self) -> float:
         """Distance of the logits in roundings, the larger by mean and by maximum KL; infinite if a KL is not finite."""
         pairs = ((self.engine.kl_mean, self.rounding.kl_mean), (self.engine.kl_max, self.rounding.kl_max))
-        return max(math.inf if kl is None or unit is None else math.sqrt(kl / (unit + LEAST_KL)) for kl, unit in pairs)
+        return max(math.inf if kl is None or unit is None else math.sqrt(kl / (unit + MIN_KL)) for kl, unit in pairs)
 
     def times_allowed(self, limit: float) -> float:
         """Return the request's worst figure as a multiple of its allowed maximum; `limit` is the maximum in roundings."""
@@ -120,7 +120,7 @@ class Deviation(Record):
     side: str | None
     head: int | None
 
-    def told(self, sample: str = "") -> str:
+    def describe(self, sample: str = "") -> str:
         """Return a description of the place. `sample` is inserted after the position."""
         where = f"position {self.position} (page offset {self.page_offset}"
         if self.batch_row is not None:
@@ -217,7 +217,7 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
     if engine.explanation is not None:
         text += f": it is as if {engine.explanation.what} (KL {engine.explanation.kl:.1e} from a reference engine like that)"
     if engine.deviation is not None:
-        text += f", {engine.deviation.told(f' of sample {engine.deviation.sample}')}"
+        text += f", {engine.deviation.describe(f' of sample {engine.deviation.sample}')}"
     text += next((f", {request.problem}" for request in engine.requests if request.problem), "")
     text += (
         f"; {deviating} of {count} requests differ by more than rounding, the worst by {ranked[0]:.2g} times the allowed error"

@@ -24,8 +24,8 @@ from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.spec import E4M3
 from stages.verdict.conformance import (
     E4M3_SCALE_STEP,
-    LEAST_KL,
     MEAN_STEP,
+    MIN_KL,
     SCALE_STEP,
     STORED_ALLOWED,
     ComparedRequest,
@@ -197,7 +197,7 @@ class Comparer:
 
     def _wrong_rows(self, compared: ComparedSequence) -> list[int]:
         """Return the rows with wrong logits, or the worst row if only the sequence as a whole deviates."""
-        unit = (compared.record.rounding.kl_max or 0.0) + LEAST_KL
+        unit = (compared.record.rounding.kl_max or 0.0) + MIN_KL
         noticed: list[int] = np.flatnonzero(compared.kl > NOTICED**2 * unit).tolist()
         return noticed or ([int(compared.kl.argmax())] if compared.record.roundings > self.reference.limit else [])
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from stages.engines.interface import SupportsFork, SupportsRequests
 from stages.evaluate.conformance.deviations import PASS_TOKENS
+from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.decoding.full_pool import fill_pool
 from stages.evaluate.decoding.system import STATM, resident_bytes
 from stages.policies.policy import PAGE_TOKENS, page_count

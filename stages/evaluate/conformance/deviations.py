@@ -146,7 +146,7 @@ class Deviations:
             kl_max, problem = compared.record.engine.kl_max, compared.record.problem
             off = "logits are not finite" if kl_max is None else f"KL up to {kl_max:.1e} from the reference engine"
             more = f"; and {count - 1} more such" if count > 1 else ""
-            place = problem or self.comparer.first_deviation(sequence, compared).told()
+            place = problem or self.comparer.first_deviation(sequence, compared).describe()
             yield f"{name}: {place}, {off}, {worst:.2g} times as far as allowed{more}"
         if self.kl and self.comparer.reference.assumed_rounding is None:
             usual_row = float(np.median(np.concatenate([rows for parts in self.kl.values() for rows in parts])))

@@ -17,7 +17,7 @@ from stages.engines.reference.replay import Replay
 from stages.policies.policy import Side
 from stages.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
 
-LEAST_MEASURED = 1 / 16
+MIN_MEASURED = 1 / 16
 """Lower limit of a measured rounding as a fraction of the assumed rounding, because a few samples may agree by chance."""
 
 
@@ -59,7 +59,7 @@ class ReferenceEngine:
         stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
         return replace(
             self,
-            measured_rounding=self.rounding * min(1.0, max(worst, LEAST_MEASURED)),
+            measured_rounding=self.rounding * min(1.0, max(worst, MIN_MEASURED)),
             limit=MEASURED_ALLOWED,
             layer_errors=tuple(map(max, zip(*stored, strict=True))),
         )

@@ -12,8 +12,8 @@ import numpy as np
 
 from stages.engines.interface import SupportsExtend, SupportsForgetting, SupportsFork, SupportsFullPool
 from stages.evaluate.conformance.crowd import crowd, full_pool, wear
+from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.conformance.walk import CONTINUED, walk
 from stages.policies.policy import PAGE_TOKENS
 

@@ -14,8 +14,8 @@ from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsExtend, SupportsForgetting, SupportsRequests
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.operations import RESTING_TURN, StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS
-from stages.evaluate.conformance.stress import RESTING_TURN, StressTest
 from stages.evaluate.conformance.walk import WAKES
 from stages.evaluate.decoding.system import allocation, process_memory
 from stages.policies.policy import PAGE_TOKENS

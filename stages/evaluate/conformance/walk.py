@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from stages.engines.interface import SupportsExtend, SupportsFork, SupportsRequests
+from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.conformance.stress import StressTest
 from stages.policies.policy import PAGE_TOKENS
 
 TILES = (144, 176, 208, 240, 320, 384, 448, 512)

@@ -22,8 +22,8 @@ from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
-from stages.evaluate.conformance.stress import StressTest
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import PAGE_TOKENS, KVShape
 from stages.verdict.engine_tests import StressResult

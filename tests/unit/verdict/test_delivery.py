@@ -4,7 +4,7 @@ import pytest
 from helpers.verdicts.reports import gates, lines, report
 
 from stages.engines.backend import ROUNDING
-from stages.evaluate.conformance.engine import LEAST_MEASURED, ReferenceEngine
+from stages.evaluate.conformance.engine import MIN_MEASURED, ReferenceEngine
 from stages.policies.delivery import LayerDelivery, ScaleChangeKind, describe_changes, scale_changes
 from stages.policies.policy import Side
 from stages.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
@@ -75,7 +75,7 @@ def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
     assert reference.rounding == ROUNDING["bfloat16"]
     assert reference.with_limits_of(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
     nothing = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
-    assert reference.with_limits_of(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
+    assert reference.with_limits_of(nothing).rounding == ROUNDING["bfloat16"] * MIN_MEASURED
     assumed = ReferenceEngine(None, ROUNDING["bfloat16"])  # type: ignore[arg-type]
     assert assumed.with_limits_of(baseline).rounding == assumed.rounding
 
