@@ -163,7 +163,7 @@ def launcher_errors(name: str) -> Iterator[None]:
 
 
 def end_workers(earlier: Collection[psutil.Process]) -> None:
-    """Stop the processes of jobs that would outlive the command. `others` are processes that existed before."""
+    """Stop the processes of jobs that would outlive the command. `earlier` are processes that existed before."""
     _end_ray()
     workers = []
     for worker in set(psutil.Process().children(recursive=True)).difference(earlier):

@@ -82,7 +82,7 @@ def recommend_policy(run: Run) -> None:
     remaining = [part for part in run.arguments if not part.lstrip("+~").startswith(dropped)]
     for line in (
         *tables.budget_lines(capacity)[:3],
-        *tables.recommendation_lines(recommendation, [*remaining, *_question_keys(config)]),
+        *tables.recommendation_lines(recommendation, remaining, _question_keys(config)),
     ):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)

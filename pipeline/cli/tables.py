@@ -222,11 +222,11 @@ def capacity_table(capacity: Capacity) -> Grid:
     return Grid("What the memory holds", (POLICY, *columns), rows, few)
 
 
-def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:
+def recommendation_lines(recommendation: Recommendation, base: Sequence[str], changes: Sequence[str]) -> list[str]:
     """Return lines with the recommended policy, and the reasons against the others.
 
     Policies without evidence are named only if they would hold at least the live tokens of the chosen policy. One command,
-    which begins with the arguments `base`, judges them all.
+    which begins with the arguments `base` except those that `changes` replace, judges them all.
     """
     chosen = recommendation.chosen
     lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]
@@ -250,7 +250,7 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
             f"  {NO_EVIDENCE}: {escape(', '.join(f'{entry.name} ({entry.live_tokens:,})' for entry in more))}; make it with"
         )
         shipped = ",".join(entry.name for entry in more if " " not in entry.name)  # others are variants
-        lines.append(f"    {escape(command_line(base, 'stage=evaluate', f'kv={shipped}', sweep=',' in shipped))}")
+        lines.append(f"    {escape(command_line(base, *changes, 'stage=evaluate', f'kv={shipped}', sweep=',' in shipped))}")
     if len(more) < len(unjudged):
         lines.append(f"  and {len(unjudged) - len(more)} more that have no evidence and hold fewer live tokens")
     if unserved:

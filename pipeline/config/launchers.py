@@ -55,7 +55,7 @@ NOT_CODE = re.compile(r"(runtime|overrides|searchpath|mode|job\.(name|override_d
 def refuse_code(hydra: DictConfig, shipped: DictConfig) -> None:
     """Refuse what files of --config-dir set below `hydra`: Hydra would import and call it, or a launcher would run it.
 
-    `own` is the same node composed without these files. Interpolations are not resolved.
+    `shipped` is the same node composed without these files. Interpolations are not resolved.
     """
     composed, expected = (dict(leaves(OmegaConf.to_container(node))) for node in (hydra, shipped))
     for key in {**expected, **composed}:

@@ -102,7 +102,7 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
         (override.is_delete(), "a key cannot be removed; write KEY=VALUE, as in gates.min_recovery=0.9"),
-        (key == "backend.name", f"is not a key of the user's; write backend={override.value()}"),
+        (key == "backend.name", f"is not a key of the user's; write backend={line.partition('=')[2]}"),
         (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
         (SHARED.match(key) and override.is_sweep_override(), "the jobs of a sweep share it; give one value"),

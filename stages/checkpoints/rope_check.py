@@ -26,6 +26,10 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping
     """
     rebuilt = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
     computed = [buffer for name, buffer in rebuilt.named_buffers() if name.endswith("inv_freq")]
+    for kind in read_rope(path, config).layers if stored else ():
+        parameters = model.config.rope_parameters if kind is None else model.config.rope_parameters[kind]
+        # Old versions of transformers stored the frequencies before they were scaled.
+        computed.append(_rotary({**parameters, "rope_type": "default"}, model.config)[0])
     for name, frequencies in (stored or {}).items():  # often rounded to 16 bits
         if not any(
             frequencies.shape == buffer.shape and buffer.allclose(frequencies.float(), rtol=0.01, atol=1e-6)

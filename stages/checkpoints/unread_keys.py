@@ -115,7 +115,7 @@ def _has_no_effect(words: list[str], value: Any, values: list[Any], tensors: Ite
     Args:
         words: Words of the key.
         value: Its value. A list of equal values, one by layer, counts as that value.
-        own: Values of the family's own keys with the same meaning (`SAME`).
+        values: Values of the family's own keys with the same meaning (`SAME`).
         tensors: Names of the model's tensors.
     """
     if isinstance(value, list) and value and all(each == value[0] for each in value):

@@ -111,7 +111,7 @@ def _is_of(libraries: tuple[str, ...], error: BaseException) -> bool:
 
 
 def short(value: object, max_characters: int = 60) -> str:
-    """Return a value for a message: printable, on one line of at most `most` characters."""
+    """Return a value for a message: printable, on one line of at most `max_characters` characters."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "an integer of many digits"
     text = printable(str(value))

@@ -121,7 +121,7 @@ class ChangedAnswer:
 
 
 def changed_answers(exhibit: Exhibit, limit: int) -> tuple[list[ChangedAnswer], int]:
-    """Return up to `most` changed answers of a policy, lost ones first, and the number of other changed answers."""
+    """Return up to `limit` changed answers of a policy, lost ones first, and the number of other changed answers."""
     prompts = {sample.id: sample for sample in exhibit.samples}
     rows = [row for row in exhibit.rows if row.judged and bool(row.baseline_correct) != bool(row.candidate_correct)]
     rows.sort(key=lambda row: not row.baseline_correct)

@@ -154,7 +154,7 @@ class Mean:
         return Result("PASS" if passes else None, value, min(bound, self.limit) if passes else bound, pass_level + t_level)
 
     def needed(self, level: float, max_documents: int, t_level: float = 0.0) -> int:
-        """Estimate the number of documents like these that decides with a probability of POWER; `most` if no number does."""
+        """Estimate the number of documents like these, up to `max_documents`, that decides with a probability of POWER."""
         sides = ((self.pass_gains(self.limit), self.stakes), (self.fail_gains(self.limit), FAIL_STAKES))
         counts = [
             _documents_to_reach(_steps(gains, stake), math.log(len(stakes) / level))

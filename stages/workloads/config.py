@@ -84,8 +84,8 @@ class StressTestConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
-    """Requests of the burst, which is sent twice; a fifth are long, and the second time a third have other tokens. Two short
-    requests are repeated together, twice for every request of the burst. The engine is idle once for 0.02 s per request."""
+    """Requests of the burst, which is sent twice; a fifth are long, and the second time a third have other tokens. Two pairs of
+    short requests are repeated in turn, twice per request of the burst. The engine is idle once for 0.02 s per request."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 

@@ -185,7 +185,7 @@ def test_a_full_gpu_is_reported_in_one_line(tmp_path: Path, tiny_checkpoint: Pat
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_reference_engine_on_the_same_gpu_judges_kernels(tmp_path: Path) -> None:
+def test_the_command_line_judges_kernels_on_the_same_gpu(tmp_path: Path) -> None:
     candidate = judge_on_gpu(tmp_path, (0, 3), "reference.device=cuda")
     beside = [check for check in candidate["checks"] if check["gate"] in ("conformance", "stress_test")]
     assert {(check["gate"], check["status"]) for check in beside} == {("conformance", "PASS"), ("stress_test", "PASS")}, beside

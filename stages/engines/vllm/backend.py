@@ -115,7 +115,7 @@ def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
 
 
 def _reason(policy: KVPolicy, key: Format, dtype: str | None, config: VllmConfig) -> str | None:
-    """Return why vLLM's cache type `held` cannot store a policy; None if it can."""
+    """Return why vLLM's cache type `dtype` cannot store a policy; None if it can."""
     skips, form = skipped_layers(policy), describe_format(key)
     if reason := beyond_one_format(policy if skips is None else policy.model_copy(update={"overrides": ()})):
         return reason

@@ -149,7 +149,7 @@ def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
 
 
 def make_row(item: EncodedSample, steps: StepStatistics, baseline: Answer | None, candidate: Answer | None) -> SampleRow:
-    """Build the row of a sample from the baseline's answer `before` and the candidate's `after`; None if it is not judged."""
+    """Build the row of a sample from the engines' answers, which are None if the sample is not judged."""
     sample = item.sample
     return SampleRow(
         id=sample.id,

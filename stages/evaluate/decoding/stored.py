@@ -97,7 +97,7 @@ class MeasuredOnce(BaseModel):
 
 
 def require_able(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:
-    """Raise CannotBeJudged if the mean probability of a workload's right answers is below `least`, before any candidate runs.
+    """Raise CannotBeJudged if the mean probability of a workload's right answers is below `minimum`, before any candidate runs.
 
     `measured`: the baseline's first round.
     """

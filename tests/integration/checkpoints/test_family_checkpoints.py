@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.checkpoints.families import MODELS, SIZE, family_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -16,6 +17,8 @@ from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.rope import compose_rope, rope_at_top_level
 from stages.checkpoints.weights import check_weights
 from stages.core.errors import UserError
+
+FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
 def described(path: Path, config: dict[str, Any]) -> CheckpointInfo:
@@ -114,11 +117,22 @@ def test_a_decoder_nested_in_text_config_is_read(tmp_path: Path) -> None:
     check_weights(nested, expected_tensors)
 
 
+@pytest.mark.parametrize("changed", [1.0, 1.5])
+def test_stored_frequencies_may_lack_the_scaling(changed: float, tmp_path: Path) -> None:
+    stored = {FREQUENCIES: changed * (10000.0 ** (-torch.arange(16) / 16)).half()}
+    scaled = written("llama", rope_scaling={"rope_type": "linear", "factor": 4.0})
+    if changed == 1.0:
+        expected_tensors(tmp_path, scaled, stored)
+        return
+    with pytest.raises(UserError, match=f"{FREQUENCIES} of other rotary frequencies"):
+        expected_tensors(tmp_path, scaled, stored)
+
+
 def test_a_tied_models_output_matrix_must_equal_the_embedding(tmp_path: Path) -> None:
     model = family_model("llama")
     model.save_pretrained(tmp_path)
     info, tensors = described(tmp_path, read_config(tmp_path)), load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = model.model.rotary_emb.inv_freq.half()  # as in old checkpoints
+    tensors[FREQUENCIES] = model.model.rotary_emb.inv_freq.half()  # as in old checkpoints
     head = tensors["model.embed_tokens.weight"].double()
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     check_weights(info, expected_tensors)

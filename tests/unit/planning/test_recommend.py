@@ -132,7 +132,7 @@ def test_an_insufficient_pass_names_the_missing_keys(changes: dict[str, object],
 
 
 def test_only_unjudged_policies_with_more_tokens_are_named() -> None:
-    lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"]))
+    lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"], []))
     (command,) = [
         line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=" in line and ",int4_g64," in line
     ]
@@ -218,7 +218,9 @@ def test_only_policies_that_the_backend_serves_are_suggested(
     found = refused(tmp_path, *asked, *longer)
     printed = capsys.readouterr().out
     (command,) = [line.strip() for line in printed.splitlines() if " stage=evaluate kv=" in line]
-    given = dict(part.split("=", 1) for part in shlex.split(command)[4:])
+    arguments = shlex.split(command)[4:]
+    given = dict(part.split("=", 1) for part in arguments)
+    assert len(given) == len(arguments), "two values of a key are refused"
     swept = given["kv"].split(",")
     assert {"fp16", "fp8", "fp8_head"} <= set(swept)
     assert (given["workloads.lengths"], given["backend.max_model_len"]) == ("[960]", "960")
