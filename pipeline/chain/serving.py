@@ -38,7 +38,7 @@ def promotable(config: Config) -> summary.Summary:
     if last.unfinished is not None and config.promote.name is None:
         raise GateRefusal(
             f"stage=promote: {last.unfinished}; wait if it still runs, else run it again to finish it, promote one that "
-            "passed: promote.name=NAME, or look at another sweep: promote.sweep=NAME"
+            "passed: promote.name=NAME, or look at another sweep: promote.sweep=ID"
         )
     candidates_of(config, last)
     return last

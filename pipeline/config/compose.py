@@ -158,7 +158,7 @@ def _refuse_override(override: str) -> None:
     if len(key) > MAX_KEY or len(value) > MAX_VALUE:
         raise UserError(
             f"{short(key)}: is too long ({len(override):,} characters; a key may have {MAX_KEY}, a value {MAX_VALUE:,}); "
-            "shorten it"
+            "give a shorter one"
         )
     if any(len(number) > MAX_DIGITS for number in re.findall(r"[\d_]+", value)):
         raise UserError(f"{short(key)}: holds a number of more than {MAX_DIGITS:,} digits; give a shorter one")

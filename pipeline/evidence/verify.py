@@ -82,7 +82,7 @@ def registered_engine(
 ) -> RegisteredEngine:
     """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
 
-    `known` are the store's `identities`. The verdict is decided again by `gates`, or is the recorded one if `gates` is None.
+    `directories` are the store's identities. The verdict is decided again by `gates`; None takes the recorded one.
 
     Raises:
         GateRefusal: the evidence is missing or unreadable, or other rules decided.

@@ -66,7 +66,7 @@ class Client:
 
 
 class RegistryReader:
-    """Registered models and their versions. Changes nothing, except the addresses in a store that was moved."""
+    """Registered models and their versions. Opening a store creates its tables, and corrects the addresses of a moved store."""
 
     def __init__(self, location: Location) -> None:
         """Open the store. For a database, create or check its tables; for a server, send one request.

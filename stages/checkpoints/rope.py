@@ -56,8 +56,8 @@ class Rope:
         """Return the maximum sequence length in tokens.
 
         Args:
-            given: max_position_embeddings. For YaRN, Qwen stores the unscaled length there, so the scaling factor is applied.
-                The factors of llama3 and linear divide frequencies and do not change the length.
+            configured: max_position_embeddings. For YaRN, Qwen stores the unscaled length there, so the scaling factor is
+                applied. The factors of llama3 and linear divide frequencies and do not change the length.
         """
         factor, original = (self._main.get(key) for key in ("factor", "original_max_position_embeddings"))
         return max(configured, int(original * factor)) if self.scaling == "yarn" and original else configured

@@ -131,7 +131,7 @@ class Engine(ABC):
         continuations = [
             Continuation(list(prompt), len(prompt), len(prompt) + limit) for prompt, limit in zip(prompts, limits, strict=True)
         ]
-        self._answer(continuations, stop_tokens, len(prompts) if max_sequences is None else max_sequences, ended)
+        self._answer(continuations, stop_tokens, max_sequences or max(1, len(prompts)), ended)
         return [request.tokens[request.prompt_tokens :] for request in continuations]
 
     def _answer(

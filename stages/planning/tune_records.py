@@ -70,7 +70,7 @@ def mixed_policy(name: str, formats: Mapping[Place, Format], layers: int) -> KVP
 
 
 def mixed_scales(policy: KVPolicy, shape: KVShape, uniform_scales: Sequence[tuple[KVPolicy, KVScales]]) -> KVScales:
-    """Return a policy's static scales. Each place gets the scales of a `known` uniform policy with the same format there."""
+    """Return a policy's static scales. Each place gets those of a uniform policy with the same format."""
 
     def of(layer: int, side: Side, form: Format) -> SideScales:
         return next(scales.layers[layer][side] for uniform, scales in uniform_scales if uniform.sides(layer)[side] == form)

@@ -106,6 +106,7 @@ class PagedPool(SequencePages):
         shared = full - source.evicted_pages
         partial = source.length % PAGE_TOKENS != 0
         self._make_room(self.pages, int(partial))
+        self._make_room(self.window_pages, int(partial and bool(source.window_pages)))
         child = self.start()
         fork = self.sequences[child]
         fork.length, fork.first_window_page = source.length, source.first_window_page

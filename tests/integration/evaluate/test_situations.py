@@ -39,7 +39,7 @@ LONG = {
     "forks_get_one_new_page": "shared",
     "forks_computed_once": "shared",
     "stops_seen_in_blocks": "answers",
-    "queue_of_73": "answers",
+    "queue_of_73": "long_queue",
     "prompt_equal_to_a_kept_prefix": "prefix",
     "prefix_kept_before_its_last_write": "prefix",
     "dropped_prefix_wiped": "prefix",
