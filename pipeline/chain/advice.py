@@ -128,13 +128,14 @@ def _reason_against_more(open_checks: Sequence[Check], *, counted: bool, possibl
 def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
     shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
-    min_bytes = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
+    largest = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
     ladder = load_policies("kv", config.backend.finer)
-    finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > min_bytes and policy.name not in names), None)
+    finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > largest and policy.name not in names), None)
     if finer is not None:
         still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
-        first = ["gates.attempt=1"] if config.gates.attempt > 1 else []  # of another candidate
-        command = command_line(base, f"kv={finer.name}", *first, sweep=still)
+        # The attempts so far were attempts of another candidate.
+        attempt = ["gates.attempt=1"] if config.gates.attempt > 1 else []
+        command = command_line(base, f"kv={finer.name}", *attempt, sweep=still)
         return NextStep(why=f"judge {finer.name}, which keeps more", command=command)
     why = "no finer uniform policy is left: search formats by layer and side"
     return NextStep(why=why, command=standing(config, "tune"))

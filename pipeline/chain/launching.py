@@ -48,7 +48,7 @@ RAY_OVERRIDES = (
     "++hydra.launcher.ray.remote.max_calls=1",  # one process per job, which frees all its memory
 )
 
-NOT_OF_THE_LAUNCHER: tuple[type[Exception], ...] = (Refusal, TypeError, AttributeError, PicklingError)
+KVGATE_ERRORS: tuple[type[Exception], ...] = (Refusal, TypeError, AttributeError, PicklingError)
 """Exceptions that are not the launcher's: refusals, and pickle's errors for a job that cannot be sent (defects of kvgate)."""
 ENDING_S = 5.0
 LAST_LINES_S = 1.0
@@ -148,7 +148,7 @@ def launcher_errors(name: str) -> Iterator[None]:
     """Turn an exception of a launcher into a refusal: a wrong key or a dead process."""
     try:
         yield
-    except NOT_OF_THE_LAUNCHER:
+    except KVGATE_ERRORS:
         raise
     except Exception as error:
         command = error.__cause__ if isinstance(error.__cause__, CalledProcessError) else None  # such as sbatch

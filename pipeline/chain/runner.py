@@ -69,7 +69,7 @@ def run(planned: Plan, sweep: str) -> int:
         Exception: A defect.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
-    jobs = JobRunner(sweep, planned.names, planned.arguments or (), sweeping, beside_others=planned.launcher != BASIC)
+    jobs = JobRunner(sweep, planned.names, planned.arguments or (), sweeping, concurrent=planned.launcher != BASIC)
     with holding(config):  # held between the jobs of a sweep too
         start(planned)
         previous = None
@@ -142,7 +142,7 @@ class JobRunner:
     arguments: tuple[str, ...]
     """The arguments of the command, which a next command repeats."""
     sweeping: bool = True
-    beside_others: bool = True
+    concurrent: bool = True
     """Whether a launcher runs the jobs."""
 
     def __call__(self, composed: DictConfig) -> Ended:
@@ -157,7 +157,7 @@ class JobRunner:
 
     def place(self, number: int, config: Config) -> console.JobPlace:
         """Return the place of a job, by its number from 0."""
-        return console.JobPlace(config.stage, self.names[number], number + 1, len(self.names), self.beside_others)
+        return console.JobPlace(config.stage, self.names[number], number + 1, len(self.names), self.concurrent)
 
     def run(self, number: int, config: Config) -> None:
         """Announce and run a job, and record its exit code if it judges. A killed promotion is an unfinished job."""

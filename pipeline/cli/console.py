@@ -56,25 +56,25 @@ class JobPlace:
     stage: str
     policy: str
     number: int = 1
-    of: int = 1
+    total: int = 1
     """Number of jobs of the command."""
-    beside_others: bool = False
+    concurrent: bool = False
     """Whether concurrent jobs share a terminal. A bar would overwrite the lines of other jobs."""
 
     @property
     def place(self) -> str:
         """`job 2 of 5: `; empty if it is the only job."""
-        return f"job {self.number} of {self.of}: " if self.of > 1 else ""
+        return f"job {self.number} of {self.total}: " if self.total > 1 else ""
 
     @property
     def name(self) -> str:
         """Prefix of the job's lines, `job 2 of 5 int8: `; empty if it is the only job."""
-        return printable(f"{self.place[:-2]} {self.policy}: ") if self.of > 1 else ""
+        return printable(f"{self.place[:-2]} {self.policy}: ") if self.total > 1 else ""
 
     @property
     def fields(self) -> dict[str, object]:
         """Fields of the job in a JSON line."""
-        return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.of}
+        return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.total}
 
 
 def _write(fields: Mapping[str, object]) -> None:

@@ -130,7 +130,7 @@ def show_progress(title: str) -> "Iterator[Progress]":
         yield lambda label, _, total: None if total else log_line(label, {})
         return
     job = console.HANDLER.job
-    drawn = console.HANDLER.mode == "human" and console.err.is_terminal and not (job is not None and job.beside_others)
+    drawn = console.HANDLER.mode == "human" and console.err.is_terminal and not (job is not None and job.concurrent)
     phases = Phases(f"{job.place if job is not None else ''}{title}", console.err if drawn else None)
     lines = _repeated(lambda: log_line(*describe_task(phases.task)))
     with _showing, phases.bars if drawn else lines:

@@ -216,7 +216,7 @@ def _sweep(overrides: list[Override], hydra: DictConfig, parser: OverridesParser
     jobs, job_overrides = _configs(([*hydras, *job] for job in _jobs(ours)), _swept(hydra))
     alone = next((job for job in jobs if not job.facts.sweepable), None)
     if alone is not None and alone.facts.plans:
-        raise UserError(f"stage={alone.stage}: looks at every policy in one run; leave -m and experiment= out")
+        raise UserError(f"stage={alone.stage}: compares all policies in one run; leave out -m and experiment=")
     if alone is not None:
         raise UserError(f"stage={alone.stage}: works on the whole work directory, so it cannot run as a sweep; leave -m out")
     return Plan(jobs, job_overrides, sweeping=True, swept_keys=swept_keys, launcher_overrides=tuple(lines))

@@ -102,7 +102,7 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
         (override.is_delete(), "a key cannot be removed; write KEY=VALUE, as in gates.min_recovery=0.9"),
-        (key == "backend.name", f"is not a key of the user's; write backend={line.partition('=')[2]}"),
+        (key == "backend.name", f"cannot be set by itself; write backend={line.partition('=')[2]}"),
         (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
         (SHARED.match(key) and override.is_sweep_override(), "the jobs of a sweep share it; give one value"),
@@ -135,7 +135,10 @@ def _hydra_problem(override: Override, line: str) -> str | None:
 
 
 def _check_option(path: Path, folder: Path) -> None:
-    """Refuse a file of --config-dir that Hydra would ignore, that is not YAML, or that is costly: aliases make it gigabytes."""
+    """Refuse a file of --config-dir that Hydra would ignore, that is not YAML, or that uses aliases.
+
+    Aliases can expand a small file to gigabytes.
+    """
     if path.suffix != ".yaml":
         raise UserError(f"--config-dir: {path}: is not read; name it {path.stem}.yaml")
     if (CONF / path.relative_to(folder)).is_file():

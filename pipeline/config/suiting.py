@@ -8,7 +8,7 @@ from pathlib import Path
 from stages.checkpoints.files import read_json
 from stages.checkpoints.gguf.header import read_header
 from stages.checkpoints.places import locate_checkpoint
-from stages.core.errors import OF_THE_MACHINE, MissingRequirement, UserError
+from stages.core.errors import MACHINE_ERRORS, MissingRequirement, UserError
 
 AUTO = "auto"
 SUITING = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}
@@ -30,7 +30,7 @@ def is_tiny(path: str) -> bool:
         if checkpoint.is_file():
             return _is_converted(checkpoint, tokenizer)
         return (checkpoint / TOKENIZER).is_file() and cmp(checkpoint / TOKENIZER, tokenizer, shallow=False)
-    except (*OF_THE_MACHINE, UserError, MissingRequirement):
+    except (*MACHINE_ERRORS, UserError, MissingRequirement):
         return False
 
 

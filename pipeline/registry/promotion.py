@@ -167,8 +167,8 @@ class Engines:
     def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
 
-        Of the `judged` candidates, which a summary provides, only the version numbers count. The present champion stays if no
-        candidate is better, except if there is a `name`.
+        Only the version numbers of `judged` are used; everything else is read again from the registry. The present champion
+        stays if no candidate is better, except if there is a `name`.
 
         Raises:
             GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
@@ -277,7 +277,7 @@ def choose_champion(candidates: Sequence[Candidate], rolled_back: Mapping[str, s
     """Return the best candidate that passed. Raises GateRefusal if all are excluded.
 
     The candidate with the most live tokens wins. Between equals, other engines win over the reference engine, then the lowest
-    mean KL wins. `rolled_back` has the digests of reports whose engines were rolled back; these candidates are excluded.
+    mean KL wins. Candidates whose report digest is a key of `rolled_back` are excluded.
     """
     best = max(
         (candidate for candidate in candidates if candidate.verdict == "PASS" and candidate.report.digest not in rolled_back),

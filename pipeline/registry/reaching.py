@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pipeline.registry.tracking import Location
 from pipeline.store.locks import UNTIL, announced
-from stages.core.errors import OF_THE_MACHINE, MissingRequirement, Refusal, UserError
+from stages.core.errors import MACHINE_ERRORS, MissingRequirement, Refusal, UserError
 from stages.core.redaction import redact_text
 
 QUIET_S = 5.0
@@ -31,7 +31,7 @@ BAD_INPUT = {
     "does not permit this (403); use an account that may write there": ("PERMISSION_DENIED",),
     "is not an MLflow server; give the root of one": ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
     "is not an address; percent-encode the special characters of its password (/ is %2F)": ("Invalid url",),
-    "is of another release of MLflow; back it up and run `mlflow db upgrade` with the newest that used it, or name another": (
+    "has the schema of another MLflow; back it up and run `mlflow db upgrade` of the newest that used it, or name another": (
         "out-of-date database schema",
         "Can't locate revision",
     ),
@@ -64,7 +64,7 @@ def reached(location: Location) -> Iterator[None]:
         with announced(message, QUIET_S, limit):
             yield
     except Exception as error:
-        of_machine = isinstance(error, OF_THE_MACHINE) and type(error).__module__ == "builtins"  # requests derives from OSError
+        of_machine = isinstance(error, MACHINE_ERRORS) and type(error).__module__ == "builtins"  # requests derives from OSError
         if of_machine or isinstance(error, Refusal) or getattr(error, "error_code", None) in HANDLED:
             raise
         raise _problem(location, error) from error

@@ -312,7 +312,7 @@ def context_partials(
     if not sequences or not tokens:
         raise ValueError(f"lengths and query need at least one sequence and one new token, got {sequences} and {tokens}")
     if query_starts is None and tokens % sequences:
-        raise ValueError(f"query_starts must be given: {tokens} tokens are not as many for each of {sequences} sequences")
+        raise ValueError(f"query_starts is required: {tokens} tokens cannot be divided evenly among {sequences} sequences")
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
     rows = -(-tokens * (q_heads // layout.kv_heads) // sequences)

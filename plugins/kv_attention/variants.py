@@ -40,9 +40,9 @@ From five on Triton holds two tiles, so that one is copied while the other is us
 SM_SHARED = {80: 164 * 1024, 87: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
 """Bytes of shared memory of an SM by compute capability; others have 100 KB. A program takes 1 KB more than it asks for."""
 
-UNDER_WAY = 57 * 1024
-"""Bytes of tiles that an SM has under way, one tile per program. With fewer bytes the memory waits; with more programs come
-more parts to join (benchmarks/results/attention_variants_h200.json)."""
+IN_FLIGHT_BYTES = 57 * 1024
+"""Target bytes of tile loads in flight per SM, one tile per program. Fewer bytes leave bandwidth idle; more programs make more
+parts to reduce (benchmarks/results/attention_variants_h200.json)."""
 
 REDUCE_WARPS, REDUCE_PARTS = 1, 8
 """Warps of decode_reduce, and parts of a sequence that it reads at once."""
@@ -174,7 +174,7 @@ def decode_variant(setting: Setting) -> Variant:
         maxnreg=MAX_REGISTERS,
         shared_bytes=shared,
         sm_shared=SM_SHARED.get(sm or 0, Variant.sm_shared),
-        most=max(1, UNDER_WAY // tile_bytes),
+        most=max(1, IN_FLIGHT_BYTES // tile_bytes),
     )
 
 

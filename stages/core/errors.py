@@ -46,9 +46,9 @@ SEVERITY = (0, 3, 4, 2, INTERRUPTED, DEFECT)
 """Exit codes from good to bad. A sweep exits with the worst code of its jobs."""
 
 
-OF_THE_MACHINE = (OSError, MemoryError)
+MACHINE_ERRORS = (OSError, MemoryError)
 """Built-in exceptions that the machine causes: missing disk space, permission or memory."""
-OF_INPUT = (RecursionError, UnicodeError)
+INPUT_ERRORS = (RecursionError, UnicodeError)
 """Built-in exceptions that input causes: nesting too deep for a parser, or invalid text."""
 STORES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "psycopg", "psycopg2", "pymysql")
 """Libraries whose exceptions mean that the tracking store failed."""
@@ -77,9 +77,9 @@ def exit_code(error: BaseException) -> int:
     code_of_kind = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
     if code_of_kind is not None:
         return code_of_kind
-    if isinstance(error, OF_INPUT):
+    if isinstance(error, INPUT_ERRORS):
         return EXIT_CODES[UserError]
-    if isinstance(error, OF_THE_MACHINE) or _is_of((*STORES, *CLUSTERS), error):
+    if isinstance(error, MACHINE_ERRORS) or _is_of((*STORES, *CLUSTERS), error):
         return EXIT_CODES[MissingRequirement]
     return DEFECT
 
@@ -98,7 +98,7 @@ def describe(error: BaseException) -> str:
         return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")
     if isinstance(error, MemoryError):
         return "this machine's memory is used up; free some, or lower workloads.batch_size and workloads.load"
-    if isinstance(error, OF_INPUT):
+    if isinstance(error, INPUT_ERRORS):
         return f"an input is nested too deeply, or is not text ({text}); correct it; {hint}"
     if _is_of(STORES, error):
         return f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"

@@ -177,8 +177,8 @@ def in_own_words(sample: ScoredSample, greedy: Greedy) -> EncodedSample | None:
         return None
     if probability(sample.result.statistics.baseline_nll, encoded) >= UNLIKELY:
         return None
-    said = greedy.with_stop(answer.tokens, encoded)
-    return encoded.answered(said) if tuple(said) != encoded.reference else None
+    own_answer = greedy.with_stop(answer.tokens, encoded)
+    return encoded.answered(own_answer) if tuple(own_answer) != encoded.reference else None
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:

@@ -276,7 +276,7 @@ class KVPolicy(StrictModel):
 
     @property
     def takes_effect(self) -> dict[str, int]:
-        """Return the keys that only affect long sequences, each with the shortest affected length in tokens."""
+        """Keys that only affect long sequences, each with the shortest affected length in tokens."""
         tokens: dict[str, int] = {}
         if self.exact_tokens and self.quantized:
             tokens["kv.recent_tokens" if self.recent_tokens else "kv.sink_tokens"] = self.exact_tokens + 1

@@ -52,7 +52,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("-m kv=int8,fp8 kv=fp8,int8", "kv=fp8,int8: contradicts kv=int8,fp8"),
     ("-m kv=int8 dry=true,false", "dry=true,false: the jobs of a sweep share it; give one value"),
     ("~gates.max_mean_kl", "~gates.max_mean_kl: a key cannot be removed"),
-    ("backend.name=vllm", "backend.name=vllm: is not a key of the user's; write backend=vllm"),
+    ("backend.name=vllm", "backend.name=vllm: cannot be set by itself; write backend=vllm"),
     ("workloads.samples={'copy':20}", "quote its texts, but no names, as in 'workloads.samples={name:"),
     ("kv=fp8,int8", "kv=fp8,int8: several values need a sweep; add -m"),
     ("model.path=/data/modèle/[7b]#a=b", "model.path=/data/modèle/[7b]#a=b: no such directory"),

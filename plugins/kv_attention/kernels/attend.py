@@ -1,4 +1,4 @@
-"""Attention to tiles of the cache, as decoding and several new tokens share it: one tile, a range of pages, the exact tokens.
+"""Tile-level attention that the decode and context kernels share: one tile, a range of pages, the exact tokens.
 
 Shapes: N columns, which are query rows, T tokens of a tile, D head_dim, C channels of a chunk of a value row.
 """

@@ -150,7 +150,8 @@ def _exact_part(
 ):  # fmt: skip
     """Attend to the current token, the sinks and the recent tokens, all unquantized.
 
-    part: Last column of the program's row of the work list; the row's first page is 0.
+    part: Last column of the program's row of the work list. `part - 2` points to the row's first page, which is 0, because
+        attend_exact needs a pointer to 0.
     """
     m, l, sums = _seed(True, score_new, value_new, 1.0, N, D, "fp16", 1)
     m, l, sums = attend_exact(

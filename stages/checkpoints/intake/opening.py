@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.files import refusal
-from stages.core.errors import OF_THE_MACHINE, UserError, short
+from stages.core.errors import MACHINE_ERRORS, UserError, short
 from stages.core.streams import nobody_reads
 
 TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
@@ -55,7 +55,7 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
             tokenizer = load_tokenizer(directory)
             first, other = (tokenizer(text, verbose=False)["input_ids"] for text in TEXTS[:2])
             decoded = tokenizer.decode(other, skip_special_tokens=True).strip()
-    except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
+    except (UserError, KeyboardInterrupt, SystemExit, *MACHINE_ERRORS):
         raise
     except BaseException as error:  # tokenizers panics and raises bare exceptions; transformers raises many types
         detail = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)

@@ -52,7 +52,7 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: 
     refused = refusals(info, policy)
     if NATIVE_DOMAIN.encode() in model.SerializeToString():
         # The kernel trusts the attributes of its operators, so only this function may write them.
-        raise UserError(f"{mode}.onnx: it names {NATIVE_DOMAIN}, which no bundle does: build the engine again")
+        raise UserError(f"{mode}.onnx: holds a node of the reserved domain {NATIVE_DOMAIN}; build the engine again")
     nodes = {node.op_type: node for node in model.graph.node if node.domain == DOMAIN}
     bodies = {body.name: body for body in model.functions}
     for layer in range(info.layers):

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass
 class Counts:
-    """Counts and maxima of a run, see `StressResult`."""
+    """Counts and maxima of a run; `StressResult` has their meanings."""
 
     requests: int = 0
     rows: int = 0
@@ -115,7 +115,7 @@ class StressTest:
         return tokens
 
     def text(self, count: int) -> list[int]:
-        """Draw tokens with what random tokens lack: special tokens at the ends, and blocks that repeat."""
+        """Draw random tokens, sometimes with special tokens at the ends or a repeated block."""
         tokens, block = self.draw(count), 16 << self.randint(0, 2)
         for place in (0, -1):
             if self.special and self.rng.random() < 1 / 4:

@@ -75,7 +75,7 @@ def batch(test: StressTest) -> None:
     more = [test.sequence("a prompt that joins", test.randint(1, 41), test.randint(1, 3)) for _ in range(test.largest // 2 + 1)]
     whole = sequences[max(1, len(sequences) - 2) :]
     asked = [*more, *sequences]  # long prompts wait, too
-    limits = [len(one.ahead) if one in whole or one in more else min(2, len(one.ahead)) for one in asked]
+    limits = [len(row.ahead) if row in whole or row in more else min(2, len(row.ahead)) for row in asked]
     for sequence, answer in zip(asked, test.ask(asked, limits), strict=True):
         sequence.ahead[: len(answer)] = answer
     test.serve(sequences)
@@ -126,9 +126,10 @@ def offsets_and_borders(test: StressTest, size: int, most: int) -> list[int]:
 def equal(test: StressTest) -> None:
     """Decode prompts that have tokens in common.
 
-    Equal prompts diverge within a page and past its end. Other prompts differ in their last token, from the last token of a
-    page on, or before an equal page, which a third has at another place. Then prompts follow that begin like the last released
-    sequence: up to a few tokens around the end of a page, and with all of its tokens.
+    - Equal prompts decode different tokens, within a page and past its end.
+    - Prompts share a page with different tokens before it; a third prompt has this page at another place.
+    - Prompts are equal up to the last token of a page, or up to their own last token.
+    - Prompts begin like the last released sequence: up to a few tokens around the end of a page, or with all of its tokens.
     """
     prompt = test.draw(PAGE_TOKENS - test.randint(1, 2 * STEPS - 1))
     role = f"equal prompts of {len(prompt)} tokens that part"
@@ -175,6 +176,14 @@ def prefix(test: StressTest) -> None:
         return
     count = min(test.randint(KEPT_CHUNKS // 2, KEPT_CHUNKS), (test.max_tokens - PAGE_TOKENS) // chunk)
     beginning = test.draw(count * chunk)
+    _whole_parts(test, beginning, chunk)
+    _drawn_parts(test, beginning, chunk)
+    _dropped_parts(test, beginning, chunk)
+
+
+def _whole_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
+    """Run prompts one by one that share whole chunks of a beginning, or that differ from it in one token or one chunk."""
+    count = len(beginning) // chunk
     alike = [
         (f"prompt {number} with one beginning", [*beginning[: kept * chunk], *test.draw(more)])
         for number, (kept, more) in enumerate(((1, 5), (count, 5), (count, 40)), 1)
@@ -202,7 +211,11 @@ def prefix(test: StressTest) -> None:
             test.decode(sequence)
             test.extend(sequence, test.randint(1, STEPS))
         test.finish([sequence])
-    together = min(3, test.largest)
+
+
+def _drawn_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
+    """Run prompts in small batches that reuse drawn parts of a beginning, with turns and forks."""
+    count, together = len(beginning) // chunk, min(3, test.largest)
     for number in range(0, HITS, together):
         rests = (1, chunk - 1, chunk, chunk + 1, test.randint(2, chunk), test.randint(2, 2 * chunk))
         prompts = [
@@ -219,6 +232,10 @@ def prefix(test: StressTest) -> None:
         if isinstance(test.engine, SupportsFork) and together < test.largest:
             rows.append(test.fork(rows[-1], "a fork of a prompt with a kept beginning", STEPS))
         test.finish(rows)
+
+
+def _dropped_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
+    """Reuse a beginning after many unrelated prompts, and drop it while a sequence still uses its pages."""
     for _ in range(FLOODS):
         other = ForcedSequence("", test.draw(test.max_tokens - 1), watched=False)
         test.prefill(other)

@@ -40,8 +40,8 @@ def walk(test: StressTest) -> None:
     chunk, most = test.engine.prefill_chunk, test.max_tokens - PAGE_TOKENS // 2
     beyond = [tile + min(8, int(test.rng.geometric(1 / 2))) for tile in (256, chunk)]
     lengths = [length for length in (*TILES, chunk, *beyond, test.randint(430, 980)) if length <= most]
-    some = test.rng.permutation(lengths)[: math.ceil(test.share * len(lengths))]
-    long = [test.sequence("a long prompt", int(length)) for length in some]
+    chosen = test.rng.permutation(lengths)[: math.ceil(test.share * len(lengths))]
+    long = [test.sequence("a long prompt", int(length)) for length in chosen]
     if isinstance(test.engine, SupportsRequests):
         for sequence in long[: test.largest]:
             sequence.ahead = test.draw(LAST_STEPS)
@@ -72,7 +72,7 @@ class Walk:
         policy, most = test.engine.policy, test.max_tokens
         window = most if policy.window is None else policy.window.tokens
         self.longest_turn = max(test.engine.prefill_chunk, min(window, policy.latest_tokens(test.engine.shape) or most))
-        """A longer turn would read tokens of its own from the cache that are dropped before they can be recorded."""
+        """Maximum tokens of a turn: all of its tokens are still in the cache when they are recorded."""
         self.short = self._lengths(PAGE_TOKENS, min(3 * PAGE_TOKENS, most // 2))
         self.turns = itertools.chain(TURN_TILES, self._lengths(16, min(self.longest_turn, most // 4)))
         self.borders = iter(BORDERS * RUNS)
@@ -116,7 +116,10 @@ class Walk:
             self.last = rows
 
     def join(self) -> None:
-        """Start prompts in one call, some of them long or with another's beginning. They join the last rows in front."""
+        """Start prompts in one call, some of them long or with another's beginning.
+
+        In the next step they come before the rows of the last step.
+        """
         joining = list[ForcedSequence]()
         count = self.test.randint(1, PROMPTS_AT_ONCE)
         self._make_room(count)
@@ -180,9 +183,9 @@ class Walk:
         return [rows[place] for place in self.rng.permutation(len(rows))]
 
     def alone(self) -> None:
-        """Decode every row alone, after a row of similar length: rows with as many pages follow each other.
+        """Decode each row in a batch of one, so that rows with equally many pages follow each other.
 
-        Half of the rows decode the same token.
+        The lengths first rise and then fall. Half of the rows decode the same token.
         """
         rows, common = sorted(self.rows, key=lambda row: len(row.tokens)), self.test.draw(1)
         for row in [*rows, *rows[::-1]]:

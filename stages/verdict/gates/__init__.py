@@ -57,9 +57,9 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
     looks = max(row.round for row in rows)
     for number in range(1, looks + 1):
         evidence = replace(whole, rows=[row for row in rows if row.round <= number])
-        found = {(check.gate, check.where): check for check in _look(evidence, thresholds, number)}
-        failed |= {place: check for place, check in found.items() if check.status == "FAIL"}
-    checks = [*(found | failed).values(), *(check for checked in CHECKS for check in checked(whole, thresholds))]
+        latest = {(check.gate, check.where): check for check in _look(evidence, thresholds, number)}
+        failed |= {place: check for place, check in latest.items() if check.status == "FAIL"}
+    checks = [*(latest | failed).values(), *(check for checked in CHECKS for check in checked(whole, thresholds))]
     order = [gate.value for gate in Gate]
     checks.sort(key=lambda check: order.index(check.gate))
     following = thresholds.next_attempt

@@ -75,7 +75,7 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
     written = stderr(monkeypatch, terminal)
-    console.begin(console.JobPlace("evaluate", "fp8", 2, 5, beside_others=terminal))
+    console.begin(console.JobPlace("evaluate", "fp8", 2, 5, concurrent=terminal))
     with show_progress("round fp8 1/5") as update:
         wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: 0 s so far\n")
         update(TOKENS, 8, 9)

@@ -120,7 +120,7 @@ def test_an_unknown_launcher_or_one_that_names_code_is_refused(name: str) -> Non
     [
         ("stage=promote", "stage=promote: works on the whole work directory.*leave -m out"),
         ("stage=evaluate,rollback", "stage=rollback: works on the whole work directory"),
-        ("stage=recommend", "stage=recommend: looks at every policy in one run"),
+        ("stage=recommend", "stage=recommend: compares all policies in one run"),
     ],
 )
 def test_no_job_of_a_sweep_promotes_or_plans(asked: str, why: str) -> None:

@@ -192,8 +192,8 @@ static Region find_region(const Call *call, int row, int number, int step) {
   return region;
 }
 
-/* Return whether new token `step` reads an exact slot. A recent slot holds the newest token with its index as residue. */
-static int exact_counts(const Layer *layer, int length, int slot, int step) {
+/* Return whether new token `step` reads an exact slot. Recent slot i holds the newest cached token whose position modulo `recent` is i. */
+static int reads_exact_slot(const Layer *layer, int length, int slot, int step) {
   int low = first_token(layer, length + step);
   if (slot < layer->sink) return slot >= low && slot < length;
   int newest = length - 1, age = (newest - (slot - layer->sink)) % layer->recent;
@@ -254,7 +254,7 @@ static void attend_unit(void *argument, size_t number) {
     if (!region.key_table) {
       int any = 0;
       for (int t = 0; t < view.last; t++) {
-        int counts = exact_counts(call->layer, call->lengths[unit->row], page * PAGE + t, 0);
+        int counts = reads_exact_slot(call->layer, call->lengths[unit->row], page * PAGE + t, 0);
         for (int q = 0; q < GROUP && !counts; q++) scores[q][t] = -INFINITY;
         any |= counts;
       }

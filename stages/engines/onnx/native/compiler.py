@@ -145,7 +145,7 @@ def cache_folder() -> Path:
     except OSError as error:
         raise UserError(f"{error.filename}: compiled kernels cannot be kept there ({error.strerror}); {fix}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise UserError(f"{folder}: code is loaded from there, so that it must be a folder of yours with mode 0700; {fix}")
+        raise UserError(f"{folder}: kernels are loaded from this folder, so you must own it and its mode must be 0700; {fix}")
     return folder
 
 

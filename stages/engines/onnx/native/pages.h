@@ -21,10 +21,10 @@ INLINE void stored_floats(int kind, const uint8_t *from, int groups, float *to) 
 /* How stored scales apply: per row (or not at all), per vector, or per vector with a zero point. */
 enum { ROWS, SCALED, AFFINE };
 
-INLINE Vec dequantized(int kind, int mode, const uint8_t *row, int v, const float *scales, const float *zeros, const int *of) {
+INLINE Vec dequantized(int kind, int mode, const uint8_t *row, int v, const float *scales, const float *zeros, const int *group) {
   Vec x = widen(kind, row, v);
-  if (mode == SCALED) x = x * scales[of[v]];
-  if (mode == AFFINE) x = x * scales[of[v]] + zeros[of[v]];
+  if (mode == SCALED) x = x * scales[group[v]];
+  if (mode == AFFINE) x = x * scales[group[v]] + zeros[group[v]];
   return x;
 }
 
@@ -36,8 +36,8 @@ INLINE void fetch(const uint8_t *row, int bytes) {
 /* Compute scores (GROUP, PAGE) for tokens [first, last), rounded to blocks of LANES. `scales`, `zeros`: (PAGE, groups). */
 INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
                         const float *scales, const float *zeros, const float (*query)[HEAD_DIM], float (*scores)[PAGE]) {
-  int of[VECTORS];
-  for (int v = 0; v < VECTORS; v++) of[v] = v * groups / VECTORS;
+  int group[VECTORS];
+  for (int v = 0; v < VECTORS; v++) group[v] = v * groups / VECTORS;
   for (int base = page->first / LANES * LANES; base < page->last; base += LANES) {
     Vec quarters[BLOCK][4];
 #pragma GCC unroll 4
@@ -52,7 +52,7 @@ INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, con
         fetch(page->next_keys + (row - codes), row_bytes(kind));
 #pragma GCC unroll 16
         for (int v = 0; v < VECTORS; v++) {
-          Vec x = dequantized(kind, mode, row, v, scale, zero, of);
+          Vec x = dequantized(kind, mode, row, v, scale, zero, group);
 #pragma GCC unroll 16
           for (int q = 0; q < count; q++) {
             Vec y = load(query[q] + LANES * v);
@@ -74,8 +74,8 @@ INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, con
 /* Add the page's values, weighted by (GROUP, PAGE), to sums (GROUP, HEAD_DIM). */
 INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
                         const float *scales, const float *zeros, const float (*weights)[PAGE], float (*sums)[HEAD_DIM]) {
-  int of[VECTORS];
-  for (int v = 0; v < VECTORS; v++) of[v] = v * groups / VECTORS;
+  int group[VECTORS];
+  for (int v = 0; v < VECTORS; v++) group[v] = v * groups / VECTORS;
   Vec total[BLOCK][VECTORS];
 #pragma GCC unroll 16
   for (int q = 0; q < count; q++)
@@ -87,7 +87,7 @@ INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, con
     fetch(page->next_values + (row - codes), row_bytes(kind));
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; v++) {
-      Vec x = dequantized(kind, mode, row, v, scale, zero, of);
+      Vec x = dequantized(kind, mode, row, v, scale, zero, group);
 #pragma GCC unroll 16
       for (int q = 0; q < count; q++) total[q][v] = total[q][v] + x * weights[q][token];
     }

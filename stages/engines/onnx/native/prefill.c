@@ -158,7 +158,7 @@ static void attend_block(const Call *call, const Block *block, const Unit *unit,
     if (unit && unit->region == EXACT) {
       int found = 0;
       for (int t = 0; t < span->last; t++) {
-        int counts = exact_counts(call->layer, call->lengths[unit->row], unit->page * PAGE + t, first + i);
+        int counts = reads_exact_slot(call->layer, call->lengths[unit->row], unit->page * PAGE + t, first + i);
         for (int q = 0; q < GROUP && !counts; q++) scores[i * GROUP + q][t] = -INFINITY;
         found |= counts;
       }

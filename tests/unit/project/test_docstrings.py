@@ -1,0 +1,20 @@
+"""Docstrings describe the parameters that their functions have."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+ARGUMENT = re.compile(r"^ {4}(\w+): ", re.M)
+
+
+def test_described_arguments_exist() -> None:
+    wrong = []
+    for path in (path for room in ("pipeline", "stages", "plugins") for path in sorted((ROOT / room).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                section = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
+                names = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+                missing = [name for name in ARGUMENT.findall(section) if name not in names]
+                wrong += [f"{path.relative_to(ROOT)}: {node.name} has no parameter {name}" for name in missing]
+    assert wrong == []
