@@ -90,7 +90,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
             needed[name] = max(count, needed.get(name, 0))
     open_checks = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
     headings = dict.fromkeys(check.gate.heading[0].lower() + check.gate.heading[1:] for check in open_checks)
-    state = f"{', '.join(candidate.name for candidate in undecided)}: open is {', '.join(headings)}"
+    state = f"{', '.join(candidate.name for candidate in undecided)}: undecided: {', '.join(headings)}"
     following = config.gates.next_attempt
     # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
     alpha = config.gates.pass_alpha if following is None else following.pass_alpha
@@ -102,7 +102,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
         return NextStep(why=f"{state}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
     if following is None or questions.largest > MAX_QUESTIONS:
         step = _judge_finer(config, undecided, base, swept)
-        return step.model_copy(update={"why": f"{state}, and another attempt would not decide it: {step.why}"})
+        return step.model_copy(update={"why": f"{state}; no further attempt can decide it; {step.why}"})
     only_policies = all(key == "kv" for key in swept)
     changes = [*questions.overrides, f"gates.attempt={following.attempt}"]
     if swept and only_policies:
@@ -126,7 +126,7 @@ def _reason_against_more(open_checks: Sequence[Check], *, counted: bool, possibl
 
 
 def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
-    """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
+    """Return a step that judges the next policy with more bytes than all judged ones; if there is none, a search by layer."""
     shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
     largest = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
     ladder = load_policies("kv", config.backend.finer)

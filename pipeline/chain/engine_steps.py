@@ -61,7 +61,7 @@ class EngineSteps(Artifacts):
         return file_digest(path)
 
     def watch(self, path: Path) -> None:
-        """Let the command fail if the user's file changes before its artifact is made."""
+        """Record the state of a user's file. The command fails if the file changes before its artifact is made."""
         self._watched.setdefault(path, _state(path))
 
     def digest_of_model(self, checkpoint: Path) -> str:

@@ -172,7 +172,7 @@ def _check_context(config: Config, checkpoint: CheckpointInfo, key: str, tokens:
     """
     limit, limited = _context(config, checkpoint)
     if tokens > limit:
-        raise UserError(f"{key}: {limited} tokens, this has {tokens:,}: {tokens - limit:,} too many; lower it")
+        raise UserError(f"{key}: got {tokens:,} tokens, {tokens - limit:,} too many ({limited} tokens); lower it")
     if config.backend.in_process:
         cache = sequences * max(policy.sequence_bytes(checkpoint.shape, tokens) for policy in (config.kv, FP16_POLICY))
         check_memory(key, cache, sequences, tokens, batch_key)

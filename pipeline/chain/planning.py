@@ -139,8 +139,8 @@ def _require_room(capacity: Capacity) -> None:
     roomiest = max(capacity.policies, key=lambda entry: (entry.requests, -entry.mix_bytes))
     if roomiest.requests < needed:
         raise GateRefusal(
-            f"capacity.concurrency={needed}: no policy admits this many requests, {roomiest.name} at most {roomiest.requests}; "
-            "give more memory, shorter capacity.contexts, or ask fewer"
+            f"capacity.concurrency={needed}: no policy admits this many requests, and {roomiest.name} admits the most, "
+            f"{roomiest.requests}; give more memory or shorter capacity.contexts, or lower capacity.concurrency"
         )
 
 
@@ -159,7 +159,7 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
     try:
         inspect_checkpoint(path)
     except UserError:
-        return {}, ["the model's weights are not here: evidence is taken to be about it by its name and its bytes per token"]
+        return {}, ["the model's weights are not here: evidence is matched only by the model's name and its bytes per token"]
     return {"checkpoint": EngineSteps(config, Store(config.artifacts)).checkpoint_digest}, []
 
 
@@ -216,7 +216,7 @@ def _other_use(config: Config, files: dict[str, str], identity: Identity) -> str
     """Return how the judged engine differs from the requested use, or None if it does not."""
     for name, digest in files.items():
         if identity.sources.get(name) != digest:
-            return f"it is of another {name} than model.path={config.model.path}"
+            return f"its {name} differs from the {name} of model.path={config.model.path}"
     engine = identity.link("engine").parts["config"]
     quantized = next((link.parts["config"] for link in identity.chain if link.parts["stage"] == "quantize"), {})
     for name, judged, configured in (
@@ -240,10 +240,10 @@ def tune(run: Run) -> None:
     if report.chosen is None:
         quantized = [entry for entry in report.measured if entry.policy.quantized]
         distances = [(entry.kl, entry.policy.name) for entry in quantized if entry.kl is not None]
-        closest = "the least is {:.1e}, of {}".format(*min(distances)) if distances else "none has a finite KL"
+        closest = "the smallest is {:.1e}, of {}".format(*min(distances)) if distances else "none has a finite KL"
         raise GateRefusal(
-            f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has so small a KL; {closest}. Raise it, or "
-            "add finer formats to tune.policies"
+            f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has a KL this small; {closest}; raise "
+            "tune.max_kl, or add finer formats to tune.policies"
         )
     chosen = next(entry for entry in report.measured if entry.policy.name == report.chosen)
     console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")

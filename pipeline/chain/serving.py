@@ -37,8 +37,8 @@ def promotable(config: Config) -> summary.Summary:
         last = judged
     if last.unfinished is not None and config.promote.name is None:
         raise GateRefusal(
-            f"stage=promote: {last.unfinished}; wait if it still runs, else run it again to finish it, promote one that "
-            "passed: promote.name=NAME, or look at another sweep: promote.sweep=ID"
+            f"stage=promote: {last.unfinished}; wait if it still runs; otherwise run it again, promote a candidate "
+            "that passed with promote.name=NAME, or use another sweep with promote.sweep=ID"
         )
     candidates_of(config, last)
     return last

@@ -100,7 +100,7 @@ def show_page(
 
 def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: str) -> None:
     """Print how to look at a sweep's runs in MLflow. A failure is a warning."""
-    with warn_on_error("MLflow's comparison is not there"):
+    with warn_on_error("the comparison in MLflow is not shown"):
         store = _store_of(config, candidates)
         if store is not None:
             url, command = compare_url(store.location, store.experiment_id, sweep), server_command(store.location)

@@ -39,7 +39,7 @@ err = Console(highlight=False, emoji=False, stderr=True)
 
 
 def relative(text: str) -> str:
-    """Return a text with paths below the current directory made relative. Among addresses, only SQLite's are changed."""
+    """Return a text with paths below the current directory made relative. In URLs, only `sqlite:///` paths change."""
     try:
         here = os.getcwd()
     except OSError:  # it was removed

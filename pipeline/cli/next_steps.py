@@ -49,7 +49,7 @@ def standing(config: Config, stage: str, *changes: str) -> str:
 def promotion_command(config: Config, *changes: str) -> str:
     """Return the command of a promotion, which decides by the same gates.
 
-    The Python of a backend is not in the evidence, and serving the engine needs it.
+    The command names the backend's Python, because serving needs it and the evidence does not record it.
     """
     python = config.backend.python if isinstance(config.backend, InterpreterConfig) else None
     python_keys = [] if python is None else [f"backend={config.backend.name}", f"backend.python={written(python)}"]

@@ -46,7 +46,7 @@ class Phases(ProgressColumn):
 
     def update(self, label: str, done: int, total: int) -> None:
         """Update the task of a label. Arguments: see `stages.core.records.Progress`."""
-        if label not in self._tasks or done < self._tasks[label].completed:  # of a new label, or of another round
+        if label not in self._tasks or done < self._tasks[label].completed:  # a new label, or a label that starts again
             self.bars.add_task(label, completed=done, total=total, first=done)
             self._tasks[label] = self.bars.tasks[-1]
         if self.task is not self._tasks[label]:

@@ -37,7 +37,7 @@ class PrunePlan:
     freed_bytes: int
     """Bytes freed by the removal. Files that a kept artifact still links to are not counted."""
     kept: dict[str, int]
-    """User of artifacts -> number of pieces whose first user it is."""
+    """User -> number of kept pieces. A piece with several users counts only for the first."""
     unpromotable: tuple[str, ...]
     """Registered versions whose evidence is removed."""
 
@@ -50,7 +50,7 @@ def prune(config: Config) -> None:
         return
     applied, lock = config.prune.apply, root / USE_LOCK
     if applied and lock.exists() and not os.access(lock, os.W_OK):
-        raise UserError(f"stage=prune: {lock} may not be written to by this user, so it cannot be held; give the permission")
+        raise UserError(f"stage=prune: {lock} cannot be locked, because this user may not write to it; grant write permission")
     exclusive: AbstractContextManager[list[str]] = alone(root) if applied else nullcontext([])
     with exclusive as processes:  # no command can change the needs meanwhile
         if processes:

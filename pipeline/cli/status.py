@@ -33,10 +33,10 @@ def show_status(config: Config) -> None:
     for sweep in recent:
         _show_sweep(sweep, inventory)
     if len(inventory.sweeps) > len(recent):
-        console.say(f"and {len(inventory.sweeps) - len(recent)} sweeps before them")
+        console.say(f"and {len(inventory.sweeps) - len(recent)} earlier sweeps")
     if inventory.pieces:
         console.show("artifacts", sizes("Artifacts", sorted(inventory.pieces, key=lambda piece: piece.kind)))
-        console.say(f"{decimal(distinct_bytes(inventory.pieces))} in all: kinds share files")
+        console.say(f"{decimal(distinct_bytes(inventory.pieces))} in total; files that several kinds share count once")
     if inventory.problems:
         lines = "\n".join(str(problem).splitlines()[0] for problem in inventory.problems)
         raise type(inventory.problems[0])(lines)

@@ -89,7 +89,7 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
     """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
 
-    A first look shows INCONCLUSIVE under another name. The report has all other reasons, conformance and warnings.
+    An INCONCLUSIVE first look is printed as FIRST LOOK. The report has all other reasons, conformance and warnings.
     """
     look = first_look and candidate.verdict == "INCONCLUSIVE"
     passed = candidate.verdict == "PASS"
@@ -141,9 +141,9 @@ def _reason(candidate: Candidate, champion: Candidate | None) -> str:
     if tokens < best_tokens:
         return f"passed, but the same memory holds fewer tokens ({tokens:,.0f} against {best_tokens:,.0f})"
     if is_least_preferred(candidate.backend) and not is_least_preferred(champion.backend):
-        return "passed, but the reference engine does not serve where another engine holds the same number of tokens"
+        return "passed, but the reference engine serves only if no other engine that passed holds as many tokens"
     kl, best_kl = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
-    return f"passed, but its mean KL is no lower ({kl:.1e} against {best_kl:.1e}) at equally many tokens in the same memory"
+    return f"passed and holds as many tokens in the same memory, but its mean KL is not lower ({kl:.1e} against {best_kl:.1e})"
 
 
 KIB, MIB = 1024, 1024**2

@@ -352,7 +352,7 @@ class MlflowStore(RegistryReader):
                 self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
 
     def set_left(self, workload: str, versions: set[str]) -> None:
-        """Set the versions that the route of a class left because they broke."""
+        """Record the broken versions that the route of a class has moved away from."""
         self.client.set_registered_model_tag(self.location.model_name, f"{LEFT}{workload}", ",".join(sorted(versions)))
 
 

@@ -2,7 +2,7 @@
 
 A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at MONITOR_ALPHA).
 It is **broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
-**unknown**: the number of requests is insufficient. Noise moves nothing. The bounds assume independent requests.
+**unknown**: there are too few requests. An unknown monitor alone moves no route. The bounds assume independent requests.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Snapshot(StrictModel):
 
 
 def read_snapshot(monitor: MonitorConfig) -> Snapshot:
-    """Read the snapshot. Raises UserError with its first problem, also if the snapshot is too old."""
+    """Read the snapshot. Raises UserError for its first problem, or if `taken_at` is more than MAX_AGE_S seconds from now."""
     where = f"monitor.snapshot={monitor.snapshot}"
     try:
         content = read_file(absolute(str(monitor.snapshot)), MAX_BYTES)
@@ -111,7 +111,7 @@ def _share_reading(kind: Literal["latency", "quality"], name: str, counted: Good
     lower = float(betaincinv(good, bad + 1, MONITOR_ALPHA)) if good else 0.0
     upper = float(betaincinv(good + 1, bad, 1 - MONITOR_ALPHA)) if bad else 1.0
     bounds = f"{100 * (1 - MONITOR_ALPHA):g} % bounds {lower:.4f} to {upper:.4f}"
-    text = f"{good:,} of {counted.of:,}, {bounds}, least {min_share:g}"
+    text = f"{good:,} of {counted.of:,}, {bounds}, minimum {min_share:g}"
     return Reading(kind, name, "broken" if upper < min_share else "holds" if lower >= min_share else "unknown", text)
 
 

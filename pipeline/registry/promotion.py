@@ -83,7 +83,7 @@ class Finding:
     status: Literal["same", "differs", "missing"]
     detail: str
     library_missing: bool = False
-    """Whether this machine lacks a library for the check; such a finding does not concern the evidence."""
+    """Whether the check could not run because a library is missing. Such a finding says nothing about the evidence."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.status}, {self.detail}"
@@ -125,7 +125,7 @@ class RegisteredEngine:
         return min(problems, key=lambda finding: finding.library_missing, default=None)  # missing libraries last
 
     def verify(self) -> None:
-        """Check the evidence again (once, because a replay takes seconds), the verdict and its reach.
+        """Check the evidence, the verdict and the limits again. The evidence is replayed only once, because that takes seconds.
 
         Raises:
             GateRefusal: the first problem.
@@ -135,7 +135,7 @@ class RegisteredEngine:
             raise (MissingRequirement if self._problem.library_missing else GateRefusal)(str(self._problem))
         if self.candidate.verdict != "PASS":
             reasons = "; ".join(self.candidate.reasons)
-            raise GateRefusal(f"decided again from its samples it is {self.candidate.verdict}: {reasons}")
+            raise GateRefusal(f"judged again from its recorded samples, it is {self.candidate.verdict}: {reasons}")
         beyond = self.limits.exceeded_by(self.built_for) if self.limits is not None else None
         if beyond is not None:
             raise GateRefusal(beyond)
@@ -194,7 +194,7 @@ class Engines:
                 return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
             since = self._rollback_times(current).get(best.report.digest)
             if since is not None and name is None:  # by another user during the replay
-                raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
+                raise GateRefusal(f"{best.name} is not promoted: it {_describe_rollback(best, since)}")
             tags = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
             registry.set_tags(best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
             if old is not None:
@@ -256,7 +256,7 @@ class Engines:
             bad, previous = current.aliases.get("champion"), current.aliases.get("previous")
             if bad is None or previous is None or previous == bad:
                 raise UserError(
-                    "stage=rollback: there is no previous champion to return to; run stage=promote with a better one"
+                    "stage=rollback: there is no previous champion to return to; promote another candidate with stage=promote"
                 )
             version = current.versions.get(previous)
             if version is None:
@@ -264,7 +264,7 @@ class Engines:
             try:
                 self.find(version).verify()
             except (GateRefusal, MissingRequirement) as error:
-                raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
+                raise type(error)(f"stage=rollback: version {previous} cannot become the champion again: {error}") from error
             if bad in current.versions:
                 gone = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None}
                 registry.set_tags(bad, {**gone, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()})
@@ -291,10 +291,11 @@ def choose_champion(candidates: Sequence[Candidate], rolled_back: Mapping[str, s
     lines = []
     for candidate in candidates:
         why = f" ({candidate.reasons[0]})" if candidate.reasons else ""
-        why = f", but it {_stays_back(candidate, rolled_back[candidate.report.digest])}" if candidate.verdict == "PASS" else why
+        if candidate.verdict == "PASS":
+            why = f", but it {_describe_rollback(candidate, rolled_back[candidate.report.digest])}"
         lines.append(f"{candidate.name}: {candidate.verdict}{why}")
     raise GateRefusal(f"no candidate passed: {'; '.join(lines)}")
 
 
-def _stays_back(candidate: Candidate, when: str) -> str:
+def _describe_rollback(candidate: Candidate, when: str) -> str:
     return f"was rolled back at {when}: judge it again on other samples, or request it with promote.name='{candidate.name}'"

@@ -29,9 +29,9 @@ BAD_INPUT = {
         "Invalid Host header",
     ),
     "does not permit this (403); use an account that may write there": ("PERMISSION_DENIED",),
-    "is not an MLflow server; give the root of one": ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
+    "is not an MLflow server; give a server's root URL": ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
     "is not an address; percent-encode the special characters of its password (/ is %2F)": ("Invalid url",),
-    "has the schema of another MLflow; back it up and run `mlflow db upgrade` of the newest that used it, or name another": (
+    "has the schema of another MLflow version; back it up and run `mlflow db upgrade` of the newest version that used it": (
         "out-of-date database schema",
         "Can't locate revision",
     ),
@@ -41,10 +41,10 @@ BAD_INPUT = {
     "cannot be used ({detail}); give a URI of SQLAlchemy": ("Can't load plugin", "Could not parse"),
 }
 MISSING = {
-    "did not answer within tracking.timeout_s={limit:g}; look at who keeps it busy, or give it longer": (
+    "did not answer within tracking.timeout_s={limit:g}; find out what keeps it busy, or raise tracking.timeout_s": (
         *("timed out", "timeout exception", "database is locked"),
     ),
-    "answers with an error of its own (5xx); look at its log": ("error responses",),
+    "answers with a server error (5xx); look at its log": ("error responses",),
     "is not there: start the server, or name another": ("API request to http", "Connection refused"),
 }
 """Message about the store -> substrings of an error's text; the first match counts."""

@@ -107,11 +107,11 @@ class Step(NamedTuple):
     keys: bool
     recent_values: bool
     gained: float
-    """Live tokens more."""
+    """Additional live tokens in the same memory."""
 
     def __str__(self) -> str:
         what = "keys and values" if self.keys else "values" if self.recent_values else "old values alone"
-        return f"{what}, {self.gained:,.0f} live tokens more in the same memory"
+        return f"{what} and holds {self.gained:,.0f} more live tokens in the same memory"
 
 
 def step(now: RegisteredEngine, to: RegisteredEngine) -> Step:
@@ -157,7 +157,7 @@ def step_down(
             if engine.candidate.report.digest in broken:
                 raise GateRefusal("was rolled back")
             if step(now, engine).keys and not quality_holds(readings):
-                raise GateRefusal("its keys lose too, and not every monitor of quality is shown to hold")
+                raise GateRefusal("it changes the keys, which is allowed only if every quality monitor holds")
             prove(engine, workload)
         except (GateRefusal, MissingRequirement) as error:
             yield f"{workload}: not {engine}: {error}"
@@ -172,7 +172,7 @@ def prove(engine: RegisteredEngine, workload: str) -> None:
     checks = engine.candidate.checks
     lines = [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
     if not lines or workload not in engine.workloads:
-        raise GateRefusal(f"its report has not judged {workload}; it judged {', '.join(sorted(engine.workloads))}")
+        raise GateRefusal(f"it was not judged on {workload}, only on {', '.join(sorted(engine.workloads))}")
     for line in lines:
         if line.status not in ("PASS", "WARNING"):
             raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
@@ -195,7 +195,7 @@ def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
     """Set the routes of `routing.routes`. Other classes keep their routes.
 
     Raises:
-        UserError: kvgate knows no such class, and no named engine was judged on it; or no engine has a name.
+        UserError: a class is no built-in workload and none that a named engine was judged on, or a name matches no engine.
         GateRefusal: an engine is not proven for its class.
     """
     engines_of = {workload: _find_engine(engines, workload, name) for workload, name in routes.items()}
@@ -263,7 +263,7 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
     make_moves(engines.registry, [move for move in decisions.values() if isinstance(move, Move)])
     yield from (f"{alias_of(workload)}: {decision}" for workload, decision in decisions.items())
     if broken:
-        raise GateRefusal(f"{where}: {', '.join(broken)}: broken; the lines above have the details")
+        raise GateRefusal(f"{where}: a monitor broke for {', '.join(broken)}; see the lines above")
 
 
 def _check_classes(model: RegisteredModel, snapshot: Snapshot, where: str) -> None:
@@ -286,5 +286,5 @@ def _decide(engines: Engines, workload: str, readings: Sequence[Reading], why: s
     before = route_of(engines.model, workload)
     now = engines.find(engines.model.versions[str(before.now)])
     smaller = yield from step_down(engines, now, workload, readings)
-    why = f"{why}; {smaller.candidate.name} takes {step(now, smaller)}"
+    why = f"{why}; {smaller.candidate.name} changes {step(now, smaller)}"
     return Move(workload, before, before.moved_to(smaller.candidate.version), why)

@@ -62,7 +62,7 @@ class Summary(StrictModel):
             return None
         more = [f"{len(missing) - NAMED:,} more"] if len(missing) > NAMED else []
         ended = f"{len(self.names) - len(missing)} of {len(self.names)} jobs ended"
-        return f"sweep {self.sweep} did not finish: {ended}, not {', '.join(missing[:NAMED] + more)}"
+        return f"sweep {self.sweep} did not finish: {ended}, missing {', '.join(missing[:NAMED] + more)}"
 
 
 def new_sweep() -> str:
@@ -109,7 +109,10 @@ def _read(workdir: Path, name: str) -> Summary | None:
         raise UserError(f"workdir={workdir}: {name} {error}") from error
     except ValidationError as error:
         problem = first_problem(error)
-    raise UserError(f"workdir={workdir}: {name} is damaged, or of another kvgate ({problem}); remove it and evaluate again")
+    raise UserError(
+        f"workdir={workdir}: {name} is damaged, or was written by another version of kvgate ({problem}); remove it and "
+        "evaluate again"
+    )
 
 
 def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
@@ -134,7 +137,7 @@ def note(workdir: Path, sweep: str | None, **values: Any) -> Summary:
 def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary | None:
     """Record the beginning of a sweep that judges, with the display names of its jobs: jobs that never end are noticed.
 
-    Return the summary in `summary.json` before, for `forget`; None if there was no file.
+    Return the summary that `summary.json` had before, for `forget`; None if there was no file.
     """
     previous: list[Summary | None] = []
 

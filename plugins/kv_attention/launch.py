@@ -52,7 +52,7 @@ class DecodePlan(NamedTuple):
 def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
     """Return K, the programs over the pages of a KV head that run at once for all heads.
 
-    The number is rounded down, because a few programs more than run at once would double the time. It depends on shapes only,
+    The number is rounded down, because a few more programs would run afterwards and double the time. It depends on shapes only,
     so that a CUDA graph can capture the launch. `resident`: programs that one SM runs at once.
     """
     return max(1, min(sm_count * resident // kv_heads, batch * max_pages))
@@ -139,7 +139,7 @@ def decode_partials(
 
 
 def run(kernel: Any, grid: tuple[int, ...], variant: Variant, first: Tensor, *arguments: Any, **named: Any) -> None:
-    """Launch a kernel on the device of its first tensor, which may differ from the current one, where Triton launches."""
+    """Launch a kernel on the device of its first tensor. Triton alone would launch on the current device."""
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
         kernel[grid](first, *arguments, **named, **variant.constants, **variant.options)
 

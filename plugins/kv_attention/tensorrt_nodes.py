@@ -181,7 +181,7 @@ def attributes_of(node: Node, setting: Setting, programs: int) -> dict[str, int 
 
 
 def read_setting(node: Node, values: Mapping[str, Any]) -> Setting:
-    """Return the setting of a node's attributes: of several new tokens, for a chunk of a prompt. Raises ValueError."""
+    """Return the setting that a node's attributes describe, with `rows` for a chunk of a prompt. Raises ValueError."""
 
     def named(attribute: str, names: tuple[Any, ...]) -> Any:
         if values[attribute] not in range(len(names)):
@@ -212,7 +212,7 @@ class Call:
     setting: Setting
     """Setting that the kernel is compiled for; a kernel for several new tokens is compiled for a chunk of a prompt."""
     programs: int = 0
-    """Programs over the pages of a KV head, of a work list."""
+    """Programs over the pages of a KV head; only plan_work has this attribute."""
 
     def dims(self, name: str) -> list[int | None]:
         """Return a tensor's dimensions, None for a dimension that varies."""

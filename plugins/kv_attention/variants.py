@@ -48,8 +48,8 @@ REDUCE_WARPS, REDUCE_PARTS = 1, 8
 """Warps of decode_reduce, and parts of a sequence that it reads at once."""
 
 MAX_REGISTERS = 255
-"""Registers per thread of decode_partial. Without it ptxas stays at 168 and spills a few bytes, for an occupancy that decoding
-does not need."""
+"""Registers per thread of decode_partial. Without this limit, ptxas stops at 168 and spills a few bytes, to reach an occupancy
+that decoding does not need."""
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,8 @@ def _find_gaps(evidence: Judged, use: CapacityConfig) -> list[str]:
         )
     if evidence.longest_decode < use.new_tokens:
         missing.append(
-            f"no sample decoded more than {evidence.longest_decode:,} tokens and answers of {use.new_tokens:,} are needed: ask "
-            f"samples with such answers and workloads.max_scored_tokens={use.new_tokens}"
+            f"no sample decoded more than {evidence.longest_decode:,} tokens and answers of {use.new_tokens:,} are needed: "
+            f"judge samples with such answers, with workloads.max_scored_tokens={use.new_tokens}"
         )
     if use.shared_prefix_tokens and not evidence.forks:
         missing.append("no shared prefix was exercised: give samples a common document")

@@ -111,7 +111,7 @@ class Mean:
         return WHOLE_STAKES if self.whole else PASS_STAKES
 
     def pass_gains(self, limit: float) -> Array:
-        """Return the gains of a bet that the mean is below `limit`, by document. A value counts as at least minus the limit."""
+        """Return the gains of a bet that the mean is below `limit`, by document. Values below -limit count as -limit."""
         capped = np.maximum(self.values if self.whole else np.minimum(self.values, self.cap), -self.limit)
         return np.asarray((limit - capped) / (self.cap - self.limit))
 

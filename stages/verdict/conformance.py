@@ -198,7 +198,7 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
     """Return a line that says whether an engine computes its policy, and the place of the first deviation if it does not."""
     policy, ranked = engine.policy, engine.ranked
     if not ranked:
-        return "no request was compared with the reference engine (workloads.conformance_samples=0), so that nothing passes"
+        return "no request was compared with the reference engine (workloads.conformance_samples=0), so no PASS is possible"
     count = len(ranked)
     largest = max(or_infinite(request.engine.kl_max) for request in engine.requests)
     if not judged:

@@ -104,4 +104,4 @@ class Figure:
         if result.decision == "FAIL" or not (values > cap).any():
             return ""
         whole = self.shown(float(values.mean()))
-        return f" where a document counts as {self.shown(cap):.3g} at most ({whole:.4g} whole)"
+        return f" with documents capped at {self.shown(cap):.3g} ({whole:.4g} without the cap)"

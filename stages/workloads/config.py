@@ -113,8 +113,8 @@ class StressTestConfig(StrictModel):
     def share(self, own: int | None, longest: int, claimed: int, largest: int) -> float:
         """Return the share of the random walk, free answers and repetitions that runs.
 
-        The test does not outweigh the user's own questions, which have `own` tokens together; None for generated questions,
-        with which the whole test runs. The other arguments are those of `tokens`.
+        It is lowered so that the test does not outweigh the user's own questions, which have `own` tokens in total, but is at
+        least MIN_SHARE. For generated questions, `own` is None and the whole test runs. `tokens` has the other arguments.
         """
         return 1.0 if own is None else min(1.0, max(MIN_SHARE, own / self.tokens(longest, claimed, largest)))
 

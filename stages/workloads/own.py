@@ -12,8 +12,8 @@ TEXTS = (".txt", ".md")
 WORD = re.compile(r"\S{1,8}\s*")
 """A word with its white space, or a part of a text that has no spaces between its words."""
 TOKENS_PER_WORD = 4
-"""Tokens per word, at most: texts are refused as too short only if even such long words could not fill a document. A word that
-is not ASCII has up to three per character."""
+"""Maximum tokens per ASCII word; other words have up to three tokens per character. Texts are refused as too short only if they
+cannot fill a document even with this many tokens per word."""
 
 
 def own_files(key: str, path: Path) -> list[Path]:

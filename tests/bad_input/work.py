@@ -131,7 +131,7 @@ CASES = [
     Case("weights that may not be read", ("stage=build", "model.path=model"),
          ("model.safetensors cannot be read (Permission denied)",),
          lambda path: (checkpoint(path / "model") / "model.safetensors").chmod(0), unprivileged=True),
-    Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not be written to"),
+    Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not write to it"),
          place("work/artifacts/.lock", lambda path: path.touch(0)), begins=True, unprivileged=True),
     Case("a draft that is not there", ("workloads.speculation={draft:/nowhere}",),
          ("workloads.speculation.draft=/nowhere: no such directory",), loads_model=True),

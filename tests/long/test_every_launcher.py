@@ -130,7 +130,7 @@ def test_a_killed_worker_is_named_and_running_it_again_goes_on(launcher: str, tm
     swept = sweep(tmp_path, "5,9", *LAUNCHERS[launcher])
     assert (swept.code, swept.summary["exit_code"]) == (4, 4), swept.stderr
     assert ": the process of a job died" in swept.stderr
-    assert re.search(r"did not finish: [01] of 2 jobs ended, not .*job 2 \(fp8 seed=9\); run it again", swept.stderr)
+    assert re.search(r"did not finish: [01] of 2 jobs ended, missing .*job 2 \(fp8 seed=9\); run it again", swept.stderr)
     again = sweep(tmp_path, "5,3", *LAUNCHERS[launcher])
     assert (again.code, again.names) == (0, ["fp8 seed=5", "fp8 seed=3"])
 
@@ -144,5 +144,5 @@ def test_an_interrupt_ends_all_workers_and_the_command_with_130(launcher: str, n
         process.send_signal(number)
         swept = ended(tmp_path, process, 100)
     assert (swept.code, swept.summary["exit_code"]) == (130, 130), swept.stderr
-    assert "jobs ended, not " in swept.stderr
+    assert "jobs ended, missing " in swept.stderr
     assert swept.stderr.endswith("pipeline: error: interrupted; finished work is kept; run it again to continue\n")

@@ -35,11 +35,11 @@ def append(
         key_new, value_new: (L, B, H, D) float32, float16 or bfloat16.
         page_table: (B, P) int32, which must reach position lengths[b], or (B, 1): the page of that position.
         lengths: (B) int32, the position that is written; a row with a negative position writes nothing.
-        exact_slots: (B) int32, exact buffer m of every sequence; -1 - m: a sink is written to buffer m, a recent token is not.
-        key_scale, value_scale: Static scales (L, KEY_SCALES) and (L, VALUE_SCALES) float32, one or H per layer; of nvfp4 one.
+        exact_slots: (B) int32: m writes sinks and recent tokens to exact buffer m, -1 - m writes only sinks to it.
+        key_scale, value_scale: Static scales (L, KEY_SCALES) and (L, VALUE_SCALES) float32, one or H per layer (nvfp4: one).
         pages, table_width, buffers: N, P and M.
         key_pool, value_pool: (L, N, H, 64, W).
-        key_scale_pool, value_scale_pool: Dynamic scales (L, N, H, 64, g) float16; of nvfp4 E4M3, as uint8.
+        key_scale_pool, value_scale_pool: Dynamic scales (L, N, H, 64, g) float16 (nvfp4: E4M3, as uint8).
         key_exact, value_exact: (L, M, H, E, D) float16.
         GROUPS: g of the values, at least 1.
         FP8: Whether the target converts float32 to float8 in one rounding.

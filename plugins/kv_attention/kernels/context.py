@@ -180,7 +180,7 @@ def context_partial(
         sequences: B.
         partial_acc: Output (X, Hq, S, D) float16 or float32, means of the values by their weights; an empty split writes
             nothing.
-        partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 of an empty split.
+        partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 for an empty split.
         NEW: Type of the new tokens: "fp16", "bf16" or "fp32".
     """
     h = tl.program_id(1)

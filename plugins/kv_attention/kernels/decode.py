@@ -76,8 +76,8 @@ def plan_work(
     total = 0
     for first in tl.range(0, batch, BLOCK):
         total += tl.sum(_pages(lengths, first + tl.arange(0, BLOCK), batch, SINK, RECENT), 0)
-    # A share has at least two pages. Its part is written and read again: with up to 8 query heads of a KV head, this is below a
-    # fifth of the traffic of two pages, and a third of the traffic of one.
+    # A share has at least two pages, because its part is also written and read: with up to 8 query heads per KV head, this is
+    # less than a fifth of the traffic of two pages, but a third of the traffic of one.
     share = tl.maximum(tl.cdiv(total, programs), 2)
 
     program = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

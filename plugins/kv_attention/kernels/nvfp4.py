@@ -62,8 +62,8 @@ def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, F
     """
     even, odd, low_even, low_odd, high_even, high_odd = stored
     if PTX:
-        low_scale = _of_words(_scale_pairs(low_even, low_odd, FP8), T, C)
-        high_scale = _of_words(_scale_pairs(high_even, high_odd, FP8), T, C)
+        low_scale = _repeat_for_words(_scale_pairs(low_even, low_odd, FP8), T, C)
+        high_scale = _repeat_for_words(_scale_pairs(high_even, high_odd, FP8), T, C)
         codes = _scaled_pairs(even, odd, low_scale, high_scale)
     else:
         low_even, low_odd = _scale(low_even, T, C), _scale(low_odd, T, C)
@@ -78,7 +78,7 @@ def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, F
 
 
 @triton.jit
-def _of_words(blocks, T: tl.constexpr, C: tl.constexpr):
+def _repeat_for_words(blocks, T: tl.constexpr, C: tl.constexpr):
     """Repeat the values of blocks (T / 2, C / 16) for each of their four words: (T / 2, C / 4).
 
     Uses only views, so that Triton loads values and scales in the layout that the matrix product needs.
@@ -89,7 +89,7 @@ def _of_words(blocks, T: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scale(bytes_, T: tl.constexpr, C: tl.constexpr):
-    return _of_words(decode_e4m3(bytes_, False, False), T, C)
+    return _repeat_for_words(decode_e4m3(bytes_, False, False), T, C)
 
 
 @triton.jit

@@ -59,8 +59,8 @@ class GraphSession:
                 options.register_custom_ops_library(str(library))
             except Exception as error:  # ONNX Runtime's own class
                 raise MissingRequirement(
-                    f"backend.attention=native: {library} cannot be loaded ({str(error).rpartition(': ')[2]}): name a folder "
-                    "of a file system that may hold programs with XDG_CACHE_HOME, or set backend.attention=graph"
+                    f"backend.attention=native: {library} cannot be loaded ({str(error).rpartition(': ')[2]}): set "
+                    "XDG_CACHE_HOME to a folder on a file system that permits executables, or set backend.attention=graph"
                 ) from error
         if model is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))

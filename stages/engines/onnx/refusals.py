@@ -36,7 +36,7 @@ def refuse_bfloat16(compute_dtype: str) -> None:
     """Raise UserError for bfloat16, which only TensorRT runs."""
     if compute_dtype == "bfloat16":
         raise UserError(
-            "backend.compute_dtype=bfloat16: ONNX Runtime has no kernels of it for most of a decoder's operators; set "
+            "backend.compute_dtype=bfloat16: ONNX Runtime lacks bfloat16 kernels for most of a decoder's operators; set "
             "backend.compute_dtype=float32 or float16, or use backend=tensorrt, backend=tensorrt_rtx, or backend=torch "
             "backend.device=cuda"
         )

@@ -38,7 +38,7 @@ class AnswerChecks:
         if (len(answer) < limit and not stopped) or len(answer) > limit:
             wrong.append(f"{len(answer)} tokens instead of {limit}")
         if not set(answer).isdisjoint(stops):
-            wrong.append("the stop token, and more,")
+            wrong.append("an answer that contains a stop token,")
         self.failures += [f"generate: {what} to a prompt of {len(sequence.prompt)} tokens" for what in wrong]
         if answer or stopped:
             self.answers.append((sequence, [*answer, *stopped]))

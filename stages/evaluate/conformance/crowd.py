@@ -28,7 +28,7 @@ LONG = ((130, 190), (370, 430), (220, 300))
 LONG_STEPS = 24
 """Answer tokens of long requests: enough for several long requests to be live at any time."""
 ASLEEP_PAGES = 256
-"""Minimum pages in use with sleeping sequences and a full batch; the pages of a batch of the longest sequences, if more."""
+"""Minimum number of sleeping and batched sequences together; the pages of a full batch of the longest sequences, if more."""
 ASLEEP_BYTES = 64 << 20
 """Maximum bytes of these pages. If pages are larger, fewer sequences sleep; none if not even ASLEEP_PAGES fit."""
 WATCHED_LOGITS = 512

@@ -180,7 +180,7 @@ def far_medians(kl: Mapping[str, Sequence[Array]], allowed: float) -> Iterator[s
     pooled: dict[str, list[Array]] = defaultdict(list)
     for name, rows in kl.items():
         few = sum(map(len, rows)) < MANY_ROWS
-        pooled[f"{name.partition(':')[0]}: roles of few tokens" if few else name] += rows
+        pooled[f"{name.partition(':')[0]}: kinds with few tokens" if few else name] += rows
     for name, rows in pooled.items():
         joined = np.concatenate(rows)
         if len(joined) >= MANY_ROWS and not np.median(joined) <= allowed:

@@ -28,9 +28,9 @@ COMMON = 1 / 4
 """Share of a batch's rows that decode the same token, as happens when users type the same words."""
 
 LONG_ANSWER = 3 * PAGE_TOKENS
-"""An answer of at least this many tokens is followed by a turn."""
+"""Minimum decoded tokens after which `finish` extends a sequence by a turn."""
 TURN = 4
-"""Maximum tokens of that turn, and of the answer to it."""
+"""Maximum tokens of the turn, and exact number of tokens that are decoded after it."""
 
 RESTING_TURN = 5
 """Maximum tokens of a turn of a sequence that rests."""

@@ -14,7 +14,7 @@ from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.policies.policy import PAGE_TOKENS
 
 TILES = (144, 176, 208, 240, 320, 384, 448, 512)
-"""Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, and so do larger tiles of 320 to 512 tokens."""
+"""Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, as do 320, 384, 448 and 512."""
 
 TURN_TILES = (120, 112)
 """Lengths of the first turns in tokens. Every even number up to 16, and 20 and 24, divides one of them."""
@@ -229,7 +229,7 @@ class Walk:
 
         Variations, each drawn at random:
 
-        - A first fork decodes or has a turn, and ends before the other forks start. After such a turn the row has one, too.
+        - A first fork decodes, or has a turn, and ends before the other forks start. If it had a turn, the row gets one, too.
         - The row ends before its forks decode.
         - The forks begin with turns of equal length, some of them with equal tokens, or with a decode step beside the row.
         """

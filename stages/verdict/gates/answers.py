@@ -67,7 +67,7 @@ class Recovery(Figure):
         if result.decision != "FAIL" and self.is_weak:
             advice = (
                 f"; their mean probability under the baseline, {self.baseline:.2g}, is below gates.min_baseline_probability "
-                f"({self.thresholds.min_baseline_probability:g}): ask what the model can do"
+                f"({self.thresholds.min_baseline_probability:g}): ask questions that the model can answer"
             )
             advice += f", or leave {self.where} out" if self.where != ALL else ""
         elif result.decision == "PASS" and documents < self.thresholds.min_samples:

@@ -70,7 +70,7 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     status: Status = "FAIL" if pool.deviations else "PASS" if pool.preempted else "INCONCLUSIVE"
     if not pool.requests:
         text = (
-            f"workloads.full_pool={pool.requests_per_round}: the engine cannot be given a small pool, and nothing was seen "
+            f"workloads.full_pool={pool.requests_per_round}: the engine cannot be given a small pool, so it was not tested "
             "under load; judge it with workloads.full_pool=0"
         )
     elif status == "FAIL":

@@ -144,10 +144,10 @@ def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys:
     ]
     assert re.search(r"champion: promoted \S+ \S+ UTC by \S+@\S+, over version 2 \(int8\)", shown)
     assert [line.split()[1] for line in lines if line.startswith("sweep ")] == [LAST, *list(SWEEPS)[:0:-1]]
-    assert "and 1 sweeps before them" in lines
+    assert "and 1 earlier sweeps" in lines
     assert {"build 5", "identity 4"} <= {" ".join(line.split()[:2]) for line in lines}
     files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
-    assert f"{decimal(sum(size for _, size in files))} in all: kinds share files" in lines
+    assert f"{decimal(sum(size for _, size in files))} in total; files that several kinds share count once" in lines
 
 
 def test_prune_lists_files_and_removes_nothing_by_default(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,7 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path, c
     assert serving.promotable(planned.jobs[0]).sweep == "1"
     summary.begin(tmp_path, "4", ["fp8", "int8"])
     summary.record(tmp_path, "4", judged)
-    with pytest.raises(GateRefusal, match=r"sweep 4 did not finish: .* another sweep: promote.sweep=ID"):
+    with pytest.raises(GateRefusal, match=r"sweep 4 did not finish: .* another sweep with promote.sweep=ID"):
         serving.promotable(planned.jobs[0])
     assert preview(planned) == 3
     assert "sweep 4 did not finish" in capsys.readouterr().err

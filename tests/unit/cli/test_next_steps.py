@@ -162,7 +162,12 @@ def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) 
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, Gate.RECOVERY, "more questions would not decide: mean KL"),
         (["workloads.lengths=[1024,2048]"], {"long_1024": 210}, Gate.RECOVERY, "workloads.length_documents=30"),
         (["workloads.lengths=[1024]"], {}, Gate.MEAN_KL, "workloads.length_documents=58 gates.attempt=2"),
-        (["gates.attempt=20"], {"copy": 700}, Gate.RECOVERY, "fp8: open is recovery, and another attempt would not decide it"),
+        (
+            ["gates.attempt=20"],
+            {"copy": 700},
+            Gate.RECOVERY,
+            "fp8: undecided: recovery; no further attempt",
+        ),
         # A class that passed with all its samples passes at the next attempt's smaller level with this many.
         ([], {"copy": 700}, Gate.RECOVERY, f"samples.tool_call={math.ceil(160 * math.log(0.0025) / math.log(0.045))}"),
         (["workloads.samples.copy=60000"], {}, Gate.MEAN_KL, "judge int8, which keeps more"),  # twice are refused

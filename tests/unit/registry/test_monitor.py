@@ -114,7 +114,7 @@ def test_no_route_moves_without_a_break_or_a_previous_engine(fleet: MemoryRegist
 def test_a_broken_monitor_restores_the_previous_engine(fleet: MemoryRegistry, broken: dict[str, Any]) -> None:
     int8_then_fp8(fleet, "retrieval")
     well = {"retrieval": {**WELL, "version": "2"}}
-    with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
+    with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: a monitor broke for copy"):
         monitored(fleet, "2", well, **broken)
     assert fleet.aliases == {"route-copy": "1", "route-retrieval": "2", "route-retrieval-previous": "1"}
     assert fleet.read().left("copy") == {"2"}
@@ -149,7 +149,7 @@ def test_memory_pressure_coarsens_old_values_first_keys_last(fleet: MemoryRegist
 @pytest.mark.parametrize(
     ("policy", "lines", "changes", "expected"),
     [
-        ("int4", {}, {"canaries": {"good": 9, "of": 10}}, "its keys lose too, and not every monitor"),
+        ("int4", {}, {"canaries": {"good": 9, "of": 10}}, "it changes the keys, which is allowed only"),
         ("fp8k_int4v", {"copy": "INCONCLUSIVE"}, {}, "copy is INCONCLUSIVE: copy: a reason"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_silent_store_is_awaited_for_the_configured_time(
         other.execute("begin exclusive")
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}" if served else f"sqlite:///{tmp_path}/mlflow.db"
         text = refusal(uri, tmp_path, MissingRequirement)
-    assert text.endswith("did not answer within tracking.timeout_s=1; look at who keeps it busy, or give it longer")
+    assert text.endswith("did not answer within tracking.timeout_s=1; find out what keeps it busy, or raise tracking.timeout_s")
     assert caplog.messages[0].startswith(f"waiting for MLflow's store {uri} ")
     assert "a request may take until" in caplog.text
 
@@ -140,7 +140,7 @@ def test_an_address_without_a_store_is_named(uri: str, kind: type[Exception], ex
         (403, b"Invalid Host header - possible DNS rebinding attack detected", UserError, "start it with --allowed-hosts"),
         (200, b"<html>", UserError, "is not an MLflow server"),
         (302, b"", UserError, "is not an MLflow server"),
-        (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "an error of its own (5xx)"),
+        (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "a server error (5xx)"),
     ],
 )
 def test_each_error_of_a_server_has_its_own_message(

@@ -79,7 +79,9 @@ def test_a_summary_of_another_version_is_refused(tmp_path: Path, edited: Callabl
     record(tmp_path, "one", fp8(checks=(CHECK,)))
     path = tmp_path / "summary.json"
     path.write_text(edited(path.read_text()))
-    with refused(UserError, f"workdir={tmp_path}: summary.json is damaged, or of another kvgate ({problem}"):
+    with refused(
+        UserError, f"workdir={tmp_path}: summary.json is damaged, or was written by another version of kvgate ({problem}"
+    ):
         load(tmp_path)
 
 
@@ -138,7 +140,7 @@ def test_a_sweep_exits_with_the_worst_code_of_its_jobs(tmp_path: Path) -> None:
     for code in (130, 130):  # a cluster ran it again
         finish(tmp_path, "one", code, job=2)
     finish(tmp_path, None, 3)  # a refused promotion
-    assert load(tmp_path).unfinished == "sweep one did not finish: 1 of 2 jobs ended, not job 2 (int8)"
+    assert load(tmp_path).unfinished == "sweep one did not finish: 1 of 2 jobs ended, missing job 2 (int8)"
     finish(tmp_path, "one", 0, job=2)
     ended = load(tmp_path)
     assert (ended.unfinished, ended.exit_code, ended.exit_codes) == (None, 3, {1: 3, 2: 0})

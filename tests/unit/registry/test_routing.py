@@ -63,7 +63,7 @@ def test_a_manual_rollback_goes_to_the_previous_engine(fleet: MemoryRegistry) ->
         ({"copy": "fp8", "summaries": "fp8"}, UserError, "routes.summaries: no such class; .* copy, retr"),
         ({"copy": "fp9"}, UserError, "copy=fp9: no registered engine has this name; there are bf16, fp8, int8"),
         ({"copy": "7"}, UserError, "routes.copy=7: no registered engine"),
-        ({"copy": "fp8", "prose": "fp8"}, GateRefusal, "prose=fp8: version 2 is .* not judged prose"),
+        ({"copy": "fp8", "prose": "fp8"}, GateRefusal, "prose=fp8: version 2 .* not judged on prose"),
         ({"copy": "int8"}, GateRefusal, "copy=int8: version 4 is not proven: copy is INCONCLUSIVE: copy: a"),
         ({"copy": "bf16"}, GateRefusal, "copy=bf16: version 1 is not proven: identity: differs"),
         ({"retrieval": "fp8"}, UserError, "the alias route-retrieval of .* points at version 9, which does not exist"),

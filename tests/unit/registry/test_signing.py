@@ -132,7 +132,7 @@ def test_rollback_and_champion_need_a_trusted_signature(
     registry.versions, registry.aliases = {"1": dict(previous.tags), "2": {}}, {"champion": "2", "previous": "1"}
     monkeypatch.setattr("pipeline.chain.job_run.open_store", lambda *_: registry)
     config = config_of("stage=rollback", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]")
-    with pytest.raises(GateRefusal, match=r"version 1 does not serve again: signature: differs, identity\.sig is missing"):
+    with pytest.raises(GateRefusal, match=r"cannot become the champion again: signature: differs, identity\.sig is missing"):
         rollback(Run(config))
     assert registry.aliases == {"champion": "2", "previous": "1"}
     with pytest.raises(GateRefusal, match=r"version 1, the champion of tiny differs from the judged engine: signature$"):

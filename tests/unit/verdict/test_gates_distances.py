@@ -74,6 +74,6 @@ def test_ruined_requests_at_the_limit_pass_in_at_most_5_percent() -> None:
 
 
 def test_a_capped_mean_is_labelled() -> None:
-    for kl, said in ((0.001, "mean KL 0.003328 where a document counts as 0.15 at most (0.06348 whole)"), (4.0, "mean KL 4, ")):
+    for kl, said in ((0.001, "mean KL 0.003328 with documents capped at 0.15 (0.06348 without the cap)"), (4.0, "mean KL 4, ")):
         (line,) = lines("max_mean_kl", EMPTY, [row("copy", n, mean_kl=kl if n else 4.0) for n in range(64)])
         assert said in line.reason

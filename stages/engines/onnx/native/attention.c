@@ -61,7 +61,7 @@ typedef struct {
   Partial *partials;
 } Call;
 
-/* Return whether stored scales apply to each vector instead of the row: a token has several scales, or zero points. */
+/* Return whether stored scales apply per vector instead of per row: true if a token has several scales, or zero points. */
 INLINE int by_vector(const Side *side) { return side->groups > 1 || (side->groups && side->asymmetric); }
 
 /* ---- one unit ---- */
