@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help demo test test-long test-ray test-tensorrt-bindings real gemma3 faults vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check clean clean-work
 
 help:
-	@echo 'make demo       judge five KV caches of a tiny model, and promote the best (5 minutes)'
+	@echo 'make demo       judge five KV caches of a tiny model, build TensorRT plans, promote the best (5 minutes)'
 	@echo 'make real       judge six KV caches of SmolLM2-135M, and promote the best (half an hour on two cores)'
 	@echo 'make test       lint, types and tests (10 minutes on two cores); CONTRIBUTING.md lists further tests'
 	@echo 'make docs       build the documentation as a site in work/site'
@@ -186,7 +186,7 @@ $(GPU_STACK)/ready: requirements/gpu.lock
 	touch $@
 
 # Download the wheels that a GPU machine with torch, Triton, transformers, onnx and pytest still needs (Python 3.12, Linux x86-64), in
-# the locked versions. Folders: 1-tests (also for the engine), 2-command-line, 3-peers. Install: pip install --no-index --no-deps FOLDER/*.whl
+# the locked versions, not checked by hash. Folders: 1-tests (also for the engine), 2-command-line, 3-peers. Install: pip install --no-index --no-deps FOLDER/*.whl
 WHEELS := work/gpu-wheels
 LOCKED_AS = $(shell grep -oE '^($(1))==[^ ;\\]+' requirements/test.lock)
 FOR_GPU := --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 \
@@ -195,7 +195,7 @@ gpu-wheels: $(VENV)/torch
 	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/1-tests $(call LOCKED_AS,pydantic|pydantic-core|annotated-types|typing-inspection|hydra-core|omegaconf|psutil)
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEELS)/1-tests $(call LOCKED_AS,antlr4-python3-runtime)
 	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/2-command-line $(call LOCKED_AS,nvidia-modelopt|pulp|accelerate|ml-dtypes|onnxscript|onnx-ir)
-	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/3-peers flashinfer-python==0.6.18 apache-tvm-ffi
+	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/3-peers flashinfer-python==0.6.18 apache-tvm-ffi==0.1.15.post2
 	du -sh $(WHEELS)/*
 
 # Look up known vulnerabilities of the locked packages at PyPI. Fails if PyPI has no answer for a package.

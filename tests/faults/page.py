@@ -37,11 +37,10 @@ request, wrong positions, and more ([tests/faults](../tests/faults)).
   November 2026. `make faults` judges every fault again whose code or inputs changed.
 - **Evaluations.** A small evaluation comes first: 104 requests and a small stress test. If the fault passes, the default
   stress test judges it, or all samples of the default evaluation if only gates on samples can detect it.
-- **Record.** `tests/faults/results.json` has every fault's verdict, with the reasons of the failed gates and the commit; two
-  of the commits (2635fcd0, 27e81207) are not in this repository's history.
-  `tests/faults/costs.json` has the harm to a user of {measured} of the faults, measured independently of the gates: the
-  largest KL of a token in nats when `tests/faults/service.py` serves batches, turns, forks, shared prefixes, bursts of requests
-  and free answers, compared with the same engine without the fault."""
+- **Record.** `tests/faults/results.json` records each fault's verdict, reasons and commit. Two commits (2635fcd0, 27e81207)
+  cannot be checked out, because they are not in this repository.
+  `tests/faults/costs.json` has the harm of {measured} faults, measured without the gates. Harm is the largest KL of any token,
+  relative to the correct engine, while `tests/faults/service.py` serves mixed traffic."""
 
 UNSEEN = """
 ## Faults that the tests did not know
@@ -57,7 +56,7 @@ counts, {last_passed} of {last_injected} in the last. No new round has judged th
 ALL_GATES = """
 ## Each gate
 
-The table counts the faults that each gate detects, and the faults that it alone detects before the evaluation stops.
+The table counts the faults that each gate detects, and the faults that no other gate had detected when the evaluation stopped.
 Conformance and the stress test together detect nearly every fault. The gates on distances and answers are there to judge
 policies, not faults. `tests/unit/verdict/test_gates.py` has reports that only one gate fails. In the record
 `max_far_token_share` has its former name, `max_p999_kl`.
