@@ -106,7 +106,7 @@ def test_a_decoder_in_bfloat16_builds_into_plans(
     for outputs in record.outputs.values():
         assert {t.name: t.dtype for t in outputs}["logits"] == "BF16"
     assert {tensor.dtype for tensor in load_weights(out, record.weights, torch.device("cpu")).values()} == {torch.bfloat16}
-    with pytest.raises(UserError, match=r"^backend\.compute_dtype=bfloat16: ONNX Runtime has no kernels"):
+    with pytest.raises(UserError, match=r"^backend\.compute_dtype=bfloat16: ONNX Runtime lacks bfloat16 kernels"):
         load_onnx(onnx_bundle, threads=1)
 
 
