@@ -233,4 +233,4 @@ clean:
 	rm -rf $(VENV) $(RAY) $(BINDINGS) $(VLLM) $(SGLANG) $(LLAMACPP) $(TRTLLM) $(GPU_STACK) $(AUDIT) $(DOCS)
 
 clean-work:
-	@read -p 'Remove work/ with its registry, evidence and engines? [y/N] ' answer && [ "$$answer" = y ] && rm -rf work
+	@read -p 'Remove work/ with its registry, evidence and engines? [y/N] ' answer && if [ "$$answer" = y ]; then rm -rf work; fi

@@ -320,7 +320,7 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
             except ValueError as error:  # from Python's range()
                 raise UserError(f"{as_typed(str(o.input_line))}: {error}; list the values to sweep") from None
         else:
-            choices[key] = [str(o.input_line) if o.is_delete() else f"{key}={o.get_value_element_as_str()}"]
+            choices[key] = [f"{key}={o.get_value_element_as_str()}"]
         if not choices[key]:
             raise UserError(f"{as_typed(str(o.input_line))}: there is no such option; list the values to sweep")
     if prod(map(len, choices.values())) > MAX_JOBS:

@@ -26,10 +26,13 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping
     """
     rebuilt = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
     computed = [buffer for name, buffer in rebuilt.named_buffers() if name.endswith("inv_freq")]
-    for kind in read_rope(path, config).layers if stored else ():
-        parameters = model.config.rope_parameters if kind is None else model.config.rope_parameters[kind]
-        # Old versions of transformers stored the frequencies before they were scaled.
-        computed.append(_rotary({**parameters, "rope_type": "default"}, model.config)[0])
+    by_kind = {
+        kind: (stated, model.config.rope_parameters if kind is None else model.config.rope_parameters[kind])
+        for kind, stated in read_rope(path, config).layers.items()
+        if kind is None or kind in model.config.layer_types
+    }
+    if stored:  # old versions of transformers stored the frequencies before they were scaled
+        computed += [_rotary({**applied, "rope_type": "default"}, model.config)[0] for _, applied in by_kind.values()]
     for name, frequencies in (stored or {}).items():  # often rounded to 16 bits
         if not any(
             frequencies.shape == buffer.shape and buffer.allclose(frequencies.float(), rtol=0.01, atol=1e-6)
@@ -38,13 +41,10 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping
             raise refusal(
                 path,
                 f"the weights hold {short(name)} of other rotary frequencies than config.json states; correct rope_theta and "
-                f"rope_scaling, or remove the tensor if they are right",
+                "rope_scaling, or remove the tensor if they are right",
             )
-    for kind, stated in read_rope(path, config).layers.items():
-        if kind is not None and kind not in model.config.layer_types:
-            continue
+    for kind, (stated, applied) in by_kind.items():
         prefix = "" if kind is None else f"{kind}_"
-        applied = model.config.rope_parameters if kind is None else model.config.rope_parameters[kind]
         differing = [f"{key}={short(applied.get(key))}" for key, value in stated.items() if applied.get(key) != value]
         keys = DEFAULTED if "rope_type" in stated else applied.keys()
         expected, scale = _rotary({key: applied[key] for key in keys if key in applied} | stated, model.config)

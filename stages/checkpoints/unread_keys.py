@@ -106,7 +106,8 @@ def _words(key: str) -> list[str]:
 
 
 def _has_word(words: list[str], searched: Set[str]) -> bool:
-    return any(f"_{word}_" in f"_{'_'.join(words)}_" for word in searched)
+    joined = f"_{'_'.join(words)}_"
+    return any(f"_{word}_" in joined for word in searched)
 
 
 def _has_no_effect(words: list[str], value: Any, values: list[Any], tensors: Iterable[str]) -> bool:

@@ -94,8 +94,7 @@ def describe() -> dict[str, Any]:
 
     types = [name.removeprefix("GGML_TYPE_").lower() for name in dir(llama_cpp) if name.startswith("GGML_TYPE_")]
     python = ".".join(map(str, sys.version_info[:3]))
-    description = {"release": llama_cpp.__version__, "python": python, "devices": []}
-    return {**description, "types": types}
+    return {"release": llama_cpp.__version__, "python": python, "devices": [], "types": types}
 
 
 class LlamaCppModel:

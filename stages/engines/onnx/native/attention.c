@@ -192,7 +192,8 @@ static Region find_region(const Call *call, int row, int number, int step) {
   return region;
 }
 
-/* Return whether new token `step` reads an exact slot. Recent slot i holds the newest cached token whose position modulo `recent` is i. */
+/* Return whether new token `step` reads an exact slot. Recent slot i holds the newest cached token whose position modulo
+ * `recent` is i. */
 static int reads_exact_slot(const Layer *layer, int length, int slot, int step) {
   int low = first_token(layer, length + step);
   if (slot < layer->sink) return slot >= low && slot < length;

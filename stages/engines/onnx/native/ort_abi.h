@@ -1,4 +1,5 @@
-/* The part of ONNX Runtime's C interface that a custom operator needs, declared from its documentation, because wheels have no headers.
+/* The part of ONNX Runtime's C interface that a custom operator needs, declared from its documentation, because wheels have no
+ * headers.
  *
  * OrtApi is a table of function pointers. Releases only append to it, so a slot's number never changes its meaning
  * (https://onnxruntime.ai/docs/api/c/struct_ort_api.html). Version 17 is the first with KernelContext_ParallelFor. */
