@@ -48,7 +48,7 @@ Shapes = Iterator[tuple[str, Array, Array]]
 def losses(base: Array, kept: Array, limit: float) -> Mean:
     """Return the losses (runs, pages) in units of the allowed loss (`stages.verdict.gates.answers`)."""
     allowed = (1 - limit) * base.mean(axis=1, keepdims=True)
-    return Mean(1 - (kept - limit * base) / allowed, 1.0, -OUTLIER, WORST, whole=True)
+    return Mean(1 - (kept - limit * base) / allowed, 1.0, -OUTLIER, WORST, uncapped=True)
 
 
 def passing(base: Array, kept: Array, limit: float, looks: Sequence[int]) -> Decisions:

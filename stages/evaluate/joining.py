@@ -155,7 +155,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
             workload=key[0],
             context=key[1],
             samples=len(inside),
-            accuracy=Accuracy.of(judged) if judged else None,
+            accuracy=Accuracy.from_rows(judged) if judged else None,
             fidelity=fidelity(StepStatistics.joined([statistics[i] for i in members[key]])),
             acceptance=acceptance(inside),
         )

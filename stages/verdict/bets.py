@@ -28,18 +28,19 @@ Decisions = npt.NDArray[np.bool_]
 
 OUTLIER = 3.0
 """Cap on a document's value in a test for PASS, as a multiple of the limit. Without a cap, a mean with such heavy tails has no
-bound. A request with a larger KL counts as ruined. With a cap of 4, 15 documents could not show an overlap like FP8's."""
+bound. A request with a larger KL counts as ruined. With a cap of 4, FP8's top-10 overlap would need more than 15 documents."""
 PASS_STAKES = (0.9, 0.4)
 """Stakes on a mean below the limit, as shares of the maximum that the range allows. Sound engines are far below the limit."""
-WHOLE_STAKES = (1.0, 0.15)
+UNCAPPED_STAKES = (1.0, 0.15)
 """Stakes on a mean below the limit without a cap. The first suits few documents; a document beyond its range ends it."""
 FAIL_STAKES = (0.1, 0.2, 0.4, 0.9)
 """Stakes on a mean above the limit. Small stakes suit a mean that comes almost entirely from a few documents."""
-MANY = 36
+MIN_T_DOCUMENTS = 36
 """Minimum documents for Student's t: a smaller sample may miss the rare values that make the distribution skewed."""
 POWER = 0.9
-"""Probability that the number of documents from `Mean.needed` suffices for a decision."""
-HALVINGS = 14
+"""Probability that the number of documents from `Mean.needed_documents` suffices for a decision."""
+BISECTIONS = 14
+"""Bisection steps of `_crossing`."""
 
 
 def document_sums(documents: Sequence[str], *columns: npt.ArrayLike) -> list[Array]:
@@ -67,7 +68,7 @@ def log_score(gains: Array, stakes: Sequence[float]) -> Array:
 
 
 def _steps(gains: Array, stake: float) -> Array:
-    with np.errstate(divide="ignore"):  # a stake that ended
+    with np.errstate(divide="ignore"):  # the log of an ended stake's score is -inf
         return np.asarray(np.log1p(np.maximum(stake * gains, -1.0)))
 
 
@@ -97,8 +98,8 @@ class Mean:
     """Lowest value that the stakes on a FAIL allow for."""
     worst: float | None = None
     """Highest value that the stakes on a PASS allow for; None means OUTLIER times the limit."""
-    whole: bool = False
-    """Whether worse documents count in full in a test for PASS; otherwise they count as `worst`."""
+    uncapped: bool = False
+    """Whether documents above `worst` count in full in a test for PASS; otherwise they count as `worst`."""
 
     @property
     def cap(self) -> float:
@@ -108,11 +109,11 @@ class Mean:
     @property
     def stakes(self) -> tuple[float, ...]:
         """Stakes on a PASS."""
-        return WHOLE_STAKES if self.whole else PASS_STAKES
+        return UNCAPPED_STAKES if self.uncapped else PASS_STAKES
 
     def pass_gains(self, limit: float) -> Array:
         """Return the gains of a bet that the mean is below `limit`, by document. Values below -limit count as -limit."""
-        capped = np.maximum(self.values if self.whole else np.minimum(self.values, self.cap), -self.limit)
+        capped = np.maximum(self.values if self.uncapped else np.minimum(self.values, self.cap), -self.limit)
         return np.asarray((limit - capped) / (self.cap - self.limit))
 
     def fail_gains(self, limit: float) -> Array:
@@ -125,36 +126,36 @@ class Mean:
         return np.asarray(broken | (log_score(self.fail_gains(self.limit), FAIL_STAKES) >= -math.log(level)))
 
     def passes(self, level: float, t_level: float = 0.0) -> Decisions:
-        """Return whether the mean is clearly below the limit, by the bet or (with MANY documents) by Student's t."""
+        """Return whether the mean is clearly below the limit, by the bet or by Student's t."""
         by_bet = log_score(self.pass_gains(self.limit), self.stakes) >= -math.log(level)
         return np.asarray(by_bet | (self._student_bound(t_level) <= self.limit))
 
     def _student_bound(self, level: float) -> Array:
-        """Return the upper bound of the mean by Student's t; infinite without a level or with fewer than MANY documents."""
-        many = level > 0 and self.values.shape[-1] >= MANY
-        return skewed_upper_bound(self.values, level) if many else np.full(self.values.shape[:-1], math.inf)
+        """Return the upper bound of the mean by Student's t; infinite at level 0 or below MIN_T_DOCUMENTS."""
+        applies = level > 0 and self.values.shape[-1] >= MIN_T_DOCUMENTS
+        return skewed_upper_bound(self.values, level) if applies else np.full(self.values.shape[:-1], math.inf)
 
     def test(self, fail_level: float, pass_level: float, t_level: float = 0.0) -> Result:
         """Decide FAIL if the mean is clearly above the limit or not finite, PASS if it is clearly below (`passes`)."""
-        with np.errstate(over="ignore", invalid="ignore"):  # finite values may have a sum that no float64 holds
+        with np.errstate(over="ignore", invalid="ignore"):  # the sum of finite values may overflow
             mean = float(self.values.mean()) if self.values.size else math.nan
         if not math.isfinite(mean):
             return Result("FAIL", math.nan, math.nan, fail_level)
         if self.fails(fail_level):
-            enough = -math.log(fail_level)
-            failing_limit = _crossing(mean, -1.0, lambda limit: bool(log_score(self.fail_gains(limit), FAIL_STAKES) >= enough))
+            target = -math.log(fail_level)
+            failing_limit = _crossing(mean, -1.0, lambda limit: bool(log_score(self.fail_gains(limit), FAIL_STAKES) >= target))
             return Result("FAIL", mean, max(failing_limit, self.limit), fail_level)
-        enough = -math.log(pass_level)
-        value = mean if self.whole else float(np.minimum(self.values, self.cap).mean())
-        bound = _crossing(value, 1.0, lambda limit: bool(log_score(self.pass_gains(limit), self.stakes) >= enough))
-        bound = bound if self.whole else min(bound, self.cap)
+        target = -math.log(pass_level)
+        value = mean if self.uncapped else float(np.minimum(self.values, self.cap).mean())
+        bound = _crossing(value, 1.0, lambda limit: bool(log_score(self.pass_gains(limit), self.stakes) >= target))
+        bound = bound if self.uncapped else min(bound, self.cap)
         if not self.passes(pass_level):
             bound = min(bound, float(self._student_bound(t_level)))
         passes = bool(self.passes(pass_level, t_level))
         return Result("PASS" if passes else None, value, min(bound, self.limit) if passes else bound, pass_level + t_level)
 
-    def needed(self, level: float, max_documents: int, t_level: float = 0.0) -> int:
-        """Estimate the number of documents like these, up to `max_documents`, that decides with a probability of POWER."""
+    def needed_documents(self, level: float, max_documents: int, t_level: float = 0.0) -> int:
+        """Estimate how many documents like these decide with a probability of POWER, at most `max_documents`."""
         sides = ((self.pass_gains(self.limit), self.stakes), (self.fail_gains(self.limit), FAIL_STAKES))
         counts = [
             _documents_to_reach(_steps(gains, stake), math.log(len(stakes) / level))
@@ -164,7 +165,9 @@ class Mean:
         gap = self.limit - float(self.values.mean())
         if t_level and gap > 0:
             quantiles = NormalDist().inv_cdf(1 - t_level) + NormalDist().inv_cdf(POWER)
-            counts.append(max(MANY, math.ceil(min(max_documents, (quantiles * float(self.values.std()) / gap) ** 2))))
+            counts.append(
+                max(MIN_T_DOCUMENTS, math.ceil(min(max_documents, (quantiles * float(self.values.std()) / gap) ** 2)))
+            )
         return int(min(max_documents, *counts))
 
 
@@ -186,19 +189,19 @@ def skewed_upper_bound(values: Array, alpha: float) -> Array:
     return np.asarray(mean - spread * solved)
 
 
-def _documents_to_reach(steps: Array, enough: float) -> float:
-    """Estimate the number of steps like these that reach `enough` with a probability of POWER; infinite without growth."""
+def _documents_to_reach(steps: Array, target: float) -> float:
+    """Estimate how many steps like these reach a sum of `target` with a probability of POWER; infinite if they do not grow."""
     growth = float(steps.mean())
     if not growth > 0:
         return math.inf
     spread = NormalDist().inv_cdf(POWER) * float(steps.std())
-    return math.ceil(((spread + math.sqrt(spread * spread + 4 * growth * enough)) / (2 * growth)) ** 2)
+    return math.ceil(((spread + math.sqrt(spread * spread + 4 * growth * target)) / (2 * growth)) ** 2)
 
 
 def _crossing(mean: float, direction: float, rejected: Callable[[float], bool]) -> float:
-    """Return the rejected limit nearest to the finite mean, in `direction` (1 above, -1 below); infinite if there is none.
+    """Return the rejected limit nearest to the finite mean, above (`direction` 1) or below it (-1), by bisection.
 
-    Limits beyond it are also rejected.
+    All limits beyond it are rejected too. The result is infinite if no limit is rejected.
     """
     step = max(abs(mean), 1e-6)
     while not rejected(mean + direction * step):
@@ -206,7 +209,7 @@ def _crossing(mean: float, direction: float, rejected: Callable[[float], bool]) 
         if not math.isfinite(mean + direction * step):
             return direction * math.inf
     inside, outside = mean, mean + direction * step
-    for _ in range(HALVINGS):
+    for _ in range(BISECTIONS):
         middle = (inside + outside) / 2
         inside, outside = (inside, middle) if rejected(middle) else (middle, outside)
     return outside

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.core.files import ARTIFACTS
 from stages.core.strict import StrictModel
-from stages.verdict.figures import ALL, kept
+from stages.verdict.figures import ALL, describe_recovery
 from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.thresholds import Check, Gate, Status, Verdict
 
@@ -24,7 +24,7 @@ class Cited(StrictModel):
     digest: str
 
     def below(self, workdir: Path) -> "Cited":
-        """Return the citation with its path in `workdir`, if the artifact was moved there."""
+        """Return the citation with its path inside `workdir`, if the artifact is not at the cited path but is found there."""
         parts = self.path.parts
         if ARTIFACTS not in parts or self.path.exists():
             return self
@@ -36,7 +36,7 @@ class Candidate(StrictModel):
     """A judged engine, and the evidence that its promotion cites."""
 
     name: str
-    """Display name, unique within a sweep: the policy, and other changes on the command line."""
+    """Display name, unique within a sweep: the policy, then the candidate's other overrides."""
     policy: str
     model: str
     backend: str
@@ -45,7 +45,7 @@ class Candidate(StrictModel):
     covered: str | None = None
     """Limits of the verdict: `up to 1,024 tokens, batch 16`."""
     checks: tuple[Check, ...] = ()
-    """All lines of the verdict, including context bins."""
+    """All lines of the verdict, including the lines of context bins."""
     warnings: tuple[str, ...] = ()
     """Reasons of the checks with a WARNING, which do not affect the verdict."""
     samples_needed: Mapping[str, int] = {}
@@ -71,7 +71,7 @@ class Candidate(StrictModel):
 
     @staticmethod
     def decided(verdict: Verdict) -> dict[str, Any]:
-        """Return the fields that come from a verdict."""
+        """Return the fields that a verdict sets, as keyword arguments."""
         return {
             "verdict": verdict.status,
             "reasons": tuple(verdict.reasons),
@@ -88,12 +88,15 @@ class Candidate(StrictModel):
 
     @property
     def kept(self) -> str | None:
+        """The recovery with its bound, as a clause; None if it is unknown."""
         line = self.recovery
-        return None if line is None or line.value is None or line.bound is None else kept(line.value, line.bound, line.status)
+        if line is None or line.value is None or line.bound is None:
+            return None
+        return describe_recovery(line.value, line.bound, line.status)
 
     @property
     def figures(self) -> list[str]:
-        """Clauses on recovery, right answers, distance from FP16 and memory, if known."""
+        """Clauses on recovery, right answers, distance from FP16 and memory; unknown figures are left out."""
         baseline, accuracy = (self.metrics.get(f"quality/accuracy_{engine}") for engine in ("baseline", "candidate"))
         kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
         figures = [
@@ -119,12 +122,12 @@ class Candidate(StrictModel):
 
 
 def is_blind(checks: Sequence[Check]) -> bool:
-    """Return whether the must-fail control was not noticed. Such a verdict says nothing about the policy."""
+    """Return whether no gate failed the must-fail control. Such a verdict does not depend on the policy."""
     return any(check.gate == Gate.MUST_FAIL_CONTROL and check.status == "FAIL" for check in checks)
 
 
 def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
-    """Return a clause that a candidate did not pass, with the kind of reason."""
+    """Return why a candidate did not pass: `int4 does not compute its policy: FAIL`."""
     problem = "is not good enough" if verdict == "FAIL" else "is not decided"
     engines = {check.where for check in checks if check.gate in (Gate.CONFORMANCE, Gate.STRESS_TEST) and check.status == "FAIL"}
     if engines:

@@ -30,12 +30,12 @@ SCALE_STEP = 2.0**-10
 This much is always allowed, because a scale may round either way."""
 
 E4M3_SCALE_STEP = 2.0**-3
-"""This maximum for E4M3 scales, which differ from their neighbours by up to an eighth. If a block's scale lies halfway between
-two scales, either choice is sound. Over 6 million random vectors with such a block, the two choices had errors that differ by
+"""SCALE_STEP for E4M3 scales, which differ from their neighbours by up to an eighth. If a block's scale lies halfway between
+two scales, either choice is correct. Over 6 million random vectors with such a block, the errors of the two choices differed by
 at most 0.095 of the vector's length (by 0.004 in the mean, at a head_dim of 64)."""
 
 MEAN_STEP = 2.0**-13
-"""Allowed mean change over all stored vectors. It is smaller because few scales lie halfway between two numbers."""
+"""SCALE_STEP for the mean over all stored vectors. It is smaller because few scales lie halfway between two float16 numbers."""
 
 MIN_KL = 1e-13
 """KL in nats below which two float32 distributions count as equal."""
@@ -53,8 +53,8 @@ class Distance(Record):
     stored_mean: Number = 0.0
     """Mean of this error over all stored vectors."""
     stored_by_layer: tuple[float, ...] = ()
-    """Mean of this error by layer, if the rounding is measured. The field `engine` has the candidate's error and `rounding` the
-    16-bit engine's. A sound quantizer of the same computed keys adds no more error than the 16-bit engine has."""
+    """Mean of this error by layer, if the rounding is measured. In `ComparedRequest.engine` it is the candidate's error, in
+    `ComparedRequest.rounding` the 16-bit engine's. A correct quantizer adds no more error than the 16-bit engine has."""
 
 
 class ComparedRequest(Record):
@@ -67,7 +67,7 @@ class ComparedRequest(Record):
     rounding: Distance
     """Distance of the reference engine from itself with the output of every layer shifted by a rounding."""
     problem: str = ""
-    """Property of the engine's cache that contradicts the policy, such as a wrong width or length; empty without one."""
+    """Property of the engine's cache that contradicts the policy, such as a wrong width or length; empty if none does."""
     scale_step: float = SCALE_STEP
     """Maximum relative change of a stored vector if a scale of this policy changes in the last place."""
 
@@ -152,7 +152,7 @@ class EngineConformance(Record):
     deviation: Deviation | None = None
     """First deviation of the worst request; null if no request is off by more than rounding allows."""
     explanation: Explanation | None = None
-    """Mistake that the engine seems to make; null if no mistake that was tried fits."""
+    """Mistake that the engine seems to make; null if none of the tried mistakes fits."""
 
     @property
     def ranked(self) -> list[float]:
@@ -180,22 +180,22 @@ def allowed(baseline: Sequence[ComparedRequest]) -> float:
     return ALLOWED * min(max(1.0, worst), ALLOWED)
 
 
-FEWEST_BOUNDING = 10
+MIN_BOUND_REQUESTS = 10
 """Minimum requests for a bound on the share of faulty requests: 26 % after ten, 78 % after two."""
 
 
-def bounded(count: int, fault: str) -> str:
+def describe_bound(count: int, fault: str) -> str:
     """Return a clause with the largest share of requests that may still have a fault after `count` requests without it.
 
     This is the exact form of the rule of three, at 95 %.
     """
-    if count < FEWEST_BOUNDING:
+    if count < MIN_BOUND_REQUESTS:
         return f"too few to bound the share of requests that {fault}"
     return f"so that at most {100 * (1 - 0.05 ** (1 / count)):.2g} % of requests {fault} (95 %)"
 
 
 def describe(engine: EngineConformance, *, judged: bool) -> str:
-    """Return a line that says whether an engine computes its policy, and the place of the first deviation if it does not."""
+    """Return a line on whether an engine computes its policy; if it does not, the line locates the first deviation."""
     policy, ranked = engine.policy, engine.ranked
     if not ranked:
         return "no request was compared with the reference engine (workloads.conformance_samples=0), so no PASS is possible"
@@ -211,7 +211,7 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
     if not deviating:
         return (
             f"computes {policy} as the reference engine does: none of {count} requests differs by more than rounding "
-            f"(KL at most {largest:.1e}, {ranked[0]:.2g} of the allowed error), {bounded(count, 'deviate')}"
+            f"(KL at most {largest:.1e}, {ranked[0]:.2g} of the allowed error), {describe_bound(count, 'deviate')}"
         )
     text = f"does not compute {policy}"
     if engine.explanation is not None:

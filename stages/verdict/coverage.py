@@ -1,6 +1,6 @@
-"""What a verdict covers: the lengths, batches and states that an evaluation exercised.
+"""The coverage of a verdict: the lengths, batches and features that an evaluation exercised.
 
-`Exercised` counts the decode steps of the samples. The stress test adds its batch and its states (`covered`).
+`Exercised` tracks the decode steps of the samples. `covered` adds the batch and the features of the stress test.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,8 +74,7 @@ class Limits(Record):
         return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {features}' if features else ''}"
 
     def exceeded_by(self, bundle: "Limits") -> str | None:
-        """Return a message about the first limit of a bundle that exceeds this one; None if none does. Lengths are in whole
-        pages."""
+        """Return a message if a limit of the bundle exceeds the covered limit, else None. Lengths are compared in pages."""
         if bundle.tokens is not None and self.tokens is not None:
             covered = whole_pages(max(self.tokens, self.room or 0))
             if bundle.tokens > covered:
@@ -94,7 +93,7 @@ class Limits(Record):
 def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
     """Return the limits that a verdict covers; None if no sample's steps were recorded.
 
-    Only samples count for the number of tokens, because only samples of a length show the quality at that length. The batch
+    The token limit comes from the samples alone, because only samples of a length show the quality at that length. The batch
     size does not affect quality, so the batch of the stress test also counts if several of its sequences reached that length.
     """
     if samples is None:

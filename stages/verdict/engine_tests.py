@@ -27,12 +27,12 @@ class ProcessMemory(Record):
         return excess / (1 << 20) if 2 * excess > self.copy_bytes else 0.0
 
     @property
-    def unsure(self) -> str | None:
+    def inconclusive(self) -> str | None:
         """Reason why this measurement is inconclusive; None if it can be judged."""
         if 4 * self.noise_bytes <= self.copy_bytes:
             return None
         noise, copy = (size / (1 << 20) for size in (self.noise_bytes, self.copy_bytes))
-        return f"the process's memory moves by {noise:.1f} MiB by itself, too much to see a float16 copy of {copy:.1f} MiB"
+        return f"the process's memory varies by {noise:.1f} MiB by itself, too much to detect a float16 copy of {copy:.1f} MiB"
 
     def __str__(self) -> str:
         return f"{self.tokens:,} tokens, of which a float16 copy takes {self.copy_bytes / (1 << 20):.1f} MiB"
@@ -49,23 +49,21 @@ class Allocation(Record):
     @property
     def problem(self) -> str | None:
         """Description of the first difference; None if the bytes match the policy."""
-        if self.difference is None and self.process is not None and self.process.excess_mib and not self.process.unsure:
+        if self.difference is None and self.process is not None and self.process.excess_mib and not self.process.inconclusive:
             return f"the process grows by {self.process.excess_mib:.1f} MiB more than the policy claims for {self.process}"
         return self.difference
 
     @property
-    def unsure(self) -> str | None:
+    def inconclusive(self) -> str | None:
         """Reason why the process's memory is inconclusive; None if it can be judged."""
-        return self.process.unsure if self.process is not None else None
+        return self.process.inconclusive if self.process is not None else None
 
 
 class StressResult(Record):
-    """The stress test: an engine compared with its reference engine on random tokens.
-
-    `failures` name the sequences that deviate, and the places.
-    """
+    """The stress test: an engine compared with its reference engine on random tokens."""
 
     failures: list[str]
+    """Descriptions of the sequences that deviate, with the position of the deviation."""
     allocation: Allocation
     tokens: int = 0
     """Tokens of the longest sequence."""
@@ -81,9 +79,9 @@ class StressResult(Record):
     rows: int = 0
     """Number of decoded tokens and prompts that were compared with the reference engine."""
     together: int = 0
-    """Length in tokens that at least two sequences of one batch reached at the same time."""
+    """Maximum length in tokens that two sequences of one batch reached at the same time."""
     prompts: int = 0
-    """Number of prompts and of their later chunks whose logits were compared."""
+    """Number of prompts and later prompt chunks whose logits were compared."""
     turns: int = 0
     """Number of prompt chunks that were added to sequences after decoding."""
     prefixes: int = 0

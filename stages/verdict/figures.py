@@ -10,18 +10,18 @@ from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import Check, Gate
 
 ALL = "all"
-"""Place of a line on all workloads together."""
-NONE_OF = 60
-"""Number of requests that pass without any ruined one, even if they cannot show `max_ruined_share` statistically."""
+"""`Check.where` of a line on all workloads together."""
+MIN_SOUND_REQUESTS = 60
+"""Requests that pass `max_ruined_share` if none is ruined, although fewer than 150 documents cannot show it statistically."""
 
 
 @dataclass(frozen=True)
 class GateInput:
-    """The input of a gate: a whole evaluation, or its samples up to some round."""
+    """The input of a gate: a report, and the samples of all rounds or of the first rounds."""
 
     report: EvaluationReport
     rows: Sequence[SampleRow]
-    """The samples, without those from later rounds."""
+    """The samples of the rounds that are judged."""
 
     @property
     def judged(self) -> list[SampleRow]:
@@ -40,12 +40,12 @@ def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
 def means(rows: Sequence[SampleRow], values: Sequence[float | None], weights: Sequence[float] | None = None) -> Array:
     """Return the weighted mean of every document, shape (documents,); NaN for documents with a missing value."""
     weights = weights or [1.0] * len(rows)
-    with np.errstate(over="ignore"):  # a sum that no float64 holds is infinite, which fails a gate
+    with np.errstate(over="ignore"):  # a sum that overflows is infinite, which fails a gate
         sums, total = document_sums([row.document for row in rows], np.asarray(values, np.float64) * weights, weights)
         return sums / total
 
 
-def kept(value: float, bound: float, status: str) -> str:
+def describe_recovery(value: float, bound: float, status: str) -> str:
     """Return a clause with a recovery and its bound, both given as shares."""
     judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "the questions show only that it is at least")
     return f"keeps {100 * value:.1f} % of the probability of right answers ({judgement} {100 * bound:.1f} %)"
@@ -61,15 +61,13 @@ class Figure:
     threshold: float
     """Threshold as configured."""
     label: str = ""
-    shown: Callable[[float], float] = float
+    to_shown: Callable[[float], float] = float
     """Converts a mean to the unit of the threshold, for messages."""
     must_pass: bool = True
     """False for a figure that can only fail. It has no line otherwise, because showing a PASS takes more documents than an
     evaluation has."""
     sound_requests: int = 0
-    """Number of requests if none of them has the fault that the figure is a share of. NONE_OF such requests PASS: showing a
-    share of 2.5 % statistically takes 150 documents."""
-
+    """For a share of faulty requests: the number of requests if none is faulty, else 0. MIN_SOUND_REQUESTS of them PASS."""
     bet_share: float = 1.0
     """Share of a PASS's level for the bet."""
     student_share: float = 0.0
@@ -78,30 +76,30 @@ class Figure:
     def test(self, fail_level: float, pass_level: float, *, last: bool) -> Result:
         """Test the figure. `last`: whether this is the last planned look."""
         result = self.mean.test(fail_level, self.bet_share * pass_level, self.student_share * pass_level if last else 0.0)
-        passes = result.decision is None and self.sound_requests >= NONE_OF
+        passes = result.decision is None and self.sound_requests >= MIN_SOUND_REQUESTS
         return replace(result, decision="PASS") if passes else result
 
     def check(self, result: Result) -> Check:
         """Return the verdict line for a test's result."""
-        value, bound = self.shown(result.value), self.shown(result.bound)
+        value, bound = self.to_shown(result.value), self.to_shown(result.bound)
         judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]
-        side = "at least" if self.shown(1.0) < self.shown(0.0) else "at most"
+        side = "at least" if self.to_shown(1.0) < self.to_shown(0.0) else "at most"
         text = (
-            f"{self.label} {value:.4g}{self._uncut(result)}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, "
+            f"{self.label} {value:.4g}{self._uncapped_clause(result)}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, "
             f"{judgement} {self.gate} ({side} {self.threshold:g})"
         )
         if result.decision == "PASS" and self.sound_requests and result.bound > self.threshold:
             text = (
-                f"{self.label} 0; {NONE_OF} requests without a ruined one pass, although {self.sound_requests} only show that "
-                f"the share is at most {bound:.3g} ({self.gate} is {self.threshold:g})"
+                f"{self.label} 0; {MIN_SOUND_REQUESTS} requests without a ruined one pass, although {self.sound_requests} only "
+                f"show that the share is at most {bound:.3g} ({self.gate} is {self.threshold:g})"
             )
         status = result.decision or "INCONCLUSIVE"
         return Check.of(self.gate, self.where, status, text, value, self.threshold, bound)
 
-    def _uncut(self, result: Result) -> str:
-        """Return a clause with the mean without the cap on outliers, which tables and charts show; "" if no value is capped."""
+    def _uncapped_clause(self, result: Result) -> str:
+        """Return a clause with the uncapped mean, which tables and charts show; "" if no document is capped."""
         values, cap = self.mean.values, self.mean.cap
         if result.decision == "FAIL" or not (values > cap).any():
             return ""
-        whole = self.shown(float(values.mean()))
-        return f" with documents capped at {self.shown(cap):.3g} ({whole:.4g} without the cap)"
+        uncapped = self.to_shown(float(values.mean()))
+        return f" with documents capped at {self.to_shown(cap):.3g} ({uncapped:.4g} without the cap)"

@@ -22,7 +22,6 @@ SAMPLES_FILE = "samples.jsonl"
 Count = Annotated[int, Field(ge=1, lt=1 << 53)]
 """A count. Means and bounds use float64, which cannot represent every integer from 2^53 on."""
 
-
 Probability = Annotated[float, Field(ge=0, le=1.001)] | None
 """A product of float32 probabilities, which rounding may push slightly above 1."""
 
@@ -117,13 +116,13 @@ class Accuracy(Record):
     candidate_valid: float | None = None
     """Share of well-formed answers under the candidate."""
     baseline_probability: Number = None
-    """Mean probability of the right answer under the baseline; null if it is null for any sample."""
+    """Mean probability of the right answer under the baseline; null if any sample has none."""
     candidate_probability: Number = None
     """Mean probability of the right answer under the candidate."""
 
     @classmethod
-    def of(cls, judged: Sequence[SampleRow]) -> "Accuracy":
-        """Count the answers to judged samples, which must not be empty."""
+    def from_rows(cls, judged: Sequence[SampleRow]) -> "Accuracy":
+        """Count the answers to judged samples; `judged` must not be empty."""
 
         def mean(name: str, *, complete: bool) -> float | None:
             """Return the mean of a field's known values; None without values, or if `complete` and a value is missing."""
@@ -197,7 +196,7 @@ class SystemMetrics(Record):
     time_to_first_token_ms: float
     decode_tokens_per_s: Number
     others_share: Number = None
-    """Fraction of the processors that other programs used meanwhile; null if the engine runs in another process."""
+    """Share of the processor time that other programs used during the load; null if the engine runs in another process."""
     inter_token_p50_ms: Number
     inter_token_p95_ms: Number
     inter_token_p99_ms: Number

@@ -29,8 +29,8 @@ MARGIN = 0.05
 has limits of its own."""
 
 MIN_TOP10_OVERLAP = 0.8
-"""Minimum mean share of the ten most likely tokens that both engines agree on. SmolLM2 has 0.95 at FP8; the must-fail control
-must be below."""
+"""Minimum mean share of the baseline's ten most likely tokens that are among the candidate's ten. SmolLM2 has 0.95 at FP8; the
+must-fail control must be below."""
 
 FAR_KL = 1.0
 """KL in nats that at most one token in a thousand may exceed. INT4 in groups of 32 on SmolLM2 has 2.9."""
@@ -60,7 +60,8 @@ class Thresholds(StrictModel):
     min_workload_recovery: Margin = 0.8
     """Minimum share per workload. 15 questions can show this share without passing broken caches."""
     min_baseline_probability: Share = 0.02
-    """Minimum mean probability of right answers under the baseline. A workload below it has nothing to lose and cannot PASS."""
+    """Minimum mean probability of right answers under the baseline. A workload below it cannot PASS, since it has little to
+    lose."""
     max_acceptance_loss: Margin = 0.1
     """Maximum share of the baseline's acceptance length under speculative decoding that a candidate may lose, per workload and
     drafter, if `workloads.speculation` measures it."""
@@ -90,7 +91,7 @@ class Gate(StrEnum):
     """The kinds of verdict lines, in the order of a verdict. A threshold under `gates.` has the key of its line."""
 
     heading: str
-    """Name for people."""
+    """Heading of the line in reports and messages."""
     samples_decide: bool
     """Whether more samples can decide an INCONCLUSIVE line."""
 
@@ -143,7 +144,7 @@ class Check(Record):
         threshold: float | None = None,
         bound: Number = None,
     ) -> Self:
-        """Return a line whose reason is the text after its place. Numbers that are not finite become null."""
+        """Return a line with the reason `{where}: {text}`. Numbers that are not finite become null."""
         reason, value, bound = f"{where}: {text}", finite(value), finite(bound)
         return cls(gate=gate, where=where, value=value, bound=bound, threshold=threshold, status=status, reason=reason)
 
@@ -153,7 +154,7 @@ class Verdict(Record):
 
     status: Status
     reasons: list[str]
-    """Reasons of the failed checks, or else of the inconclusive ones, or else of the passed ones; answers before distances."""
+    """Reasons of the failed checks; without failures, of the inconclusive checks; without these, of the passed checks."""
     checks: list[Check]
     warnings: list[str] = Field(default=[])
     """Reasons of the checks with a WARNING, which do not affect the verdict."""
@@ -161,7 +162,7 @@ class Verdict(Record):
     """For an INCONCLUSIVE verdict: workload, or "all" -> samples that would decide the next attempt if the rates stay the same.
     This includes workloads that passed but would be open in the next attempt, which has a smaller share of ALPHA."""
     round: int = 1
-    """Number of the last look at the samples, from 1; 0 if there was no look."""
+    """Number of the last round whose samples were judged, from 1; 0 if the samples are incomplete."""
     covered: str | None = None
     """Limits of the verdict: `up to 1,024 tokens, batch 16`."""
     rules: int = RULES

@@ -90,7 +90,8 @@ GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
 )
 
 LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("workloads.lengths=[40000]",), ("workloads.lengths=40000: got 40,000 tokens, 7,232 too many", "made for 32,768 tokens", "lower it")),
+    (("workloads.lengths=[40000]",),
+     ("workloads.lengths=40000: got 40,000 tokens, 7,232 too many", "made for 32,768 tokens", "lower it")),
     (("workloads.lengths=[2048]", "workloads.length_documents=8"), ("workloads.length_documents=8", "give at least")),
     (("workloads.load.context_tokens=1000000",), ("workloads.load.context_tokens=1000000", "32,768", "too many")),
     (("workloads.load.batch=4096", "workloads.load.context_tokens=30000"),

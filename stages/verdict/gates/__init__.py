@@ -8,8 +8,8 @@ A bet is valid at every look (`stages.verdict.bets`), while Student's t is used 
 needs every gate, so no gate's level is corrected for the others (an intersection-union test: Berger, Technometrics 24 (1982)
 295-300). FAILs share ALPHA: the figures of recovery get one half, all others the other half (Bonferroni).
 
-A figure that fails at any look has failed. Thresholds without figures judge the complete report. A value that is missing or not
-finite never passes.
+A figure that fails at any look has failed. The functions in CHECKS judge the complete report once. A value that is missing or
+not finite never passes.
 """
 
 import math
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.figures import ALL, NONE_OF, Figure, GateInput
+from stages.verdict.figures import ALL, MIN_SOUND_REQUESTS, Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS, MAX_SAMPLES, Check, Gate, Status, Thresholds, Verdict
@@ -29,12 +29,12 @@ FIGURES: tuple[Callable[[GateInput, Thresholds], Iterable[Figure]], ...] = (
     answers.recovery,
     answers.accuracy,
     answers.acceptance,
-    distances.distances,
-    distances.rare,
+    distances.mean_distances,
+    distances.outlier_shares,
 )
-"""Functions that yield the figures, which are tested after every round."""
+"""Functions that yield the figures. Figures are tested after every round."""
 CHECKS: tuple[Callable[[GateInput, Thresholds], Iterable[Check]], ...] = (
-    answers.unmeasured,
+    answers.unmeasured_acceptance,
     evaluation.documents,
     evaluation.noise_floor,
     distances.must_fail_control,
@@ -44,27 +44,27 @@ CHECKS: tuple[Callable[[GateInput, Thresholds], Iterable[Check]], ...] = (
     engine.full_pool,
     evaluation.takes_effect,
 )
-"""Functions that yield the checks of the complete report, once after all rounds that ran."""
+"""Functions that yield the checks of the complete report, after all rounds that ran."""
 
 
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thresholds) -> Verdict:
     """Judge one evaluation, complete or after some of its rounds. `rows` are the samples of all rounds that ran."""
-    whole = GateInput(report, rows)
-    problems = list(evaluation.complete(whole))
+    everything = GateInput(report, rows)
+    problems = list(evaluation.completeness(everything))
     if problems:
         return conclude(problems, {}, looks=0)
     failed: dict[tuple[str, str], Check] = {}
     looks = max(row.round for row in rows)
     for number in range(1, looks + 1):
-        evidence = replace(whole, rows=[row for row in rows if row.round <= number])
+        evidence = replace(everything, rows=[row for row in rows if row.round <= number])
         latest = {(check.gate, check.where): check for check in _look(evidence, thresholds, number)}
         failed |= {place: check for place, check in latest.items() if check.status == "FAIL"}
-    checks = [*(latest | failed).values(), *(check for checked in CHECKS for check in checked(whole, thresholds))]
+    checks = [*(latest | failed).values(), *(check for run_checks in CHECKS for check in run_checks(everything, thresholds))]
     order = [gate.value for gate in Gate]
     checks.sort(key=lambda check: order.index(check.gate))
-    following = thresholds.next_attempt
-    numbers = {} if following is None else _samples_needed(checks, whole, following)
-    checks = [_add_advice(check, numbers, None if following is None else following.attempt) for check in checks]
+    later = thresholds.next_attempt
+    numbers = {} if later is None else _samples_needed(checks, everything, later)
+    checks = [_add_advice(check, numbers, None if later is None else later.attempt) for check in checks]
     verdict = conclude(checks, numbers, looks)
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
@@ -79,31 +79,31 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
     """Yield the lines of all figures at the look after round `number`."""
     rounds = evidence.report.planned_rounds
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
-    figures = [figure for measured in FIGURES for figure in measured(evidence, thresholds)]
-    main = sum(figure.gate == Gate.RECOVERY for figure in figures)
+    figures = [figure for get_figures in FIGURES for figure in get_figures(evidence, thresholds)]
+    recoveries = sum(figure.gate == Gate.RECOVERY for figure in figures)
     for figure in figures:
-        together = main if figure.gate == Gate.RECOVERY else len(figures) - main
-        result = figure.test(ALPHA / 2 / together, thresholds.pass_alpha, last=number == rounds)
+        group_size = recoveries if figure.gate == Gate.RECOVERY else len(figures) - recoveries
+        result = figure.test(ALPHA / 2 / group_size, thresholds.pass_alpha, last=number == rounds)
         if figure.must_pass or result.decision == "FAIL":
             check = figure.check(result)
             yield check.model_copy(update={"reason": check.reason + place})
 
 
-def _samples_needed(checks: Sequence[Check], whole: GateInput, following: Thresholds) -> dict[str, int]:
-    """Return the number of samples by workload that would decide the next attempt, by its thresholds."""
+def _samples_needed(checks: Sequence[Check], evidence: GateInput, later: Thresholds) -> dict[str, int]:
+    """Return the number of samples by workload that would decide the next attempt. `later`: thresholds of that attempt."""
     still_open = {check.where for check in checks if check.gate == Gate.RECOVERY and check.status == "INCONCLUSIVE"}
-    numbers = answers.needed(whole, following, still_open)
-    unseen = any(check.gate == Gate.RUINED and check.status == "INCONCLUSIVE" and not check.value for check in checks)
-    counts = Counter(row.workload for row in whole.rows) if unseen else Counter[str]()
-    for workload, count in counts.items():  # NONE_OF questions without a ruined one pass
-        numbers[workload] = max(numbers.get(workload, 0), math.ceil(NONE_OF * count / counts.total()))
+    numbers = answers.samples_needed(evidence, later, still_open)
+    too_few = any(check.gate == Gate.RUINED and check.status == "INCONCLUSIVE" and not check.value for check in checks)
+    counts = Counter(row.workload for row in evidence.rows) if too_few else Counter[str]()
+    for workload, count in counts.items():  # ask for MIN_SOUND_REQUESTS in the present proportions
+        numbers[workload] = max(numbers.get(workload, 0), math.ceil(MIN_SOUND_REQUESTS * count / counts.total()))
     if not counts and any(check.gate == Gate.MIN_SAMPLES and check.where == ALL and check.status != "PASS" for check in checks):
-        numbers[ALL] = following.min_samples
+        numbers[ALL] = later.min_samples
     return numbers
 
 
 def _add_advice(check: Check, numbers: Mapping[str, int], attempt: int | None) -> Check:
-    """Return a check with the advice for an open recovery: the samples to ask at the next attempt, if there is one."""
+    """Add to an inconclusive recovery how many samples would decide the next attempt, or that there is no next attempt."""
     count = numbers.get(check.where, sum(numbers.values()) if check.where == ALL else 0)
     if check.gate != Gate.RECOVERY or check.status != "INCONCLUSIVE" or (attempt is not None and not count):
         return check

@@ -3,8 +3,8 @@
 Forced decode gives the probability of a question's right answer under both engines. Recovery, the kept share, is the sum of the
 candidate's probabilities divided by the sum of the baseline's. A PASS needs recovery, because a probability says more about a
 question than whether its greedy answer flipped (Miller 2024, arXiv 2411.00640). No document's loss is capped. The bet assumes
-that no document loses more than WORST times the limit; a document that does ends the larger stake. MANY documents can also pass
-by Student's t, but only at the last look.
+that no document loses more than WORST times the limit; a document that does ends the larger stake. With MIN_T_DOCUMENTS, the
+recovery can also pass by Student's t, but only at the last look.
 
 `python -m benchmarks.gates` shows how often the bet and the t test together pass wrongly, on measured rows.
 """
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
-from stages.verdict.figures import ALL, Figure, GateInput, by_workload, kept, means
+from stages.verdict.figures import ALL, Figure, GateInput, by_workload, describe_recovery, means
 from stages.verdict.report import Acceptance, Accuracy, SampleRow
 from stages.verdict.thresholds import MARGIN, MAX_SAMPLES, Check, Gate, LineStatus, Thresholds
 
@@ -38,7 +38,8 @@ class Recovery(Figure):
     student_share: float = STUDENT
 
     @classmethod
-    def of(cls, place: str, rows: Sequence[SampleRow], thresholds: Thresholds) -> "Recovery":
+    def from_rows(cls, place: str, rows: Sequence[SampleRow], thresholds: Thresholds) -> "Recovery":
+        """Return the recovery of judged samples. `place`: their workload, or ALL."""
         threshold = thresholds.min_recovery if place == ALL else thresholds.min_workload_recovery
         documents = [row.document for row in rows]
         baseline_totals = document_totals([row.baseline_probability for row in rows], documents)
@@ -47,7 +48,7 @@ class Recovery(Figure):
         # The allowed loss of a document is proportional to its baseline probability: a candidate that keeps the share
         # `threshold` of every document is exactly at the limit.
         loss, limit = (1 - threshold) * baseline - (candidate_totals - threshold * baseline_totals), (1 - threshold) * baseline
-        mean = Mean(loss, limit, best=-OUTLIER * limit, worst=WORST * limit, whole=True)
+        mean = Mean(loss, limit, best=-OUTLIER * limit, worst=WORST * limit, uncapped=True)
         return cls(Gate.RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline, thresholds=thresholds)
 
     @property
@@ -75,7 +76,7 @@ class Recovery(Figure):
         status: LineStatus = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
         key = Gate.RECOVERY if self.where == ALL else "min_workload_recovery"
         certainty = f"{100 * (1 - result.level):.4g} % certainty"
-        text = f"{kept(value, bound, status)} with {certainty}, {key} is {100 * self.threshold:g} %{advice}"
+        text = f"{describe_recovery(value, bound, status)} with {certainty}, {key} is {100 * self.threshold:g} %{advice}"
         return Check.of(self.gate, self.where, status, text, value, self.threshold, bound)
 
 
@@ -83,34 +84,37 @@ def recovery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Recovery]:
     """Yield a figure for all questions together, then one for every workload."""
     judged = evidence.judged
     for place, rows in [(ALL, judged), *by_workload(judged).items()] if judged else ():
-        yield Recovery.of(place, rows, thresholds)
+        yield Recovery.from_rows(place, rows, thresholds)
 
 
-def needed(evidence: GateInput, following: Thresholds, still_open: Collection[str]) -> dict[str, int]:
+def samples_needed(evidence: GateInput, later: Thresholds, still_open: Collection[str]) -> dict[str, int]:
     """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
 
-    `following` are the thresholds of the next attempt. Workloads that passed are included if the next attempt needs more,
-    because it has a smaller share of ALPHA. A workload that the baseline rarely gets right is left out: more samples would not
-    help.
+    A workload that passed is included if the next attempt needs more samples of it, because that attempt has a smaller share of
+    ALPHA. A workload that the baseline rarely gets right is left out, because more samples would not help.
+
+    Args:
+        later: The thresholds of the next attempt.
+        still_open: Workloads, or ALL, whose recovery is inconclusive.
     """
-    kinds = list(recovery(evidence, following)) if still_open else []
-    if not kinds or kinds[0].is_weak:
+    figures = list(recovery(evidence, later)) if still_open else []
+    if not figures or figures[0].is_weak:
         return {}
-    level, times = following.pass_alpha, dict.fromkeys((kind.where for kind in kinds), 1.0)
-    for kind in kinds:
-        if not kind.is_weak:
-            documents = len(kind.mean.values)
-            more = kind.mean.needed(BET * level, MAX_SAMPLES, STUDENT * level)
-            times[kind.where] = max(following.min_samples, documents + (kind.where in still_open), more) / documents
-    counts = {kind.where: kind.samples for kind in kinds if kind.where != ALL}
+    level, times = later.pass_alpha, dict.fromkeys((figure.where for figure in figures), 1.0)
+    for figure in figures:
+        if not figure.is_weak:
+            documents = len(figure.mean.values)
+            more = figure.mean.needed_documents(BET * level, MAX_SAMPLES, STUDENT * level)
+            times[figure.where] = max(later.min_samples, documents + (figure.where in still_open), more) / documents
+    counts = {figure.where: figure.samples for figure in figures if figure.where != ALL}
     samples = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
     return {name: min(count, MAX_SAMPLES) for name, count in samples.items() if count > counts[name]}
 
 
-def _answers(place: str, rows: Sequence[SampleRow]) -> Figure:
+def _lost_answers(place: str, rows: Sequence[SampleRow]) -> Figure:
     """Return the figure on the answers of one workload or context bin: the share of lost minus gained answers."""
     lost = [float(bool(row.baseline_correct)) - float(bool(row.candidate_correct)) for row in rows]
-    counted = Accuracy.of(rows)
+    counted = Accuracy.from_rows(rows)
     label = (
         f"{counted.lost} of {counted.judged} answers lost, {counted.gained} gained; accuracy {counted.candidate:.3f} vs "
         f"{counted.baseline:.3f}, change"
@@ -123,7 +127,7 @@ def accuracy(evidence: GateInput, _: Thresholds) -> Iterator[Figure]:
     """Yield a figure for every workload, and for every context bin that is not a whole workload."""
     judged = by_workload(evidence.judged)
     for name, rows in judged.items():
-        yield _answers(name, rows)
+        yield _lost_answers(name, rows)
     for part in evidence.report.slices:
         if part.workload is None or part.context is None:
             continue
@@ -131,14 +135,14 @@ def accuracy(evidence: GateInput, _: Thresholds) -> Iterator[Figure]:
         rows = judged.get(part.workload, [])
         inside = [row for row in rows if low <= row.context_tokens and (high is None or row.context_tokens < high)]
         if inside and len(inside) < len(rows):
-            yield _answers(part.place, inside)
+            yield _lost_answers(part.place, inside)
 
 
 def acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     """Yield the loss of acceptance length of every drafter and workload.
 
     The loss of an answer is the log of the ratio between the baseline's tokens per pass and the candidate's. With the log,
-    random gains and losses cancel out. An answer that was not drafted fails.
+    random gains and losses cancel out. An answer without counts fails.
     """
     limit, threshold = -math.log1p(-thresholds.max_acceptance_loss), thresholds.max_acceptance_loss
     for drafter in evidence.report.drafters:
@@ -149,7 +153,7 @@ def acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
             yield Figure(Gate.ACCEPTANCE, where, mean, threshold, label, lambda loss: -math.expm1(-loss))
 
 
-def unmeasured(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
+def unmeasured_acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     """Yield a WARNING for every drafter if no sample has an answer."""
     for drafter in () if evidence.judged else evidence.report.drafters:
         where, text = f"all, drafts by {drafter}", "the acceptance length was not measured: no sample has an answer"

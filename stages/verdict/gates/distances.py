@@ -1,4 +1,4 @@
-"""The gates on distances from the baseline's next-token distributions, and the must-fail control, which they have to fail."""
+"""The gates on distances from the baseline's next-token distributions, and the must-fail control, which must fail them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,13 @@ from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Gate, Thresholds
 
 TAIL_SHARE = 0.001
-"""Share of a document's tokens that may be farther off than FAR_KL."""
+"""Maximum share of tokens with a KL above FAR_KL."""
 
 
-def measured(rows: Sequence[SampleRow], thresholds: Thresholds, where: str = "", *, must_pass: bool = True) -> Iterator[Figure]:
-    """Yield the figures on the mean distances of some samples."""
+def distances(
+    rows: Sequence[SampleRow], thresholds: Thresholds, where: str = "", *, must_pass: bool = True
+) -> Iterator[Figure]:
+    """Yield the figures on the mean KL and the top-10 overlap of some samples."""
     tokens, limit = [row.scored_tokens for row in rows], thresholds.max_mean_kl
     kl = Mean(means(rows, [row.mean_kl for row in rows], tokens), limit)
     yield Figure(Gate.MEAN_KL, where, kl, limit, "mean KL", must_pass=must_pass)
@@ -24,16 +26,16 @@ def measured(rows: Sequence[SampleRow], thresholds: Thresholds, where: str = "",
     yield Figure(Gate.TOP10_OVERLAP, where, missing, MIN_TOP10_OVERLAP, label, lambda share: 1 - share, must_pass=must_pass)
 
 
-def distances(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
+def mean_distances(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     """Yield the figures on the mean distances of every workload.
 
-    If other workloads have answers, a workload with only a few texts can fail but need not pass: it has too little data for a
-    PASS.
+    A workload of texts without answers need not pass if it has too few documents for a PASS and other workloads have answers.
+    It can still fail.
     """
     for workload, rows in by_workload(evidence.rows).items():
-        enough = Mean(np.zeros(len({row.document for row in rows})), 1.0).passes(thresholds.pass_alpha)
-        beside = bool(evidence.judged) and not any(row.judged for row in rows)
-        yield from measured(rows, thresholds, workload, must_pass=bool(enough) or not beside)
+        can_pass = Mean(np.zeros(len({row.document for row in rows})), 1.0).passes(thresholds.pass_alpha)
+        only_others_judged = bool(evidence.judged) and not any(row.judged for row in rows)
+        yield from distances(rows, thresholds, workload, must_pass=bool(can_pass) or not only_others_judged)
 
 
 def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> bool:
@@ -43,10 +45,10 @@ def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> 
     return figure.test(ALPHA, thresholds.pass_alpha, last=True).decision == "PASS"
 
 
-def rare(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
-    """Yield the figures on the shares of ruined requests and of far tokens, over all workloads.
+def outlier_shares(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
+    """Yield the figures on the share of ruined requests and the share of tokens above FAR_KL, over all workloads.
 
-    Far tokens can only fail, because showing a share below 1/1000 would take thousands of documents.
+    The share of such tokens can only fail, because showing a share below 1/1000 would take thousands of documents.
     """
     rows, ruin, limit = evidence.rows, OUTLIER * thresholds.max_mean_kl, thresholds.max_ruined_share
     ruined = [float(row.mean_kl is None or not row.mean_kl <= ruin) for row in rows]
@@ -66,7 +68,7 @@ def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[C
     The corruption also counts as noticed if the logits are not finite.
     """
     rows, factor = evidence.report.control.rows, evidence.report.control.factor
-    tested = [figure.mean for figure in measured(rows, thresholds)] if rows else []
+    tested = [figure.mean for figure in distances(rows, thresholds)] if rows else []
     kl = float(tested[0].values.mean()) if tested else math.nan
     noticed = any(mean.fails(ALPHA) for mean in tested)
     outcome = "; it did not run"

@@ -1,9 +1,9 @@
-"""The gates on the engine itself: it computes its policy in every state, in the claimed bytes, with its checkpoint's scales."""
+"""The gates on the engine itself: conformance, stress test, allocated bytes, free answers, full pool and delivered scales."""
 
 from collections.abc import Iterator, Sequence
 
 from stages.policies.delivery import describe_changes
-from stages.verdict.conformance import bounded, describe
+from stages.verdict.conformance import describe, describe_bound
 from stages.verdict.figures import GateInput
 from stages.verdict.thresholds import Check, Gate, LineStatus, Status, Thresholds
 
@@ -36,14 +36,14 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         yield _line(Gate.STRESS_TEST, "candidate", stress.failures, str(stress))
         problem = stress.allocation.problem
         line = _line(Gate.ALLOCATION, "candidate", [problem] if problem else [], "allocated bytes match the policy")
-        if stress.allocation.unsure and line.status == "PASS":
-            line = line.model_copy(update={"status": "WARNING", "reason": f"{line.reason}; {stress.allocation.unsure}"})
+        if stress.allocation.inconclusive and line.status == "PASS":
+            line = line.model_copy(update={"status": "WARNING", "reason": f"{line.reason}; {stress.allocation.inconclusive}"})
         yield line
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
         free = tests.free_answers
         text = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
         if free.samples:
-            text += f", {bounded(free.samples, 'contradict themselves')}"
+            text += f", {describe_bound(free.samples, 'contradict themselves')}"
         yield _line(Gate.FREE_ANSWERS, where, free.contradictions, text)
 
 
@@ -77,9 +77,9 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         text = f"{len(pool.deviations)} of {pool.requests} requests differ ({pool.limit_kl:.1e} allowed): "
         text += _list_failures(pool.deviations)
     elif status == "PASS":
-        text += f", {bounded(pool.requests_per_round, 'change')}"
+        text += f", {describe_bound(pool.requests_per_round, 'change')}"
     else:
-        text += f": the pool was never full; ask more requests with workloads.full_pool={2 * pool.requests_per_round}"
+        text += f": the pool was never full; send more requests with workloads.full_pool={2 * pool.requests_per_round}"
     yield Check.of(
         Gate.FULL_POOL, "candidate", status, f"full pool: {text}", len(pool.deviations) if pool.requests else None, 0
     )

@@ -1,11 +1,11 @@
-"""The gates on the evaluation itself: complete samples, enough documents, sufficient lengths, and a low noise floor."""
+"""The gates on the evaluation itself: complete samples, enough documents, long enough samples, and a low noise floor."""
 
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from stages.core.records import Sample
-from stages.verdict.figures import ALL, NONE_OF, GateInput, by_workload
+from stages.verdict.figures import ALL, MIN_SOUND_REQUESTS, GateInput, by_workload
 from stages.verdict.gates.distances import shows_none_ruined
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import FAR_KL, Check, Gate, Thresholds
@@ -15,11 +15,11 @@ REQUIRED_NUMBERS = (
 )  # fmt: skip
 """Fields of a row that must be finite."""
 UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the window"}
-"""Group of policy keys -> clause for a message that the group had no effect."""
+"""Group of policy keys -> clause of the message that the group had no effect."""
 
 
-def complete(evidence: GateInput) -> Iterator[Check]:
-    """Yield a FAIL for samples that are missing or duplicated, have a number that is not finite, or are of the wrong rounds."""
+def completeness(evidence: GateInput) -> Iterator[Check]:
+    """Yield a FAIL if samples are missing or duplicated, if a number is missing or not finite, or if a round is missing."""
     report, rows, fail = evidence.report, evidence.rows, partial(Check.of, Gate.COMPLETE, status="FAIL")
     if not rows:
         yield fail(ALL, text="no samples were evaluated")
@@ -34,7 +34,7 @@ def complete(evidence: GateInput) -> Iterator[Check]:
     for workload, part in by_workload(rows).items():
         broken = [row.id for row in part if not _is_complete(row)]
         if broken:
-            yield fail(workload, text=f"{len(broken)} of {len(part)} samples have no finite numbers or answer ({broken[0]})")
+            yield fail(workload, text=f"{len(broken)} of {len(part)} samples lack a finite number or an answer ({broken[0]})")
 
 
 def _is_complete(row: SampleRow) -> bool:
@@ -47,8 +47,7 @@ def _is_complete(row: SampleRow) -> bool:
 def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     """Yield INCONCLUSIVE for planned workloads that did not run yet.
 
-    If no sample has an answer, also check the number of documents over all workloads together. If some samples have answers,
-    few texts are fine.
+    If no sample has an answer, also check the number of documents over all workloads together.
     """
     workloads, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
     for name, answered in sorted(evidence.report.planned_workloads.items()):
@@ -73,19 +72,19 @@ def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
         by_name[ALL] = {sample.cluster for sample in samples}
     missing = []
     if not shows_none_ruined(len({sample.cluster for sample in samples}), len(samples), thresholds):
-        minimum = next(count for count in range(1, NONE_OF + 1) if shows_none_ruined(count, count, thresholds))
+        minimum = next(count for count in range(1, MIN_SOUND_REQUESTS + 1) if shows_none_ruined(count, count, thresholds))
         missing.append(f"{len(samples)} of {minimum} questions")
     missing += [
         f"{len(document_ids)} of {thresholds.min_samples} documents of {name}"
         for name, document_ids in sorted(by_name.items())
         if len(document_ids) < thresholds.min_samples
     ]
-    enough = max(NONE_OF, thresholds.min_samples)
+    enough = max(MIN_SOUND_REQUESTS, thresholds.min_samples)
     return f"cannot pass: {', '.join(missing)}; ask {enough:,}, better {5 * enough:,}" if missing else None
 
 
 def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
-    """Yield INCONCLUSIVE if the policy changes only tokens of sequences that are longer than every sample."""
+    """Yield INCONCLUSIVE if a key of the policy takes effect only in sequences longer than every sample."""
     longest = max((row.context_tokens + row.scored_tokens - 1 for row in evidence.rows), default=0)
     tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
     if longest < tokens:
@@ -98,7 +97,7 @@ def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
 
 
 def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
-    """Yield INCONCLUSIVE if a KL threshold is not above an engine's KL to itself, or if that KL is unknown."""
+    """Yield INCONCLUSIVE if an engine's KL from itself is unknown, or not below the threshold of a KL."""
     report = evidence.report
     if report.noise is None:
         text = "no noise floor was measured; set workloads.noise_samples to 1 or more"

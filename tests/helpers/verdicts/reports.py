@@ -117,7 +117,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
 def _part(rows: list[SampleRow], workload: str | None) -> Slice:
     """Return the slice of one workload, or of all rows if `workload` is None, with its answers."""
     part_rows = [row for row in rows if workload in (None, row.workload)]
-    counted = Accuracy.of(part_rows)
+    counted = Accuracy.from_rows(part_rows)
     return Slice(workload=workload, context=None, samples=len(part_rows), accuracy=counted, fidelity=fidelity())
 
 

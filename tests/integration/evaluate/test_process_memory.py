@@ -14,7 +14,7 @@ from stages.verdict.engine_tests import ProcessMemory
 def sure_memory(engine: OnnxEngine) -> ProcessMemory:
     """Measure until the process's memory is stable: memory that earlier tests freed may still be returned."""
     measured = (process_memory(engine, 1024) for _ in range(5))
-    sure = next((found for found in measured if found is not None and found.unsure is None), None)
+    sure = next((found for found in measured if found is not None and found.inconclusive is None), None)
     assert sure is not None, "it never stood still"
     return sure
 

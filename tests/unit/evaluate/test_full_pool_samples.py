@@ -81,7 +81,7 @@ def test_requests_share_beginnings_and_decode_at_least_a_page() -> None:
 def test_the_gate_passes_only_a_pool_that_was_full() -> None:
     for found, status, says in (
         (measured(FakeEngine({}), 24), "INCONCLUSIVE", "cannot be given a small pool, so it was not tested under load"),
-        (FullPool(requests_per_round=24, requests=48), "INCONCLUSIVE", "ask more requests with workloads.full_pool=48"),
+        (FullPool(requests_per_round=24, requests=48), "INCONCLUSIVE", "send more requests with workloads.full_pool=48"),
         (FullPool(requests_per_round=24, requests=48, preempted=3), "PASS", "so that at most 12 % of requests change"),
     ):
         line = full_pool_line(found)

@@ -1,4 +1,4 @@
-"""The coverage of an evaluation: counted during decoding, in verdicts, a limit of promotions; and the conformance gate."""
+"""The coverage of an evaluation, the free answers, the allocated memory, and the conformance gate."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,45 +33,45 @@ def exercised() -> Exercised:
     return Exercised.merged([event.trace for event in events if isinstance(event, SampleResult)])
 
 
-def test_steps_are_counted_where_they_are_taken() -> None:
-    whole = exercised()
-    assert whole.longest_context == 62 + len("answer")
+def test_decoding_records_lengths_batches_and_forks() -> None:
+    coverage = exercised()
+    assert coverage.longest_context == 62 + len("answer")
     # the answer differs from the reference and continues up to its limit
-    assert whole.longest_decode == len("abcdef") + 1 + 4
-    assert whole.batch == 2
-    assert whole.forks == 1
+    assert coverage.longest_decode == len("abcdef") + 1 + 4
+    assert coverage.batch == 2
+    assert coverage.forks == 1
 
 
-def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
+def test_free_answers_that_contradict_forced_decode_are_reported() -> None:
     engine = fake_engine(SAMPLES)
     items = encode(SAMPLES, CharTokenizer(), 9)
     sound = free_answers(engine, items, 2, Greedy((EOS,), 4))
     assert (sound.samples, sound.contradictions) == (3, [])
     assert engine.live == 0
     generate = engine.generate
-    engine.generate = lambda *given, **more: [[*answer[:1], 7, *answer[2:]] for answer in generate(*given, **more)]  # type: ignore[method-assign]
-    found = free_answers(engine, items, 2, Greedy((EOS,), 4)).contradictions
-    assert len(found) == 3
-    assert found[0].startswith("sample short: token 1 of generate is 7, which forced decode finds")
+    engine.generate = lambda *args, **options: [[*answer[:1], 7, *answer[2:]] for answer in generate(*args, **options)]  # type: ignore[method-assign]
+    contradictions = free_answers(engine, items, 2, Greedy((EOS,), 4)).contradictions
+    assert len(contradictions) == 3
+    assert contradictions[0].startswith("sample short: token 1 of generate is 7, which forced decode finds")
 
 
-def test_only_free_answers_without_decode_steps_are_forced() -> None:
+def test_free_answers_that_equal_the_decoded_answers_are_not_forced() -> None:
     engine = fake_engine(SAMPLES)
     items = encode(SAMPLES, CharTokenizer(), 9)
-    given = engine.generate([item.prompt for item in items], 9, (EOS,))
-    other = [*given[0][:1], 7, *given[0][2:]]
+    answers = engine.generate([item.prompt for item in items], 9, (EOS,))
+    other = [*answers[0][:1], 7, *answers[0][2:]]
     with (
-        patch.object(engine, "generate", lambda *_, **__: given),
+        patch.object(engine, "generate", lambda *_, **__: answers),
         patch.object(engine, "decode", Mock(wraps=engine.decode)) as decode,
     ):
-        assert not free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=given).contradictions
+        assert not free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=answers).contradictions
         assert not decode.called
-        free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=[other, None, given[2]])
+        free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=[other, None, answers[2]])
     first_step = decode.call_args_list[0].args[1]
-    assert first_step == [given[0][0], given[1][0]], "the first differs, and of the second nothing is known"
+    assert first_step == [answers[0][0], answers[1][0]], "only the first differs, and the second was not decoded"
 
 
-def test_bytes_are_compared_with_the_policys_claim() -> None:
+def test_allocated_bytes_that_differ_from_the_policy_are_a_problem() -> None:
     engine = fake_engine(SAMPLES)
     assert allocation(engine).problem is None
     for part, problem in {
@@ -84,7 +84,7 @@ def test_bytes_are_compared_with_the_policys_claim() -> None:
         assert allocation(engine).problem == problem
 
 
-def test_a_verdict_says_how_far_it_holds() -> None:
+def test_a_verdict_names_the_limits_that_it_covers() -> None:
     cases: list[tuple[dict[str, int], str]] = [
         ({}, "batch 32, 320 decoded, with forks"),
         ({"together": 65}, "batch 32, 320 decoded, with forks"),  # every offset of a page was visited
@@ -93,29 +93,29 @@ def test_a_verdict_says_how_far_it_holds() -> None:
         ({"forks": 0, "decoded": 400}, "batch 32, 400 decoded, with forks"),
     ]
     for changes, covered in cases:
-        found = verdict(every_class(), coverage=exercised(), tests=engine_tests(stress_result(**changes)))
-        assert (found.status, found.covered) == ("PASS", f"up to 68 tokens, {covered}")
+        outcome = verdict(every_class(), coverage=exercised(), tests=engine_tests(stress_result(**changes)))
+        assert (outcome.status, outcome.covered) == ("PASS", f"up to 68 tokens, {covered}")
 
 
 MIB = 1 << 20
 
 
-def test_an_unclaimed_copy_shows_unless_the_machine_is_noisy() -> None:
+def test_unexplained_memory_growth_fails_unless_the_noise_is_larger() -> None:
     held = ProcessMemory(
         tokens=8192, grown_bytes=0, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=0
     )
-    for grown, noise, status, said in (
+    for grown, noise, status, reason in (
         (17, 0, "PASS", "bytes match the policy"),
         (26, 0, "FAIL", "the process grows by 16.0 MiB more than the policy claims for 8,192 tokens"),
-        (26, 5, "WARNING", "moves by 5.0 MiB by itself, too much to see a float16 copy of 16.0 MiB"),
+        (26, 5, "WARNING", "varies by 5.0 MiB by itself, too much to detect a float16 copy of 16.0 MiB"),
     ):
         process = held.model_copy(update={"grown_bytes": grown * MIB, "noise_bytes": noise * MIB})
         (check,) = lines("allocation", report([], tests=engine_tests(stress_result(allocation=Allocation(process=process)))))
-        assert (check.status, said in check.reason) == (status, True), check.reason
+        assert (check.status, reason in check.reason) == (status, True), check.reason
 
 
 def test_an_engine_may_allow_the_length_that_its_samples_require() -> None:
-    """Whole pages of 64 tokens count: an answer that may have 16 further tokens but ends before needs room for 640."""
+    """Limits are compared in pages of 64 tokens: 591 tokens, the longest allowed answer included, are 640."""
     assert Limits.of_bundle({"backend": "onnxruntime"}) == Limits()
     judged = Limits.of_bundle({"max_batch": 16, "max_tokens": 574}).model_copy(update={"room": 591})
     assert judged.exceeded_by(Limits(tokens=640)) is None
@@ -124,10 +124,10 @@ def test_an_engine_may_allow_the_length_that_its_samples_require() -> None:
     assert "allows 640 tokens: build it for 576" in str(Limits(tokens=574, batch=16).exceeded_by(Limits(tokens=640)))
 
 
-def judged(candidate: EngineConformance, **how: Any) -> list[tuple[str, str]]:
+def judge_conformance(candidate: EngineConformance, **options: Any) -> list[tuple[str, str]]:
     """Return the status and reason for the baseline and for the candidate."""
-    made = conformance(candidate, **how)
-    return [(check.status, check.reason) for check in lines("conformance", report([], conformance=made))]
+    record = conformance(candidate, **options)
+    return [(check.status, check.reason) for check in lines("conformance", report([], conformance=record))]
 
 
 DEVIATION = Deviation(
@@ -138,7 +138,7 @@ BETWEEN = engine_conformance(compared(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
 
 
 @pytest.mark.parametrize(
-    ("candidate", "how", "status", "said"),
+    ("candidate", "options", "status", "reason"),
     [
         (SOUND_ENGINE, {}, "PASS", "allowed error), too few to bound the share of requests that deviate"),
         (BETWEEN, {}, "FAIL", "1 of 1 requests"),
@@ -164,12 +164,14 @@ BETWEEN = engine_conformance(compared(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
             "batch of 16) of sample x, layer 2 head 1 keys; 1 of 1 requests",
         ),
     ],
-    ids=["sound", "too far", "as far as its baseline is", "another arithmetic", "no number", "nothing compared", "the place"],
+    ids=["sound", "deviates", "coarse baseline", "own arithmetic", "not finite", "not compared", "place of the deviation"],
 )
-def test_a_candidate_is_judged_by_roundings(candidate: EngineConformance, how: dict[str, Any], status: str, said: str) -> None:
-    (_, (found, reason)) = judged(candidate, **how)
-    assert found == status
-    assert said in reason
+def test_a_candidate_is_judged_by_roundings(
+    candidate: EngineConformance, options: dict[str, Any], status: str, reason: str
+) -> None:
+    (_, (candidate_status, candidate_reason)) = judge_conformance(candidate, **options)
+    assert candidate_status == status
+    assert reason in candidate_reason
 
 
 @pytest.mark.parametrize(
@@ -184,14 +186,14 @@ def test_a_candidate_is_judged_by_roundings(candidate: EngineConformance, how: d
     ],
     ids=str,
 )
-def test_one_request_of_many_fails_either_engine(fault: dict[str, Any]) -> None:
+def test_a_single_faulty_request_fails_an_engine(fault: dict[str, Any]) -> None:
     faulty = engine_conformance(*SOUND_ENGINE.requests, compared(**fault))
-    assert [status for status, _ in judged(faulty)] == ["PASS", "FAIL"]
-    assert judged(SOUND_ENGINE, baseline=faulty)[0][0] == "FAIL"
-    assert "1 of 7 requests" in judged(faulty)[1][1]
+    assert [status for status, _ in judge_conformance(faulty)] == ["PASS", "FAIL"]
+    assert judge_conformance(SOUND_ENGINE, baseline=faulty)[0][0] == "FAIL"
+    assert "1 of 7 requests" in judge_conformance(faulty)[1][1]
 
 
-def test_a_candidate_is_allowed_its_baselines_usual_error() -> None:
+def test_the_allowed_distance_grows_with_the_baselines_distance() -> None:
     assert ALLOWED < allowed([COARSE]) < 10 * ALLOWED
     assert allowed([]) == ALLOWED
     assert allowed([compared(kl=None)]) == ALLOWED**2

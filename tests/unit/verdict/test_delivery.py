@@ -1,4 +1,4 @@
-"""Scales that arrive changed in an engine: the names of the changes, and the gate's decision."""
+"""Scales that differ between a checkpoint and its engine: the kinds of changes, and the gate's decision."""
 
 import pytest
 from helpers.verdicts.reports import gates, lines, report
@@ -32,7 +32,7 @@ def layer(carried: Scales, key: tuple[float, ...], value: tuple[float, ...]) -> 
         (CARRIED, (0.3,), (0.5,), ["changed"]),
     ],
 )
-def test_every_change_of_a_scale_has_a_name(
+def test_scale_changes_are_classified(
     carried: Scales, key: tuple[float, ...], value: tuple[float, ...], kinds: list[ScaleChangeKind]
 ) -> None:
     delivered = layer(carried, key, value)
@@ -52,9 +52,7 @@ MERGED = scale_changes(layer(CARRIED, (0.5,), (0.5,)), BOTH)
         (MERGED, ["merged"], "WARNING", f"candidate: scales: {describe_changes(MERGED)}, as gates.allow_scale_changes accepts"),
     ],
 )  # fmt: skip
-def test_the_gate_fails_changes_unless_allowed_and_warns_then(
-    changes: list[object], allowed: list[str], status: str, reason: str
-) -> None:
+def test_scale_changes_fail_or_warn_if_allowed(changes: list[object], allowed: list[str], status: str, reason: str) -> None:
     (line,) = lines("scale_delivery", report([], scale_changes=changes), thresholds=gates(allow_scale_changes=allowed))
     assert (line.status, line.reason) == (status, reason)
 
@@ -67,22 +65,22 @@ def request(engine: Distance, rounding: Distance) -> ComparedRequest:
     return ComparedRequest(sample="a", prompt_tokens=4, decoded_tokens=2, engine=engine, rounding=rounding)
 
 
-def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
+def test_the_rounding_is_measured_on_the_baseline() -> None:
     """The baseline's KL is 1/16 of the assumed KL, so its rounding is 1/4."""
     compared = [request(distance(1e-5), distance(1.6e-4)), request(distance(1e-6), distance(1.6e-4))]
     baseline = EngineConformance(policy="fp16", requests=compared)
     reference = ReferenceEngine(None, ROUNDING["bfloat16"], measures_rounding=True)  # type: ignore[arg-type]
     assert reference.rounding == ROUNDING["bfloat16"]
     assert reference.with_limits_of(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
-    nothing = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
-    assert reference.with_limits_of(nothing).rounding == ROUNDING["bfloat16"] * MIN_MEASURED
+    exact = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
+    assert reference.with_limits_of(exact).rounding == ROUNDING["bfloat16"] * MIN_MEASURED
     assumed = ReferenceEngine(None, ROUNDING["bfloat16"])  # type: ignore[arg-type]
     assert assumed.with_limits_of(baseline).rounding == assumed.rounding
 
 
 def test_a_layer_with_twice_the_16_bit_storage_error_deviates() -> None:
-    beside = distance(1e-4, (0.004, 0.010))
-    sound, truncating = (request(distance(1e-4, layers), beside) for layers in ((0.001, 0.003), (0.0255, 0.0255)))
+    rounding = distance(1e-4, (0.004, 0.010))
+    sound, truncating = (request(distance(1e-4, layers), rounding) for layers in ((0.001, 0.003), (0.0255, 0.0255)))
     assert sound.times_allowed(4.0) < 1
     assert truncating.times_allowed(4.0) == pytest.approx(0.0255 / allowed_in_layer(0.004))
     assert truncating.times_allowed(4.0) > 3

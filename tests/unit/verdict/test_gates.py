@@ -1,6 +1,6 @@
-"""Tests of the verdict: which gate gives FAIL or INCONCLUSIVE instead of PASS, and that missing or noisy data never pass.
+"""The verdict: which gate gives FAIL or INCONCLUSIVE instead of PASS. Missing or noisy data never pass.
 
-A verdict is PASS if no line stops it. A fault that only one gate stops passes without this gate.
+Each case lists all gates that stop a PASS. A fault that only one gate stops would pass without that gate.
 """
 
 import re
@@ -32,12 +32,12 @@ def copies(count: int = 128, **values: Any) -> Rows:
     return [r for r in every_class() if r.workload != "copy"] + answered("copy", count, **values)
 
 
-def every(count: int, **values: Any) -> Rows:
+def change_every(count: int, **values: Any) -> Rows:
     """Return rows of all workloads, and change every `count`-th row."""
     return [r.model_copy(update=values) if i % count == 0 else r for i, r in enumerate(every_class())]
 
 
-def first(count: int, **values: Any) -> Rows:
+def change_first(count: int, **values: Any) -> Rows:
     """Return rows of all workloads, and change the first `count` rows across workloads."""
     rows = sorted(every_class(), key=lambda r: r.id[::-1])
     return [r.model_copy(update=values) if i < count else r for i, r in enumerate(rows)]
@@ -47,7 +47,7 @@ def with_kl(*values: float) -> Rows:
     return [r.model_copy(update={"mean_kl": values[i % len(values)]}) for i, r in enumerate(every_class())]
 
 
-def shared(rows: Rows, count: int) -> Rows:
+def spread_over_documents(rows: Rows, count: int) -> Rows:
     """Return the rows spread over `count` documents per workload."""
     return [r.model_copy(update={"document": f"{r.workload}-{i % count}"}) for i, r in enumerate(rows)]
 
@@ -57,12 +57,12 @@ def pages(count: int) -> Rows:
     return [r.model_copy(update={"document": f"page-{i}"}) for i in range(count) for r in (row(name, i) for name in CLASSES)]
 
 
-def every_class_keeping(share: float, baseline: float = 0.25) -> Rows:
+def with_recovery(share: float, baseline: float = 0.25) -> Rows:
     changes = {"baseline_probability": baseline, "candidate_probability": share * baseline}
     return [r.model_copy(update=changes) for r in every_class()]
 
 
-def losing(count: int, rows: Rows) -> Rows:
+def with_lost_answers(count: int, rows: Rows) -> Rows:
     return [r.model_copy(update={"candidate_correct": i >= count}) for i, r in enumerate(rows)]
 
 
@@ -86,7 +86,7 @@ class Case:
     status: str = "PASS"
     stops: str = ""
     """Gates that stop a PASS, separated by spaces."""
-    said: str = ""
+    reason: str = ""
     """Part of the first reason."""
     gates: dict[str, Any] = field(default_factory=dict)
     """Changes of the thresholds."""
@@ -96,65 +96,65 @@ class Case:
 
 OPEN = "min_recovery max_ruined_share"
 CASES = {
-    "nothing flips": Case(every_class(), said="all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"),
-    "2 of 60 answers are lost": Case(losing(2, pages(15))),
+    "no answer flips": Case(every_class(), reason="all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"),
+    "2 of 60 answers are lost": Case(with_lost_answers(2, pages(15))),
     "answers are lost while every distribution stays close": Case(
         every_class(retrieval=25), "FAIL", "accuracy",
         "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, change -0.1953, 99.83 % bound -0.0"),
-    "15 pages of four questions pass": Case(pages(15)),
-    "14 pages do not": Case(pages(14), "INCONCLUSIVE", OPEN, "14 documents, gates.min_samples is 15"),
-    "59 questions do not": Case(pages(15)[:59], "INCONCLUSIVE", OPEN),
+    "15 pages of four questions": Case(pages(15)),
+    "14 pages of four questions": Case(pages(14), "INCONCLUSIVE", OPEN, "14 documents, gates.min_samples is 15"),
+    "59 questions": Case(pages(15)[:59], "INCONCLUSIVE", OPEN),
     "questions that the baseline cannot answer": Case(
         HOPELESS, "INCONCLUSIVE", "min_recovery", "0.001, is below gates.min_baseline_prob"),
-    "questions that the gates do not need": Case(HOPELESS, gates={"min_baseline_probability": 0.0}),
-    "samples of few documents": Case(shared(every_class(), 8), "INCONCLUSIVE", f"min_recovery {OPEN_MEANS}"),
-    "probability that is lost": Case(every_class_keeping(0.9), "FAIL", "min_recovery", "all: keeps 90.0 %"),
-    "probability that is lost in one kind of work": Case(
+    "no minimum of the baseline's probability": Case(HOPELESS, gates={"min_baseline_probability": 0.0}),
+    "samples of few documents": Case(spread_over_documents(every_class(), 8), "INCONCLUSIVE", f"min_recovery {OPEN_MEANS}"),
+    "lost probability": Case(with_recovery(0.9), "FAIL", "min_recovery", "all: keeps 90.0 %"),
+    "lost probability in one workload": Case(
         copies(baseline_probability=0.05, candidate_probability=0.035), "FAIL", "min_recovery", "copy: keeps 70.0 %"),
-    "a kind of work at its limit": Case(
+    "a workload at its limit": Case(
         copies(baseline_probability=0.05, candidate_probability=0.04), "INCONCLUSIVE", "min_recovery", "copy: keeps 80"),
     "one page of 15 that loses everything": Case(
         [*pages(15)[:-4], *(r.model_copy(update={"candidate_probability": 0.0}) for r in pages(15)[-4:])],
         "INCONCLUSIVE", "min_recovery"),
-    "a probability that is missing": Case(every(512, candidate_probability=None), "FAIL", "min_recovery", "nan %"),
-    "probability without any in the baseline": Case(
-        every_class_keeping(1.0, baseline=0.0), "INCONCLUSIVE", "min_recovery", "below gates.min_baseline_probability"),
+    "a missing probability": Case(change_every(512, candidate_probability=None), "FAIL", "min_recovery", "nan %"),
+    "a baseline with probability 0": Case(
+        with_recovery(1.0, baseline=0.0), "INCONCLUSIVE", "min_recovery", "below gates.min_baseline_probability"),
     "a context bin": Case([*every_class()[128:], *WITHIN_A_BIN], "FAIL", "accuracy", "retrieval [0, 150): 12 of 25"),
-    "more noise in one workload": Case(copies(mean_kl=0.15), "FAIL", "max_mean_kl", "outside max_mean_kl (at most 0.05)"),
-    "noise that straddles the limit": Case(with_kl(0.09, 0.001), "INCONCLUSIVE", "max_mean_kl", "not clearly within"),
-    "likely tokens that change places": Case(copies(top10_overlap=0.5), "FAIL", "min_top10_overlap", "(at least 0.8)"),
-    "one request in ten with another's page": Case(every(10, mean_kl=0.3), "FAIL", "max_ruined_share"),
+    "a higher KL in one workload": Case(copies(mean_kl=0.15), "FAIL", "max_mean_kl", "outside max_mean_kl (at most 0.05)"),
+    "a KL near the limit": Case(with_kl(0.09, 0.001), "INCONCLUSIVE", "max_mean_kl", "not clearly within"),
+    "a low top-10 overlap": Case(copies(top10_overlap=0.5), "FAIL", "min_top10_overlap", "(at least 0.8)"),
+    "every tenth request is ruined": Case(change_every(10, mean_kl=0.3), "FAIL", "max_ruined_share"),
     "10 ruined requests": Case(
-        first(10, mean_kl=9.0), "INCONCLUSIVE", "max_ruined_share",
+        change_first(10, mean_kl=9.0), "INCONCLUSIVE", "max_ruined_share",
         "all: requests with a mean KL above 0.15: 10 of 512, share by document 0.01953"),
-    "40 ruined requests": Case(first(40, mean_kl=9.0), "FAIL", "max_ruined_share max_mean_kl"),
-    "single tokens that are far off": Case(every(4, far_tokens=10), "FAIL", "max_far_token_share"),
-    "prose beside answers": Case(every_class() + prose(24)),
-    "broken prose beside answers": Case(every_class() + prose(3, mean_kl=3.0), "FAIL", "max_mean_kl"),
-    "fewer documents than anyone should trust": Case(
+    "40 ruined requests": Case(change_first(40, mean_kl=9.0), "FAIL", "max_ruined_share max_mean_kl"),
+    "far tokens": Case(change_every(4, far_tokens=10), "FAIL", "max_far_token_share"),
+    "answers and prose": Case(every_class() + prose(24)),
+    "answers and broken prose": Case(every_class() + prose(3, mean_kl=3.0), "FAIL", "max_mean_kl"),
+    "14 documents without answers": Case(
         prose(14), "INCONCLUSIVE", "min_samples",
         "all: no sample has an answer to judge, 14 documents have distances; gates.min_samples is 15",
         gates={"max_ruined_share": 0.3}),
     "two documents without answers": Case(
         FAR_APART, "INCONCLUSIVE", f"min_samples max_ruined_share {OPEN_MEANS}", "2 documents have distances"),
     "no samples": Case([], "FAIL", "complete", "all: no samples were evaluated"),
-    **{f"a missing {name}": Case(every(512, **{name: None}), "FAIL", "complete", "1 of 128 samples have no finite")
+    **{f"a missing {name}": Case(change_every(512, **{name: None}), "FAIL", "complete", "1 of 128 samples lack a finite number")
        for name in ("mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap",
                     "mean_squared_delta_p", "candidate_correct")},
-    "a code that one request of seven stores wrong": Case(
+    "one request deviates from the reference engine": Case(
         every_class(), "FAIL", "conformance", "1 of 7 requests",
         report={"conformance": conformance(engine_conformance(*SOUND_ENGINE.requests, compared(stored=3e-3)))}),
     "fewer samples than counted": Case(
         every_class(), "FAIL", "complete", "the report counts 513 samples", report={"samples": 513}),
-    "a sample twice": Case([*every_class()[:-1], every_class()[0]], "FAIL", "complete"),
+    "a duplicate sample": Case([*every_class()[:-1], every_class()[0]], "FAIL", "complete"),
     "no sample of the first round": Case(
-        every(1, round=2), "FAIL", "complete", "rounds 2 of 1 to 2; rounds start at 1 and", report={"planned_rounds": 2}),
+        change_every(1, round=2), "FAIL", "complete", "rounds 2 of 1 to 2; rounds start at 1", report={"planned_rounds": 2}),
     "a round without samples": Case(
-        every(2, round=3), "FAIL", "complete", "has rounds 1, 3 of 1 to 3", report={"planned_rounds": 3}),
-    "a round that was not planned": Case(every(2, round=2), "FAIL", "complete", "has rounds 1, 2 of 1 to 1"),
+        change_every(2, round=3), "FAIL", "complete", "has rounds 1, 3 of 1 to 3", report={"planned_rounds": 3}),
+    "a round that was not planned": Case(change_every(2, round=2), "FAIL", "complete", "has rounds 1, 2 of 1 to 1"),
     "distances whose sum is not finite": Case(
-        every(1, mean_kl=1e308, scored_tokens=1), "FAIL", "max_mean_kl max_ruined_share", "copy: mean KL nan"),
-    "an evaluation that does not read the cache": Case(
+        change_every(1, mean_kl=1e308, scored_tokens=1), "FAIL", "max_mean_kl max_ruined_share", "copy: mean KL nan"),
+    "an unnoticed must-fail control": Case(
         every_class(), "FAIL", "must_fail_control", "the evaluation does not see the cache", report={"control": BLIND}),
     "a must-fail control that did not run": Case(
         every_class(), "FAIL", "must_fail_control", "it did not run", report={"control": ABSENT}),
@@ -168,14 +168,14 @@ CASES = {
         every_class(), "INCONCLUSIVE", "noise_floor",
         "far tokens, a KL of 1, is finer than the baseline's own noise (99.9th percentile of KL 1.5)",
         report={"noise": fidelity(kl_p999=1.5)}),
-    "noise that nobody measured": Case(every_class(), "INCONCLUSIVE", "noise_floor", report={"noise": None}),
-    "a fork that shares a page it should have copied": Case(
+    "noise that was not measured": Case(every_class(), "INCONCLUSIVE", "noise_floor", report={"noise": None}),
+    "a failed stress test": Case(
         every_class(), "FAIL", "stress_test", "does not compute its policy: f", report={"tests": engine_tests(FAILED_STRESS)}),
-    "sixteen bits a number where four are claimed": Case(
+    "a larger pool than the policy claims": Case(
         every_class(), "FAIL", "allocation", report={"tests": engine_tests(LARGER_POOL)}),
-    "free generation with another scale": Case(
+    "free answers that contradict forced decode": Case(
         every_class(), "FAIL", "free_answers", "sample a: ...", report={"tests": engine_tests(free=["sample a: ..."])}),
-    "drafts that a cache ruins although its answers are right": Case(
+    "a lost acceptance length": Case(
         drafted(every_class(), 34), "FAIL", "max_acceptance_loss", "loss of acceptance length 0.2647, 99.87 % bound 0.2",
         report={"drafters": ["lookup"]}),
     "an answer that was not drafted": Case(
@@ -184,12 +184,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_verdict_names_the_gates_that_stop_it(name: str) -> None:
+def test_a_verdict_lists_the_gates_that_stop_a_pass(name: str) -> None:
     case = CASES[name]
     outcome = verdict(case.rows, gates(**case.gates), **case.report)
     assert outcome.status == case.status
     assert {check.gate for check in outcome.checks if check.status in ("FAIL", "INCONCLUSIVE")} == set(case.stops.split())
-    assert case.said in outcome.reasons[0]
+    assert case.reason in outcome.reasons[0]
     worst = {check.reason for check in outcome.checks if check.status == case.status}
     assert case.status == "PASS" or set(outcome.reasons) == worst
     assert case.status == "INCONCLUSIVE" or outcome.samples_needed == {}
@@ -199,20 +199,20 @@ def line(outcome: Verdict, gate: str) -> Check:
     return next(check for check in outcome.checks if check.gate == gate)
 
 
-def test_eight_lossless_documents_double_the_score_seven_do_not() -> None:
+def test_eight_lossless_documents_pass_and_seven_do_not() -> None:
     """The score is the mean of 2^n and 1.15^n and passes at 1 / 0.009. With Student's t, the level is 0.0135."""
-    found = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (7, 8)}
-    assert {n: check.status for n, check in found.items()} == {7: "INCONCLUSIVE", 8: "PASS"}
-    assert "with 98.65 % certainty" in found[8].reason
+    checks = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (7, 8)}
+    assert {n: check.status for n, check in checks.items()} == {7: "INCONCLUSIVE", 8: "PASS"}
+    assert "with 98.65 % certainty" in checks[8].reason
 
 
 @pytest.mark.parametrize(("rows", "needed"), [(HOPELESS, {}), (prose(2), {"prose": 60}), (answered("copy", 20), {"copy": 60})])
-def test_no_samples_are_asked_for_that_would_not_help(rows: Rows, needed: dict[str, int]) -> None:
+def test_samples_needed_omits_workloads_that_the_model_cannot_answer(rows: Rows, needed: dict[str, int]) -> None:
     assert verdict(rows).samples_needed == needed
 
 
 @pytest.mark.parametrize(
-    ("rows", "gate"), [(every(100, far_tokens=10), "max_far_token_share"), (every_class() + prose(4), "max_mean_kl")]
+    ("rows", "gate"), [(change_every(100, far_tokens=10), "max_far_token_share"), (every_class() + prose(4), "max_mean_kl")]
 )
 def test_fail_only_gates_have_no_line_unless_they_fail(rows: Rows, gate: str) -> None:
     outcome = verdict(rows)
@@ -220,7 +220,7 @@ def test_fail_only_gates_have_no_line_unless_they_fail(rows: Rows, gate: str) ->
     assert not [check for check in outcome.checks if check.gate == gate and check.where in ("all", "prose")]
 
 
-def test_a_share_that_passes_by_count_says_what_it_shows() -> None:
+def test_60_sound_requests_pass_although_they_cannot_show_the_share() -> None:
     check = line(verdict(answered("copy", 60)), "max_ruined_share")
     assert (check.status, check.threshold) == ("PASS", 0.025)
     assert "60 requests without a ruined one pass, although 60 only show that the share is at most 0.0" in check.reason
@@ -229,10 +229,10 @@ def test_a_share_that_passes_by_count_says_what_it_shows() -> None:
 def test_ruined_requests_are_counted_by_raw_values() -> None:
     ruin = OUTLIER * GATES.max_mean_kl
     rows = [r.model_copy(update={"mean_kl": ruin + 1e-12 * (i % 100 < 50)}) for i, r in enumerate(every_class())]
-    assert line(verdict(rows), "max_ruined_share").value == pytest.approx(262 / 512), "ruined above, and no earlier"
+    assert line(verdict(rows), "max_ruined_share").value == pytest.approx(262 / 512), "a KL at the limit is not ruined"
 
 
-def test_one_more_lost_sample_never_makes_a_verdict_better() -> None:
+def test_one_more_lost_sample_never_improves_a_verdict() -> None:
     order = ["PASS", "FAIL"]
     samples = [answered("retrieval", 100, lost, context_tokens=900) for lost in range(31)]  # all in one context bin
     statuses = [verdict(rows).status for rows in samples]
@@ -245,7 +245,7 @@ def test_one_more_lost_sample_never_makes_a_verdict_better() -> None:
 TABLE_PAGE = (Path(__file__).resolve().parents[3] / "docs" / "gates.md").read_text(encoding="utf-8")
 
 
-def test_every_gate_is_in_the_documentations_table() -> None:
+def test_the_table_of_the_documentation_lists_every_gate() -> None:
     table = TABLE_PAGE.partition("| gate | question | test | limit")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` (?:\|[^|]+){4}\|$", table, re.MULTILINE)
     assert rows == list(Gate)

@@ -1,4 +1,4 @@
-"""The gates on distances, simulated with distributions of real KV caches that are scaled to a mean exactly at a threshold."""
+"""The gates on distances, simulated with the KLs of real KV caches, scaled to a mean exactly at the threshold."""
 
 import math
 
@@ -18,25 +18,25 @@ DISTANCES = ("max_mean_kl", "min_top10_overlap", "max_ruined_share", "max_far_to
 RUNS = 400
 
 
-def passing(values: Array) -> float:
+def pass_rate(values: Array) -> float:
     """Return the share of runs, shape (runs, documents), whose mean KL passes."""
     return float((log_score(Mean(values, LIMIT).pass_gains(LIMIT), PASS_STAKES) >= -math.log(GATES.pass_alpha)).mean())
 
 
 @pytest.mark.parametrize("documents", [24, 144, 576])
-def test_shapes_at_the_mean_kl_pass_in_at_most_5_percent(documents: int) -> None:
+def test_a_mean_kl_at_the_limit_passes_in_at_most_5_percent(documents: int) -> None:
     rng = np.random.default_rng(1)
     tested = 0
     for shape in SHAPES:
         at_limit = scaled(shape.values["mean_kl"], LIMIT)
         if at_limit is None:  # a few ruined requests have all of the KL, which other gates catch
             continue
-        assert passing(rng.choice(at_limit, (RUNS, documents))) <= at_most(GATES.pass_alpha, RUNS), shape
+        assert pass_rate(rng.choice(at_limit, (RUNS, documents))) <= at_most(GATES.pass_alpha, RUNS), shape
         tested += 1
     assert tested > 30
 
 
-def test_only_sound_engines_pass_every_distance() -> None:
+def test_only_sound_policies_pass_all_gates_on_distances() -> None:
     for model, policy in {(shape.model, shape.policy) for shape in SHAPES}:
         rows = [
             row(
@@ -74,6 +74,6 @@ def test_ruined_requests_at_the_limit_pass_in_at_most_5_percent() -> None:
 
 
 def test_a_capped_mean_is_labelled() -> None:
-    for kl, said in ((0.001, "mean KL 0.003328 with documents capped at 0.15 (0.06348 without the cap)"), (4.0, "mean KL 4, ")):
+    for kl, text in ((0.001, "mean KL 0.003328 with documents capped at 0.15 (0.06348 without the cap)"), (4.0, "mean KL 4, ")):
         (line,) = lines("max_mean_kl", EMPTY, [row("copy", n, mean_kl=kl if n else 4.0) for n in range(64)])
-        assert said in line.reason
+        assert text in line.reason

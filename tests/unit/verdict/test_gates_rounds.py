@@ -1,4 +1,4 @@
-"""Rounds: the effect of several looks on a verdict, and verdicts that more samples cannot decide."""
+"""Sequential evaluation: verdicts after each round, and verdicts that more samples cannot decide."""
 
 from typing import Any
 
@@ -27,101 +27,102 @@ from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS, RULES, Verdict
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 
 
-def up_to(rows: list[SampleRow], last: int, **changes: object) -> Verdict:
-    """Return the verdict on the rounds up to `last` of an evaluation in rounds."""
+def verdict_after(rows: list[SampleRow], last: int, **changes: object) -> Verdict:
+    """Return the verdict on the rounds up to `last` of PLAN."""
     rows = [r for r in in_rounds(rows, PLAN) if r.round <= last]
     return verdict(rows, gates(**changes), planned_rounds=len(PLAN))
 
 
-def stops(rows: list[SampleRow]) -> tuple[str, int]:
-    """Return the verdict of an evaluation that stops once it is decided, and the number of rounds."""
+def final_verdict(rows: list[SampleRow]) -> tuple[str, int]:
+    """Return the final verdict of an evaluation that final_verdict once it is decided, and the number of its last round."""
     numbered = in_rounds(rows, PLAN)
     for last in range(1, len(PLAN) + 1):
-        seen = [r for r in numbered if r.round <= last]
-        judged = report(seen, planned_rounds=len(PLAN))
-        outcome = decide(judged, seen, GATES)
+        finished = [r for r in numbered if r.round <= last]
+        judged = report(finished, planned_rounds=len(PLAN))
+        outcome = decide(judged, finished, GATES)
         if is_final(outcome, judged):
             return outcome.status, last
     raise AssertionError("the last look is final")
 
 
-def keeping(share: float, rows: list[SampleRow], spread: float = 0.0) -> list[SampleRow]:
-    """Return rows whose candidate keeps `share` of the probability of right answers, alternately `spread` more and less."""
+def with_recovery(share: float, rows: list[SampleRow], spread: float = 0.0) -> list[SampleRow]:
+    """Return rows with a recovery of `share`, alternately `spread` more and less."""
     shares = [share + (-spread if i % 2 else spread) for i in range(len(rows))]
     return [
-        r.model_copy(update={"candidate_probability": kept * (r.baseline_probability or 0.0)})
-        for kept, r in zip(shares, rows, strict=True)
+        r.model_copy(update={"candidate_probability": recovery * (r.baseline_probability or 0.0)})
+        for recovery, r in zip(shares, rows, strict=True)
     ]
 
 
-def test_a_broken_engine_fails_after_one_round_for_good() -> None:
+def test_a_fail_at_an_early_look_is_final() -> None:
     rows = [row("copy", i, after=i >= 16) for i in range(160)] + answered("retrieval", 160)
-    assert stops(rows) == ("FAIL", 1)
-    (reason,) = up_to(rows, 1).reasons
+    assert final_verdict(rows) == ("FAIL", 1)
+    (reason,) = verdict_after(rows, 1).reasons
     assert reason.startswith("copy: 16 of 16 answers lost, 0 gained")
     assert reason.endswith("; round 1 of 5")
-    assert up_to(rows, 5).reasons[0].endswith("; round 3 of 5"), "later answers are right"
+    assert verdict_after(rows, 5).reasons[0].endswith("; round 3 of 5"), "later answers are right"
 
 
-def test_a_sound_engine_passes_as_soon_as_60_samples_were_run() -> None:
+def test_a_sound_engine_passes_after_60_samples() -> None:
     rows = answered("copy", 160) + answered("retrieval", 160)
-    assert stops(rows) == ("PASS", 2)
-    second = up_to(rows, 2)
+    assert final_verdict(rows) == ("PASS", 2)
+    second = verdict_after(rows, 2)
     assert (second.round, second.rules) == (2, RULES)
 
 
-def test_what_passed_at_an_early_look_does_not_pass_for_good() -> None:
-    rows = [r if i < 80 else keeping(0.93, [r])[0] for i, r in enumerate(answered("copy", 800))]
-    assert up_to(rows, 1).status == "PASS"
-    assert up_to(rows, 5).status != "PASS"
-    early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]  # only late ones are ruined
+def test_a_pass_at_an_early_look_is_not_final() -> None:
+    rows = [r if i < 80 else with_recovery(0.93, [r])[0] for i, r in enumerate(answered("copy", 800))]
+    assert verdict_after(rows, 1).status == "PASS"
+    assert verdict_after(rows, 5).status != "PASS"
+    early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]  # only late requests are ruined
     assert verdict(early, planned_rounds=2).status == "PASS"
     later = verdict(early + late, planned_rounds=2)
     assert {check.gate for check in later.checks if check.status == "FAIL"} == {"max_mean_kl", "max_ruined_share"}
     control = MustFailControl(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CONTROL_ROWS])
-    assert verdict(in_rounds(answered("copy", 160), PLAN), planned_rounds=5, control=control).status == "PASS", "is no look"
+    assert verdict(in_rounds(answered("copy", 160), PLAN), planned_rounds=5, control=control).status == "PASS", "not a look"
 
 
-def test_an_undecided_plan_ends_inconclusive_and_final() -> None:
-    rows = keeping(0.953, answered("copy", 120), spread=0.1)
-    assert stops(rows) == ("INCONCLUSIVE", 5)
-    assert up_to(rows, 5).samples_needed["copy"] > 120
+def test_an_undecided_evaluation_is_inconclusive_after_the_last_round() -> None:
+    rows = with_recovery(0.953, answered("copy", 120), spread=0.1)
+    assert final_verdict(rows) == ("INCONCLUSIVE", 5)
+    assert verdict_after(rows, 5).samples_needed["copy"] > 120
 
 
-def test_students_t_decides_many_documents_if_a_bet_does_not() -> None:
-    """Half of the documents lose more than the bet allows for."""
+def test_students_t_decides_from_36_documents_on() -> None:
+    """Half of the documents lose more than the bet assumes, so the bet decides nothing."""
     for documents, spread, status in ((36, 0.105, "PASS"), (35, 0.105, "INCONCLUSIVE"), (36, 0.15, "INCONCLUSIVE")):
-        (check,) = lines("min_recovery", report(rows := keeping(1.0, answered("copy", documents), spread)), rows)[:1]
+        (check,) = lines("min_recovery", report(rows := with_recovery(1.0, answered("copy", documents), spread)), rows)[:1]
         assert check.status == status
         assert (check.bound or 0.0) < 1
 
 
-def test_what_samples_do_not_decide_stops_after_the_first_round() -> None:
-    seen = [r for r in in_rounds([*answered("copy", 160), *answered("retrieval", 600)], PLAN) if r.round == 1]
+def test_checks_that_samples_cannot_decide_stop_after_the_first_round() -> None:
+    first_round = [r for r in in_rounds([*answered("copy", 160), *answered("retrieval", 600)], PLAN) if r.round == 1]
     cases: list[tuple[dict[str, Any], str]] = [({"samples": 33}, "FAIL"), ({"noise": None}, "INCONCLUSIVE")]
     for changes, status in cases:
-        judged = report(seen, planned_rounds=len(PLAN), **changes)
-        outcome = decide(judged, seen, GATES)
+        judged = report(first_round, planned_rounds=len(PLAN), **changes)
+        outcome = decide(judged, first_round, GATES)
         assert (outcome.status, is_final(outcome, judged)) == (status, True)
 
 
-def test_prose_alone_follows_the_looks_and_waits_near_the_limit() -> None:
-    assert stops(prose(400)) == ("PASS", 2)  # the first look at 60 requests without a ruined request
-    assert stops(prose(400, mean_kl=0.5)) == ("FAIL", 1)
-    assert up_to(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
+def test_prose_alone_is_judged_by_distances() -> None:
+    assert final_verdict(prose(400)) == ("PASS", 2)  # the first look with 60 requests
+    assert final_verdict(prose(400, mean_kl=0.5)) == ("FAIL", 1)
+    assert verdict_after(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
 
 
-def test_student_s_t_is_used_at_the_last_planned_look_alone() -> None:
-    rows = keeping(1.0, answered("copy", 48), spread=0.105)
-    seen = [{c.status for c in up_to(rows, last).checks if (c.gate, c.where) == ("min_recovery", "all")} for last in (3, 4, 5)]
-    assert seen == [{"INCONCLUSIVE"}, {"INCONCLUSIVE"}, {"PASS"}]
+def test_students_t_is_used_only_at_the_last_planned_look() -> None:
+    rows = with_recovery(1.0, answered("copy", 48), spread=0.105)
+    for last, status in ((3, "INCONCLUSIVE"), (4, "INCONCLUSIVE"), (5, "PASS")):
+        checks = verdict_after(rows, last).checks
+        assert [check.status for check in checks if (check.gate, check.where) == ("min_recovery", "all")] == [status]
 
 
-def test_following_the_advice_spends_the_remaining_level() -> None:
+def test_all_attempts_together_stay_within_alpha() -> None:
     attempts = [gates(attempt=number).pass_alpha for number in range(1, MAX_ATTEMPTS + 1)]
     assert sum(attempts) <= ALPHA
     assert attempts[0] == pytest.approx(0.9 * ALPHA)
-    rows = keeping(0.953, answered("copy", 120), spread=0.1)
+    rows = with_recovery(0.953, answered("copy", 120), spread=0.1)
     assert verdict(rows).reasons[0].endswith("samples would decide with gates.attempt=2")
     last = verdict(rows, gates(attempt=MAX_ATTEMPTS))
     assert last.reasons[0].endswith(f"; gates.attempt={MAX_ATTEMPTS} was the last attempt")
@@ -140,18 +141,18 @@ def test_a_planned_workload_that_did_not_run_is_inconclusive() -> None:
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=64)
 
 
-def test_a_policy_is_open_until_a_sample_is_long_enough() -> None:
-    sound, short = ([r.model_copy(update={"context_tokens": n, "scored_tokens": 1}) for r in every_class()] for n in (900, 899))
+def test_samples_too_short_for_the_policy_are_inconclusive() -> None:
+    long, short = ([r.model_copy(update={"context_tokens": n, "scored_tokens": 1}) for r in every_class()] for n in (900, 899))
     effects = {"kv.sink_tokens": 65, "kv.window.tokens": 900}
-    assert verdict(sound, takes_effect=effects).status == "PASS"
+    assert verdict(long, takes_effect=effects).status == "PASS"
     outcome = verdict(short, takes_effect=effects)
-    said = "no token left the window: the longest sample has 899 tokens, kv.window.tokens takes effect from 900 tokens on"
-    assert outcome.reasons == [f"all: {said}; ask longer samples, or lower kv.window.tokens"]
+    reason = "no token left the window: the longest sample has 899 tokens, kv.window.tokens takes effect from 900 tokens on"
+    assert outcome.reasons == [f"all: {reason}; ask longer samples, or lower kv.window.tokens"]
     assert is_final(outcome, report(short)), "more samples of the same length decide nothing"
 
 
 @pytest.mark.parametrize("policy", SHIPPED.values(), ids=SHIPPED)
-def test_the_lengths_are_those_at_which_the_cache_changes(policy: KVPolicy) -> None:
+def test_takes_effect_is_the_first_length_that_changes_the_cache(policy: KVPolicy) -> None:
     effects = policy.takes_effect
     evicting, aging = effects.get("kv.eviction.window_tokens"), effects.get("kv.window.tokens")
     assert (evicting is None, aging is None) == (policy.eviction is None, policy.window is None)
@@ -161,7 +162,7 @@ def test_the_lengths_are_those_at_which_the_cache_changes(policy: KVPolicy) -> N
         assert [policy.window.first_page(n) for n in (aging - 1, aging)] == [0, 1]
 
 
-def test_heavy_hitters_lose_single_tokens() -> None:
+def test_heavy_hitters_evict_single_tokens() -> None:
     plain = SHIPPED["fp16"].model_dump()
     policy = KVPolicy.model_validate(plain | {"eviction": {"window_tokens": 64, "heavy_tokens": 128}})
     assert policy.takes_effect == {"kv.eviction.window_tokens": 193}

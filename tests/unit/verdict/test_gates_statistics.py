@@ -1,4 +1,4 @@
-"""The betting test behind the gates, by hand and by simulation: levels at every look, bounds, known ranges, documents."""
+"""The betting test behind the gates, checked by hand and by simulation: error levels, bounds, ranges and document means."""
 
 import math
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def two_points(rng: np.random.Generator, documents: int, high: float) -> Array:
 @pytest.mark.parametrize(
     ("fails", "high"), [*((False, high) for high in (0.0501, 0.08, CUT)), *((True, high) for high in (0.0501, 0.5, 5.0, 500.0))]
 )
-def test_a_mean_at_its_limit_errs_at_most_at_its_level(fails: bool, high: float) -> None:
+def test_a_mean_at_its_limit_is_decided_at_most_at_the_error_level(fails: bool, high: float) -> None:
     mean = Mean(two_points(np.random.default_rng(int(fails)), 120, high), LIMIT)
     gains, stakes = (mean.fail_gains, bets.FAIL_STAKES) if fails else (mean.pass_gains, bets.PASS_STAKES)
     wrong = np.logical_or.reduce([log_score(gains(LIMIT)[:, :n], stakes) >= -math.log(0.05) for n in range(1, 121)])
@@ -40,7 +40,7 @@ def test_a_mean_at_its_limit_errs_at_most_at_its_level(fails: bool, high: float)
     values=st.lists(st.floats(0, 0.4), min_size=2, max_size=60),
     level=st.sampled_from([0.05, 0.01]),
 )
-def test_the_bound_is_the_limit_of_rejection(values: list[float], level: float) -> None:
+def test_the_bound_is_the_nearest_rejected_limit(values: list[float], level: float) -> None:
     mean = Mean(np.array(values), LIMIT)
     result = mean.test(level, level)
     stakes: tuple[float, ...]
@@ -57,9 +57,9 @@ def test_the_bound_is_the_limit_of_rejection(values: list[float], level: float) 
 
 def test_a_document_outside_of_the_range_ends_only_its_stake() -> None:
     values = np.array([0.0] * 40 + [0.2])
-    ended = log_score(Mean(values, LIMIT, worst=0.1, whole=True).pass_gains(LIMIT), (1.0,))
-    assert ended == -math.inf
-    both = log_score(Mean(values, LIMIT, worst=0.1, whole=True).pass_gains(LIMIT), bets.WHOLE_STAKES)
+    large_stake = log_score(Mean(values, LIMIT, worst=0.1, uncapped=True).pass_gains(LIMIT), (1.0,))
+    assert large_stake == -math.inf
+    both = log_score(Mean(values, LIMIT, worst=0.1, uncapped=True).pass_gains(LIMIT), bets.UNCAPPED_STAKES)
     assert both == pytest.approx(40 * math.log(1.15) + math.log(1 - 0.15 * 3) - math.log(2))
 
 
@@ -68,26 +68,26 @@ def test_a_mean_that_is_not_finite_fails(values: list[float]) -> None:
     assert Mean(np.array(values), LIMIT).test(1e-9, 0.05).decision == "FAIL"
 
 
-def test_the_number_of_documents_that_is_asked_for_decides() -> None:
+def test_needed_documents_suffice_for_a_decision() -> None:
     rng = np.random.default_rng(2)
     for center in (0.02, 0.1):
         few = Mean(np.abs(rng.normal(center, 0.03, 6)), LIMIT)
-        more = few.needed(0.001, 10_000)
+        more = few.needed_documents(0.001, 10_000)
         assert 6 < more < 500
         decided = [Mean(rng.choice(few.values, more), LIMIT).test(0.001, 0.001).decision for _ in range(50)]
         assert sum(decision is not None for decision in decided) >= 40
-    assert Mean(np.full(9, LIMIT), LIMIT).needed(0.05, 777) == 777
+    assert Mean(np.full(9, LIMIT), LIMIT).needed_documents(0.05, 777) == 777
 
 
-@pytest.mark.parametrize(("documents", "whole"), [(20, False), (bets.MANY, True)])
-def test_many_runs_are_decided_like_each_run_alone(documents: int, whole: bool) -> None:
+@pytest.mark.parametrize(("documents", "uncapped"), [(20, False), (bets.MIN_T_DOCUMENTS, True)])
+def test_simulated_runs_are_decided_like_single_tests(documents: int, uncapped: bool) -> None:
     drawn = np.random.default_rng(6).exponential(np.linspace(0.01, 0.15, 80)[:, None], (80, documents))
-    runs = Mean(drawn, LIMIT, -CUT, 2 * LIMIT if whole else None, whole=whole)
-    alone = [Mean(one, LIMIT, runs.best, runs.worst, whole=whole).test(0.01, 0.01, 0.01).decision for one in drawn]
+    runs = Mean(drawn, LIMIT, -CUT, 2 * LIMIT if uncapped else None, uncapped=uncapped)
+    single = [Mean(run, LIMIT, runs.best, runs.worst, uncapped=uncapped).test(0.01, 0.01, 0.01).decision for run in drawn]
     together = np.select([runs.fails(0.01), runs.passes(0.01, 0.01)], ["FAIL", "PASS"], "")
-    assert [decision or "" for decision in alone] == together.tolist()
-    assert set(alone) == {"PASS", "FAIL", None}
-    assert whole == bool((runs.passes(0.01, 0.01) & ~runs.passes(0.01)).any()), "Student's t decides from MANY documents on"
+    assert [decision or "" for decision in single] == together.tolist()
+    assert set(single) == {"PASS", "FAIL", None}
+    assert uncapped == bool((runs.passes(0.01, 0.01) & ~runs.passes(0.01)).any()), "only MIN_T_DOCUMENTS allow Student's t"
 
 
 def test_students_t_corrects_only_for_skewed_values() -> None:
@@ -101,7 +101,7 @@ def test_students_t_corrects_only_for_skewed_values() -> None:
     assert bets.skewed_upper_bound(np.full(40, 0.3), 0.01) == pytest.approx(0.3)
 
 
-def test_means_count_documents_and_totals_count_samples() -> None:
+def test_means_weight_documents_and_totals_weight_samples_equally() -> None:
     documents = ["a", "a", "a", "b"]
     rows: Any = [SimpleNamespace(document=name) for name in documents]
     assert means(rows, [1.0, 1.0, 4.0, 0.0]) == pytest.approx([2.0, 0.0])
