@@ -56,7 +56,7 @@ def evaluate(run: Run) -> None:
             with show_progress("registering the engine"):
                 candidate = store.register(run_id, candidate, rows)
     summary.record(config.work, run.sweep, candidate)
-    tables.print_verdict(candidate, first_look=config.workloads.is_first_look)
+    tables.print_verdict(candidate, quick_check=config.workloads.is_quick_check)
 
 
 ACTIONS: dict[Stage, Callable[[Run], None]] = {

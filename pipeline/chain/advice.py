@@ -15,8 +15,8 @@ from stages.workloads.config import LONG
 
 MAX_QUESTIONS = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
-FIRST_LOOK = ("experiment=quick", "workloads.conformance_samples=0")
-"""Arguments that make an evaluation a first look."""
+QUICK_CHECK = ("experiment=quick", "workloads.conformance_samples=0")
+"""Arguments that make an evaluation a quick check."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """Model shape for comparing the bytes of policies."""
 
@@ -53,8 +53,8 @@ def after_judging(
         command = command_line(untracked, "stage=evaluate", sweep=sweep)
     elif "INCONCLUSIVE" not in verdicts:
         return _judge_finer(config, candidates, base, swept)
-    elif config.workloads.is_first_look:
-        remaining = [part for part in base if part.lstrip("+").replace("'", "") not in FIRST_LOOK]
+    elif config.workloads.is_quick_check:
+        remaining = [part for part in base if part.lstrip("+").replace("'", "") not in QUICK_CHECK]
         conformance = [] if len(remaining) < len(base) else ["workloads.conformance_samples=2"]
         why, command = "judge it in full", command_line(remaining, *conformance, sweep=sweep)
     else:

@@ -110,7 +110,7 @@ class VerdictSteps:
                     config=workloads,
                     progress=entry.progress,
                     baseline=None if baseline is None else baseline.path,
-                    reference=pair.reference if number == 1 and not workloads.is_first_look else None,
+                    reference=pair.reference if number == 1 and not workloads.is_quick_check else None,
                     allow_scale_changes=self.config.gates.allow_scale_changes,
                 )
         return entry.made
@@ -136,7 +136,7 @@ class VerdictSteps:
                     measured.path,
                     config=config,
                     progress=entry.progress,
-                    reference=None if baseline is None or config.is_first_look else pair.reference,
+                    reference=None if baseline is None or config.is_quick_check else pair.reference,
                     baseline=None if baseline is None else baseline.path,
                     planned=self._encoded,
                 ).write(entry.scratch)
@@ -157,7 +157,7 @@ class VerdictSteps:
         """Return the inputs of a measurement by name: the engine, the samples, and the artifacts to compare with."""
         engine = self.chain.bundle(policy)
         inputs = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
-        if not self.config.workloads.is_first_look:
+        if not self.config.workloads.is_quick_check:
             inputs["reference"] = self.chain.bundle(policy, self.chain.reference_config)
         return {**inputs, "encoded": self.encoded_samples}
 
@@ -216,10 +216,10 @@ class VerdictSteps:
 
     @cached_property
     def too_few(self) -> str | None:
-        """Why no candidate can PASS on so few questions; None if they suffice, or for a first look, which never passes."""
+        """Why no candidate can PASS on so few questions; None if they suffice, or for a quick check, which never passes."""
         from stages.verdict.gates.evaluation import too_few
 
-        return None if self.config.workloads.is_first_look else too_few(self.samples, self.config.gates)
+        return None if self.config.workloads.is_quick_check else too_few(self.samples, self.config.gates)
 
     def note_length(self, encoded: Sequence["EncodedSample"]) -> None:
         """Warn early that a promotion will refuse the engine if it allows longer sequences than the samples have."""

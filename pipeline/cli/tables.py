@@ -86,14 +86,14 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     return Grid(console.relative(f"{policy} of {model}: {directory}"), columns, rows, FINDING_COLOURS)
 
 
-def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
+def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
     """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
 
-    An INCONCLUSIVE first look is printed as FIRST LOOK. The report has all other reasons, conformance and warnings.
+    An INCONCLUSIVE quick check is printed as QUICK CHECK. The report has all other reasons, conformance and warnings.
     """
-    look = first_look and candidate.verdict == "INCONCLUSIVE"
+    undecided_check = quick_check and candidate.verdict == "INCONCLUSIVE"
     passed = candidate.verdict == "PASS"
-    *figures, memory = candidate.figures if look else _few_questions(candidate) or candidate.figures
+    *figures, memory = candidate.figures if undecided_check else _few_questions(candidate) or candidate.figures
     kib, base = (candidate.metrics.get(f"{prefix}kib_per_token") for prefix in ("memory/", "baseline/"))
     saved = f", FP16 {base:.3f}: the same memory holds {base / kib:.2f} times the tokens" if kib and base else ""
     blind = "the answers do not depend on the cache; " if is_blind(candidate.checks) else ""
@@ -101,9 +101,9 @@ def print_verdict(candidate: Candidate, *, first_look: bool = False) -> None:
     lines = [f"  why: {blind}{escape(first)}{f' (and {len(more_reasons)} more in the report)' if more_reasons else ''}"]
     if passed:
         lines = [f"  holds {escape(candidate.covered)}"] if candidate.covered is not None else []
-    if look:
-        lines = ["  this first look decides nothing: no request was compared with the reference engine"]
-    title = "FIRST LOOK" if look else candidate.verdict
+    if undecided_check:
+        lines = ["  a quick check never passes: no request was compared with the reference engine"]
+    title = "QUICK CHECK" if undecided_check else candidate.verdict
     console.result(
         "verdict",
         f"[{COLOURS[candidate.verdict]}]{title}[/] {escape(candidate.name)}: {'; '.join(figures)}",

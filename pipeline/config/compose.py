@@ -116,9 +116,9 @@ class Plan:
     def refusal(self, judged: Sequence[tuple[str, Status, Sequence[Check]]]) -> str | None:
         """Return why these verdicts, with names and checks, do not let the command exit with 0; None if one of them does.
 
-        A first look never passes, so INCONCLUSIVE is enough.
+        A quick check never passes, so INCONCLUSIVE is enough.
         """
-        accepted = {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_first_look for job in self.jobs) else {"PASS"}
+        accepted = {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_quick_check for job in self.jobs) else {"PASS"}
         if not judged or not accepted.isdisjoint(verdict for _, verdict, _ in judged):
             return None
         return "no candidate of the sweep passed" if self.sweeping else not_passed(*judged[0])

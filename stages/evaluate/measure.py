@@ -134,9 +134,9 @@ def _comparison(
 def _conformance(
     engine: Engine, comparison: Comparison | None, config: WorkloadsConfig, progress: Progress
 ) -> EngineConformance | None:
-    """Return the result of the comparison. Without one, the first look has an empty list, which no gate passes."""
+    """Return the result of the comparison. Without one, the quick check has an empty list, which no gate passes."""
     if comparison is None:
-        return EngineConformance(policy=engine.policy.name, requests=[]) if config.is_first_look else None
+        return EngineConformance(policy=engine.policy.name, requests=[]) if config.is_quick_check else None
     comparison.decode_missing()  # requests that had finished before an interruption
     progress("conformance", 0, 1)
     return comparison.result()

@@ -117,7 +117,7 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     once = 2 * (_noise(first, config) + _load(config))
     once += _ask(sorted(first, key=lambda question: question.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
     reference = NO_WORK
-    if not config.is_first_look:
+    if not config.is_quick_check:
         stress = config.stress_test.limited(longest)
         limits = stress.max_tokens, longest, max(stress.max_batch, config.batch_size)
         own = sum(question.prompt + question.answer for group in asked for question in group) if config.own else None

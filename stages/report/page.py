@@ -48,7 +48,7 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
 
 
 def _lead(candidates: Sequence[Candidate], champion: str | None) -> str:
-    words = {"PASS": "held up", "INCONCLUSIVE": "not decided", "FAIL": "failed"}
+    words = {"PASS": "passed", "INCONCLUSIVE": "inconclusive", "FAIL": "failed"}
     counts = {status: sum(c.verdict == status for c in candidates) for status in words}
     counted = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
     noun = "KV cache" if len(candidates) == 1 else "KV caches"

@@ -205,7 +205,7 @@ class WorkloadsConfig(StrictModel):
         return asked <= PAGES and self.jsonl is None and not self.gsm8k
 
     @property
-    def is_first_look(self) -> bool:
+    def is_quick_check(self) -> bool:
         """Whether no request is compared with the reference engine: such an evaluation is fast, and never passes."""
         return self.conformance_samples == 0
 

@@ -114,7 +114,7 @@ def measure_once() -> Any:
 
 def join(rounds: Sequence[tuple[object, str]], config: Any, engine: str, baseline: str) -> Any:
     name = rounds[0][1]
-    uncompared = conformance(engine_conformance(), engine_conformance()) if config.is_first_look else None
+    uncompared = conformance(engine_conformance(), engine_conformance()) if config.is_quick_check else None
     first_of_two = name in UNDECIDED and len(rounds) == 1
     rows = answered("copy", 8) if first_of_two else every_class(copy=LOST.get(name, 0))
     digests = {"engine_digest": engine, "baseline_digest": baseline}

@@ -1,4 +1,4 @@
-"""The first commands of a new user: too few questions are named before any work, and a first look exits with 0."""
+"""The first commands of a new user: too few questions are named before any work, and a quick check exits with 0."""
 
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def test_a_dry_run_exits_3_if_few_questions_cannot_pass(
     assert preview(planned(tmp_path, "kv=int8", "dry=true", "workloads.conformance_samples=0")) == 0
 
 
-def test_a_first_look_asks_the_users_questions_alone(tmp_path: Path) -> None:
+def test_a_quick_check_asks_the_users_questions_alone(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "1 + 1 = ", "reference": "2"}\n')
     own = plan(["experiment=quick", "workloads=jsonl", f"workloads.jsonl={file}"], multirun=False).jobs[0].workloads
@@ -85,19 +85,19 @@ def test_a_first_look_asks_the_users_questions_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sweeping", [False, True])
-def test_a_finished_first_look_exits_0_and_decides_nothing(
+def test_a_finished_quick_check_exits_0_and_never_passes(
     tmp_path: Path, sweeping: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_fake_stages(monkeypatch)
     policies = "kv=int8,fp8_head" if sweeping else "kv=int8"
-    assert run_command(planned(tmp_path / "look", "experiment=quick", policies, sweeping=sweeping)) == 0
+    assert run_command(planned(tmp_path / "quick", "experiment=quick", policies, sweeping=sweeping)) == 0
     said = capsys.readouterr()
-    assert "FIRST LOOK int8" in said.out
-    assert "decides nothing" in said.out
+    assert "QUICK CHECK int8" in said.out
+    assert "never passes" in said.out
     assert "INCONCLUSIVE" not in said.out.partition("KV caches against")[0]
-    assert preview(planned(tmp_path / "look", "experiment=quick", policies, sweeping=sweeping)) == 0
+    assert preview(planned(tmp_path / "quick", "experiment=quick", policies, sweeping=sweeping)) == 0
     if sweeping:
         return
     assert run_command(planned(tmp_path / "own", policies, "workloads.conformance_samples=0")) == 0
     assert run_command(planned(tmp_path / "whole", policies, "gates.min_samples=1000")) == 3
-    assert run_command(planned(tmp_path / "bad", "experiment=quick", "kv=int4_tensor")) == 3, "a look can fail a cache"
+    assert run_command(planned(tmp_path / "bad", "experiment=quick", "kv=int4_tensor")) == 3, "a quick check can fail a cache"

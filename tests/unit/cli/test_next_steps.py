@@ -127,12 +127,12 @@ QUICK = ["experiment=quick", "workloads.conformance_samples=0"]
         (["experiment='quick'"], "INCONCLUSIVE", "fp8", False),
     ],
 )
-def test_after_a_first_look_comes_a_verdict_or_a_finer_policy(
+def test_after_a_quick_check_comes_a_verdict_or_a_finer_policy(
     look: list[str], verdict: Status, kv: str, quick: bool, tmp_path: Path
 ) -> None:
     base = [*TYPED, *look, "kv=fp8"]
     after = composed(advice.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base))
-    assert (after.kv.name, after.workloads.is_first_look) == (kv, quick)
+    assert (after.kv.name, after.workloads.is_quick_check) == (kv, quick)
     assert look != QUICK or after.tracking.enabled != quick
 
 

@@ -106,7 +106,7 @@ def test_checks_that_samples_cannot_decide_stop_after_the_first_round() -> None:
 
 
 def test_prose_alone_is_judged_by_distances() -> None:
-    assert final_verdict(prose(400)) == ("PASS", 2)  # the first look with 60 requests
+    assert final_verdict(prose(400)) == ("PASS", 2)  # the first decision with 60 requests
     assert final_verdict(prose(400, mean_kl=0.5)) == ("FAIL", 1)
     assert verdict_after(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
 
