@@ -145,6 +145,13 @@ def test_every_link_and_path_leads_somewhere(document: str) -> None:
         assert "NAME" in name or (ROOT / name).exists() or (ROOT / document).parent.joinpath(name).exists(), name
 
 
+@pytest.mark.parametrize("document", sorted(TEXT))
+def test_a_blank_line_precedes_every_list(document: str) -> None:
+    """Without it, the site shows the list as a paragraph; GitHub shows a list."""
+    for prose in TEXT[document].split("```")[::2]:
+        assert re.findall(r"^(?!- |\d+\. |  |#|\|).*\S.*\n(?:- |\d+\. ).*", prose, re.MULTILINE) == []
+
+
 def test_every_page_and_anchor_named_in_code_exists() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     named: set[str] = set()
