@@ -68,5 +68,5 @@ def static_scales_on(checkpoint: Path, texts: Sequence[Sequence[int]]) -> Callab
     info = inspect_checkpoint(checkpoint)
     model, layers, run_texts = run.load_model(info), info.shape.layers, run.forward_loop("cache", texts, no_progress)
     rotations: tuple[Rotation, ...] = ("none", "hadamard")
-    extremes = {rotation: adapter.measure(model, layers, rotation, run_texts, checkpoint) for rotation in rotations}
+    extremes = {rotation: adapter.measure_extremes(model, layers, rotation, run_texts, checkpoint) for rotation in rotations}
     return lambda policy: static_scales(policy, info.shape, extremes, checkpoint)

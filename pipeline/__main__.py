@@ -13,7 +13,7 @@ from pipeline import __version__
 from pipeline.cli import console
 from pipeline.cli.progress import show_progress
 from stages.core.errors import INTERRUPTED, UserError, exit_code
-from stages.core.streams import open_closed, redact_output, reserve_stdout
+from stages.core.streams import open_closed_streams, redact_output, reserve_stdout
 
 if TYPE_CHECKING:
     from pipeline.config.compose import Plan
@@ -94,7 +94,7 @@ def main() -> int:
     # torch's threads would spin while they wait. On a busy machine, spinning slowed a verdict by a factor of 2.6.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.set_threshold(10_000)  # else collecting cycles during MLflow's import takes a tenth of a command's time
-    open_closed()
+    open_closed_streams()
     reserve_stdout()
     redact_output()
     argv = sys.argv[1:]

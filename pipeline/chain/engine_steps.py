@@ -19,7 +19,7 @@ from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Entry, Recipe
-from stages.core.child import in_child
+from stages.core.child import run_in_child
 from stages.core.digest import file_digest, files_digest, json_digest
 from stages.core.errors import UserError
 from stages.core.memory import collect_memory
@@ -130,7 +130,7 @@ class EngineSteps(Artifacts):
             if entry.artifact is None:
                 from stages.quantize.run import quantize_weights
 
-                call = quantize_weights if self.config.weights.format == "none" else partial(in_child, quantize_weights)
+                call = quantize_weights if self.config.weights.format == "none" else partial(run_in_child, quantize_weights)
                 texts, progress = self._texts(), entry.progress
                 call(self.checkpoint, entry.scratch, **self._quantizing, calibration_texts=texts, progress=progress)
         return entry.made
@@ -145,7 +145,7 @@ class EngineSteps(Artifacts):
                 from stages.quantize.run import measure_cache
 
                 paths = (self.checkpoint, weights.path, entry.scratch)
-                in_child(measure_cache, *paths, **config, calibration_texts=self._texts(), progress=entry.progress)
+                run_in_child(measure_cache, *paths, **config, calibration_texts=self._texts(), progress=entry.progress)
         return entry.made
 
     def quantized(self, policy: KVPolicy) -> Artifact:
@@ -174,9 +174,9 @@ class EngineSteps(Artifacts):
         info = inspect_checkpoint(self.checkpoint)
         if info.quantized is None:
             return False
-        from stages.quantize.materialize import own_scales
+        from stages.quantize.materialize import checkpoint_scales
 
-        return own_scales(info.path, policy, info.shape) is not None
+        return checkpoint_scales(info.path, policy, info.shape) is not None
 
     def exports(self, policy: KVPolicy) -> Artifact:
         weights, scales = self.weights(), self.quantized(policy)

@@ -32,7 +32,7 @@ from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.core.files import write_whole
+from stages.core.files import write_atomically
 from stages.engines.backend import Job
 from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import Judged, recommend
@@ -147,7 +147,7 @@ def _require_room(capacity: Capacity) -> None:
 def _write(config: Config, name: str, content: BaseModel) -> Path:
     config.work.mkdir(parents=True, exist_ok=True)
     path = config.work / name
-    write_whole(path, content.model_dump_json(indent=2) + "\n")
+    write_atomically(path, content.model_dump_json(indent=2) + "\n")
     return path
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from pipeline.registry.summary import Summary
-from stages.core.files import write_whole
+from stages.core.files import write_atomically
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
 
@@ -29,7 +29,7 @@ def write_junit(path: Path, last: Summary) -> None:
         for name, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):
             element.set(name, str(len(list(element.iter(kind)))))
     indent(root)
-    write_whole(path, tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n")
+    write_atomically(path, tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n")
 
 
 def _add_candidate(root: Element, candidate: Candidate) -> None:

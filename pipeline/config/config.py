@@ -14,7 +14,7 @@ from pipeline.config.stages import STAGES, Stage, StageFacts
 from pipeline.config.tracking import Tracking
 from stages.checkpoints.places import checkpoint_label
 from stages.core.files import ARTIFACTS
-from stages.core.strict import PathText, StrictModel, absolute
+from stages.core.strict import PathText, StrictModel, absolute_path
 from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.tune_records import TuneConfig
 from stages.planning.use import CapacityConfig
@@ -150,7 +150,7 @@ class Config(StrictModel):
 
     @property
     def work(self) -> Path:
-        return absolute(self.workdir)
+        return absolute_path(self.workdir)
 
     @property
     def artifacts(self) -> Path:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from stages.core.errors import MissingRequirement, UserError, short
-from stages.core.strict import StrictModel, Unreadable, absolute, read_file
+from stages.core.strict import StrictModel, Unreadable, absolute_path, read_file
 
 SIGNATURE_FILE = "identity.sig"
 MAX_BYTES = 100_000
@@ -41,7 +41,7 @@ class SigningConfig(StrictModel):
         _open("key", self.key)
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-        public = load_pem_private_key(absolute(self.key).read_bytes(), None).public_key()
+        public = load_pem_private_key(absolute_path(self.key).read_bytes(), None).public_key()
         return sha256(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
     def sign(self, file: Path) -> None:
@@ -70,7 +70,7 @@ def _open(name: str, path: str) -> Any:
     try:
         from model_signing import signing, verifying
 
-        read_file(file := absolute(path), MAX_BYTES)
+        read_file(file := absolute_path(path), MAX_BYTES)
         if name == "key":
             return signing.Config().use_elliptic_key_signer(private_key=file)
         return verifying.Config().use_elliptic_key_verifier(public_key=file)

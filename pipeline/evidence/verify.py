@@ -152,7 +152,7 @@ def _check_files(what: str, folder: Path | None, digests: Mapping[str, str], onl
     if only:
         kinds = {name: kind_of(folder / name) for name in digests if os.path.lexists(folder / name)}
     else:
-        kinds = tree_entries(folder, but=MANIFEST)
+        kinds = tree_entries(folder, excluded=MANIFEST)
     place = Path(*folder.parts[-2:])
     findings = [Finding(f"{what}: {name}", "missing", f"not in {place}") for name in sorted(digests.keys() - kinds.keys())]
     for name, kind in sorted(kinds.items()):

@@ -13,7 +13,7 @@ from pydantic import AwareDatetime, Field, StringConstraints, ValidationError, m
 
 from pipeline.config.routing import ClassName, MonitorConfig
 from stages.core.errors import UserError
-from stages.core.strict import StrictModel, Unreadable, absolute, first_problem, parse_json, read_file
+from stages.core.strict import StrictModel, Unreadable, absolute_path, first_problem, parse_json, read_file
 
 MAX_BYTES = 1_000_000
 MAX_AGE_S = 900
@@ -74,7 +74,7 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
     """Read the snapshot. Raises UserError for its first problem, or if `taken_at` is more than MAX_AGE_S seconds from now."""
     where = f"monitor.snapshot={monitor.snapshot}"
     try:
-        content = read_file(absolute(str(monitor.snapshot)), MAX_BYTES)
+        content = read_file(absolute_path(str(monitor.snapshot)), MAX_BYTES)
         parse_json(content)  # refuses repeated keys, of which pydantic takes the last
         snapshot = Snapshot.model_validate_json(content)
     except Unreadable as error:

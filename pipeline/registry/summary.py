@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from pipeline.store.locks import locked
 from stages.core.errors import INTERRUPTED, SEVERITY, UserError
-from stages.core.files import write_whole
+from stages.core.files import write_atomically
 from stages.core.redaction import redact_text
 from stages.core.strict import MAX_TEXT_BYTES, StrictModel, Unreadable, first_problem, read_file
 from stages.verdict.candidate import Candidate
@@ -123,7 +123,7 @@ def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summar
         with locked(workdir / f".{FILE}.lock", FILE):
             summary = change(_read(workdir, names[0]) or Summary(sweep=sweep or ""))
             for name in names:
-                write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
+                write_atomically(workdir / name, summary.model_dump_json(indent=2) + "\n")
         return summary
     except OSError as error:
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
@@ -159,7 +159,7 @@ def forget(workdir: Path, sweep: str, previous: Summary | None) -> None:
         if previous is None:
             (workdir / FILE).unlink()
         else:
-            write_whole(workdir / FILE, previous.model_dump_json(indent=2) + "\n")
+            write_atomically(workdir / FILE, previous.model_dump_json(indent=2) + "\n")
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:

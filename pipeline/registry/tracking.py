@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from pipeline.config.tracking import ENVIRONMENT, Tracking
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, redact_text
-from stages.core.strict import absolute
+from stages.core.strict import absolute_path
 
 SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
@@ -125,7 +125,7 @@ class RegisteredModel:
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:
     """Resolve the tracking configuration for a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
-    workdir = absolute(str(workdir))
+    workdir = absolute_path(str(workdir))
     uri = tracking.uri or environ.get(ENVIRONMENT)
     if uri is None and re.search("[?%]", str(workdir)):  # special characters of URIs
         raise UserError(f"workdir={workdir}: MLflow keeps no store in a path with ? or %; give another path")
@@ -137,7 +137,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
     if uri.startswith(SQLITE):
         # A relative path would name another store in every current directory. Work directories that share a database file
         # also share its lock.
-        database = absolute(uri.removeprefix(SQLITE))
+        database = absolute_path(uri.removeprefix(SQLITE))
         uri, lock = f"{SQLITE}{database}", database.with_name(f"{database.name}.lock")
     served = uri.startswith("http")
     return Location(

@@ -26,7 +26,7 @@ from pipeline.store.locks import locked, locked_at_once
 from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.digest import files_digest, json_digest, tree_files
 from stages.core.errors import UserError
-from stages.core.files import STORE_FILE, sweep_pool, write_whole
+from stages.core.files import STORE_FILE, sweep_pool, write_atomically
 from stages.core.strict import parse_json, read_file
 
 MANIFEST = ".manifest.json"
@@ -97,7 +97,7 @@ class Store:
         marker = self.root / STORE_FILE
         if not marker.exists():
             self.root.mkdir(parents=True, exist_ok=True)
-            write_whole(marker, json.dumps({"schema_version": STORE_VERSION}) + "\n")
+            write_atomically(marker, json.dumps({"schema_version": STORE_VERSION}) + "\n")
         self._sweep()
         self._prepared = True
 

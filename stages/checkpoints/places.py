@@ -5,7 +5,7 @@ import re
 from pathlib import Path, PurePath
 
 from stages.core.errors import MissingRequirement, UserError, short
-from stages.core.strict import absolute
+from stages.core.strict import absolute_path
 
 PACKAGED = "pkg://"
 """Prefix of the path of a checkpoint inside a Python package."""
@@ -34,7 +34,7 @@ def locate_checkpoint(path: str) -> Path:
         MissingRequirement: The package is not installed.
     """
     if not path.startswith(PACKAGED):
-        local, on_hub = absolute(path), HUB_ID.fullmatch(path)
+        local, on_hub = absolute_path(path), HUB_ID.fullmatch(path)
         if on_hub is not None and not local.exists():
             raise UserError(
                 f"model.path={path}: no such directory; fetch it from the Hub: hf download {path} --local-dir {on_hub[1]}, "
@@ -66,7 +66,7 @@ def checkpoint_label(path: str) -> str:
         return PurePath(path).stem
     if path.startswith(PACKAGED):
         return path.removeprefix(PACKAGED).partition("/")[0].rpartition(".")[2]
-    directory = absolute(path)
+    directory = absolute_path(path)
     repository = cached_repository(directory)
     return directory.name if repository is None else repository.name.rpartition("--")[2]
 

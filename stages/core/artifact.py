@@ -1,4 +1,4 @@
-"""Artifacts: finished directories of the store, and the recipes that decide their bytes."""
+"""Artifacts: finished directories of the store, and the recipes that their keys are computed from."""
 
 import platform
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Artifact:
     """A finished directory of the store. `digest` covers all of its files."""
 
     exists: ClassVar[bool] = True
-    """False for an artifact of a dry run that is still to be made."""
+    """False for a dry run's placeholder, whose files do not exist yet."""
     path: Path
     stage: str
     key: str
@@ -40,13 +40,13 @@ class Artifact:
 
 @dataclass
 class Entry:
-    """An artifact that exists, or the directory that it is made in."""
+    """An artifact of the store, or the directory in which a stage builds it."""
 
     artifact: Artifact | None
-    """None until it is made."""
+    """None until it is finished."""
     scratch: Path
     progress: Progress = no_progress
-    """Shows the progress of the work that makes it."""
+    """Reports the progress of building it."""
 
     @property
     def made(self) -> Artifact:

@@ -1,4 +1,4 @@
-"""Runs a function in a child process, so that the memory which its libraries keep, also on a GPU, is freed afterwards."""
+"""Runs a function in a child process. When the process ends, the memory of its libraries is freed, including GPU memory."""
 
 import ctypes
 import gc
@@ -27,7 +27,7 @@ def die_with_parent() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:
+def run_in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:
     """Call a module's function in a child process, show its progress, and raise its exception here.
 
     The child starts with an empty `__main__`, because the caller's may be a script that calls kvgate. Its output goes to
@@ -37,7 +37,7 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
     """
     reading, writing = os.pipe()
     begin = f"import sys; sys.path[:] = {sys.path!r}; from stages.core.child import main"
-    quiet = ["-Wignore"] if warnings.filters[:1] == [("ignore", None, Warning, None, 0)] else []  # log=quiet
+    quiet = ["-Wignore"] if warnings.filters[:1] == [("ignore", None, Warning, None, 0)] else []  # set by log=quiet
     command = [sys.executable, *quiet, "-c", f"{begin}; main({writing}, {os.getpid()})"]
     with (
         open(reading, "rb") as answers,
@@ -51,10 +51,10 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
             while (answer := pickle.load(answers)) is not None and not isinstance(answer, Exception):
                 progress(*answer)
         except (EOFError, BrokenPipeError):
-            ended = child.wait()
-            answer = RuntimeError(f"{function.__name__}: its process ended with exit code {ended}")
-            if ended < 0:
-                name = signal.Signals(-ended).name
+            exit_code = child.wait()
+            answer = RuntimeError(f"{function.__name__}: its process ended with exit code {exit_code}")
+            if exit_code < 0:
+                name = signal.Signals(-exit_code).name
                 answer = MissingRequirement(
                     f"{function.__name__}: its process was killed ({name}): out of memory? free some memory, or run fewer jobs "
                     "at once"

@@ -47,8 +47,8 @@ def tree_files(root: Path) -> dict[str, str]:
     return file_digests(root, [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)])
 
 
-def tree_entries(root: Path, but: str) -> dict[str, str]:
-    """Return relative POSIX path -> kind of everything below `root` except the file `but`.
+def tree_entries(root: Path, excluded: str) -> dict[str, str]:
+    """Return relative POSIX path -> kind of everything below `root` except the file `excluded`.
 
     Unlike `tree_files` it lists hidden files, links, special files and empty directories. Other directories appear only in the
     paths of their entries. Links are not followed, except that `root` may be a link.
@@ -57,7 +57,7 @@ def tree_entries(root: Path, but: str) -> dict[str, str]:
     os.listdir(root)  # raises for a directory that cannot be read, whose entries rglob leaves out
     for path in root.rglob("*"):
         name, kind = path.relative_to(root).as_posix(), kind_of(path)
-        if (name, kind) != (but, "file") and not (kind == "directory" and os.listdir(path)):
+        if (name, kind) != (excluded, "file") and not (kind == "directory" and os.listdir(path)):
             entries[name] = kind
     return entries
 

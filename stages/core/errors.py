@@ -59,7 +59,7 @@ OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room there, or give another workdir or TMPDIR"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user the permission, or another path"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR), "move away what lies there, or give another path"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR), "move the file or folder that is in the way, or give another path"),
     errno.EROFS: "give a path that can be written to",
     errno.ENAMETOOLONG: "give a shorter path",
     errno.EIO: "the disk failed; give a path on another one",
@@ -79,7 +79,7 @@ def exit_code(error: BaseException) -> int:
         return code_of_kind
     if isinstance(error, INPUT_ERRORS):
         return EXIT_CODES[UserError]
-    if isinstance(error, MACHINE_ERRORS) or _is_of((*STORES, *CLUSTERS), error):
+    if isinstance(error, MACHINE_ERRORS) or _raised_by((*STORES, *CLUSTERS), error):
         return EXIT_CODES[MissingRequirement]
     return DEFECT
 
@@ -91,7 +91,7 @@ def describe(error: BaseException) -> str:
     detail = " ".join(redact_text(str(error)).split())[:500]
     text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
     hint = "KVGATE_DEBUG=1 shows where"
-    if isinstance(error, OSError) and not _is_of(STORES, error):
+    if isinstance(error, OSError) and not _raised_by(STORES, error):
         filename = error.filename2 or error.filename  # filename2 is the target of a copy, which is written
         place = f"{filename}: " if filename is not None else ""
         fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
@@ -100,13 +100,13 @@ def describe(error: BaseException) -> str:
         return "this machine's memory is used up; free some, or lower workloads.batch_size and workloads.load"
     if isinstance(error, INPUT_ERRORS):
         return f"an input is nested too deeply, or is not text ({text}); correct it; {hint}"
-    if _is_of(STORES, error):
+    if _raised_by(STORES, error):
         return f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"
     ended = f"the cluster ended this job ({detail}); raise hydra.launcher.timeout_min, and run it again to continue"
-    return ended if _is_of(CLUSTERS, error) else f"a defect of kvgate ({text}); {hint}: please report it"
+    return ended if _raised_by(CLUSTERS, error) else f"a defect of kvgate ({text}); {hint}: please report it"
 
 
-def _is_of(libraries: tuple[str, ...], error: BaseException) -> bool:
+def _raised_by(libraries: tuple[str, ...], error: BaseException) -> bool:
     return any(kind.__module__.partition(".")[0] in libraries for kind in type(error).__mro__)
 
 

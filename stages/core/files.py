@@ -1,8 +1,8 @@
-"""Files that are written atomically, shared by several artifacts, or brought into a store from outside.
+"""Files that are written atomically, shared by several artifacts, or copied into a store.
 
-Hard links to one inode share every write in place. Artifacts are never written in place, so that artifacts of one store may
-share files. They never share an inode with a file outside of the store: its owner might overwrite the file,
-and so the champion.
+All hard links to a file change when it is written in place. Artifacts are never written in place, so artifacts of one store
+may share files. They are never linked to a file outside the store, because its owner might overwrite the file, and so the
+served model.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ ARTIFACTS = "artifacts"
 STORE_FILE = ".store.json"
 """File at the root of a store with the version of the store's layout."""
 POOL = ".files"
-"""Folder of a store with files from outside, named by their sha256. Any number of artifacts link to one copy."""
-UNUSED_S = 24 * 3600.0
+"""Folder of a store with copies of files from outside, named by their sha256. Any number of artifacts link to one copy."""
+UNLINKED_S = 24 * 3600.0
 """Seconds until an unlinked file of the pool is removed."""
 
 
 def link_or_copy(source: Path, target: Path) -> None:
     """Create `target` with the bytes of `source`: a hard link within a store, a copy elsewhere.
 
-    A source outside of the store is copied into the store's pool once, and linked from there. Linking may fail between file
-    systems, or for files of another user, which the kernel may protect. Then the file is copied.
+    A source outside the store is copied into the store's pool once, and linked from there. If linking fails (for example
+    between file systems, or for another user's file that the kernel protects), the file is copied.
     """
     source = source.resolve()  # Linux would link the symlink itself
     root = store_of(target.parent.resolve() / target.name)
     if root is None:
         shutil.copyfile(source, target)
         return
-    shared = source if store_of(source) == root else _brought_in(root, source)
+    shared = source if store_of(source) == root else _pooled_copy(root, source)
     try:
         os.link(shared, target)
     except OSError:
@@ -49,7 +49,7 @@ def link_or_copy_all(names: Iterable[str], source: Path, target: Path) -> None:
     in_threads(lambda name: link_or_copy(source / name, target / name), names)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: concurrent readers find the old content or the new content, never a part."""
     scratch = path.with_name(f".{path.name}.{token_hex(8)}")
     try:
@@ -65,7 +65,7 @@ def sweep_pool(root: Path) -> None:
     for path in (root / POOL).glob("*"):
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
-            if status.st_nlink == 1 and time.time() - status.st_ctime > UNUSED_S:
+            if status.st_nlink == 1 and time.time() - status.st_ctime > UNLINKED_S:
                 path.unlink()
 
 
@@ -73,7 +73,7 @@ def store_of(path: Path) -> Path | None:
     return next((parent for parent in path.parents if (parent / STORE_FILE).is_file()), None)
 
 
-def _brought_in(root: Path, source: Path) -> Path:
+def _pooled_copy(root: Path, source: Path) -> Path:
     """Return the store's copy of a file from outside; the copy is made once."""
     pool = root / POOL
     pool.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from stages.core.redaction import child_environment
 
 QUERY = ("name", "compute_cap", "driver_version")
 """Properties of a GPU as nvidia-smi names them (`nvidia-smi --help-query-gpu`)."""
-SECONDS = 60
+TIMEOUT_S = 60
 
 
 @cache
@@ -25,15 +25,15 @@ def hardware() -> dict[str, object]:
     try:
         devices: list[dict[str, str]] = gpus()
     except MissingRequirement as error:
-        devices = [{"error": str(error)}]  # an engine on the CPU does not need the driver; its identity records the failure
+        devices = [{"error": str(error)}]  # an engine on the CPU needs no driver; its artifact records the failure
     return {"machine": platform.machine(), "cpu": cpu, "cores": os.cpu_count(), "gpus": devices}
 
 
 @cache
 def gpus() -> list[dict[str, str]]:
-    """Return name, compute capability and driver of every NVIDIA GPU, by the names of QUERY; empty without a driver.
+    """Return the properties QUERY of every NVIDIA GPU; empty without a driver.
 
-    Raises MissingRequirement if an installed driver does not answer: an identity must not silently lack its GPU.
+    Raises MissingRequirement if an installed driver does not answer: an artifact's key must not silently lack its GPU.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -41,7 +41,7 @@ def gpus() -> list[dict[str, str]]:
     command = [tool, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
     try:
         environment = child_environment()
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS, env=environment)
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     except (subprocess.SubprocessError, OSError) as error:
         output = str(getattr(error, "stdout", None) or error)
         reason = output.strip().splitlines()[0]

@@ -27,10 +27,10 @@ _SECRET_NAME = re.compile(
 )
 _REFERENCES = ("_env", "_file", "_path")
 """Endings of names that are not secrets: `api_key_env` names a variable, `password_file` a file."""
-_OF_A_PATH = re.compile(r"[/\\=][\w.~+%@-]*$")
+_PATH_ENDING = re.compile(r"[/\\=][\w.~+%@-]*$")
 """End of a text before a name that is part of a path or a value, for example `/etc/` before `passwd: is a file`."""
-LONGEST = 4096
-"""Maximum characters that are searched for such an end."""
+MAX_PATH_CHARACTERS = 4096
+"""Maximum characters before a name that are searched for `_PATH_ENDING`."""
 _QUERY = re.compile(r"(?i)([?&](?:token|key|sig|signature|pwd)=)[^&\s\"']+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/-]{8,}=*")
 _SHAPES = re.compile(
@@ -40,7 +40,7 @@ _SHAPES = re.compile(
 )
 
 
-SHORTEST = 6
+MIN_SECRET_CHARACTERS = 6
 """Minimum characters of an environment value that is masked; shorter values are parts of ordinary words."""
 CLOUDS = ("AWS_", "AZURE_", "GOOGLE_", "MLFLOW_")
 """Prefixes of environment variables that only the tracking store needs."""
@@ -65,8 +65,8 @@ def _mask_assigned(text: str) -> str:
         name, separator = assigned.groups()
         if assigned.start() < done or name.lower().endswith(_REFERENCES) or not _SECRET_NAME.search(name):
             continue
-        begin = max(done, assigned.start() - LONGEST)
-        if re.fullmatch(r":\s+", separator) and _OF_A_PATH.search(text, begin, assigned.start()):
+        begin = max(done, assigned.start() - MAX_PATH_CHARACTERS)
+        if re.fullmatch(r":\s+", separator) and _PATH_ENDING.search(text, begin, assigned.start()):
             continue
         parts += [text[done : assigned.end()], MASK]
         value = _VALUE.match(text, assigned.end())
@@ -95,7 +95,7 @@ def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str,
         userinfo = value.partition("://")[2].rpartition("@")[0]
         values.add(userinfo.partition(":")[2])
     forms = {form for value in values for form in (value, quote(value, safe=""), unquote(value))}
-    return tuple(sorted((form for form in forms if len(form) >= SHORTEST), key=len, reverse=True))
+    return tuple(sorted((form for form in forms if len(form) >= MIN_SECRET_CHARACTERS), key=len, reverse=True))
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -125,6 +125,7 @@ def secret_name(path: str) -> bool:
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted path, value) of each leaf of nested mappings."""
     if isinstance(value, Mapping) and (value or not path):
         for name, inner in value.items():
             yield from leaves(inner, f"{path}.{name}" if path else str(name))

@@ -8,7 +8,7 @@ from typing import Any, TextIO, cast
 from stages.core.redaction import redact_text
 
 
-def nobody_reads(descriptor: int) -> None:
+def discard_output(descriptor: int) -> None:
     """Discard everything that is written to a file descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != descriptor:
@@ -16,13 +16,13 @@ def nobody_reads(descriptor: int) -> None:
         os.close(nowhere)
 
 
-def open_closed() -> None:
+def open_closed_streams() -> None:
     """Open the standard streams that the parent process had closed, so that later files do not get their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            nobody_reads(descriptor)
+            discard_output(descriptor)
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
@@ -59,9 +59,9 @@ class RedactedStream:
             self._lost(error)
 
     def _lost(self, error: OSError) -> None:
-        nobody_reads(self._stream.fileno())
+        discard_output(self._stream.fileno())
         if self is sys.stdout and not isinstance(error, BrokenPipeError):
-            print(f"pipeline: warning: stdout: {error.strerror}; what is written there is lost", file=sys.stderr)
+            print(f"pipeline: warning: stdout: {error.strerror}; later output is lost", file=sys.stderr)
 
     def writelines(self, lines: Sequence[str]) -> None:
         for line in lines:

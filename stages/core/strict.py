@@ -25,28 +25,28 @@ class StrictModel(BaseModel):
     )
 
 
-def _is_a_path(text: str) -> str:
+def _check_path(text: str) -> str:
     if not text.strip():
         raise PydanticCustomError("no_path", "is empty; give a path, or leave the key out")
     if re.match(r"[a-z][\w.+-]*://", text, re.IGNORECASE) and not text.startswith("pkg://"):
         raise PydanticCustomError("no_path", "is a URL; give a path on this machine")
     if not text.isprintable():
-        raise PydanticCustomError("no_path", "holds characters that no path should have; give another path")
+        raise PydanticCustomError("no_path", "has characters that cannot be printed; give another path")
     try:
         os.lstat(Path(text).expanduser())
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise PydanticCustomError("no_path", "is too long for a path; give a shorter one") from None
     except RuntimeError:  # ~name of an unknown user
-        raise PydanticCustomError("no_path", "begins with a user who is not known here; give the whole path") from None
+        raise PydanticCustomError("no_path", "starts with ~ and an unknown user; give the full path") from None
     return text
 
 
-PathText = Annotated[str, AfterValidator(_is_a_path)]
+PathText = Annotated[str, AfterValidator(_check_path)]
 """A path that the user typed."""
 
 
-def absolute(path: str) -> Path:
+def absolute_path(path: str) -> Path:
     """Return the user's path as an absolute path with links resolved; a link to itself is returned as is."""
     try:
         return Path(os.path.realpath(Path(path).expanduser()))
@@ -61,20 +61,20 @@ class Unreadable(ValueError):
     """A file that cannot be used. The message states the problem and the fix; the caller adds the file's name."""
 
 
-def first_problem(error: ValidationError, whole: str = "the file") -> str:
-    """Return the first problem of a record, after its place; `whole` is the place of a problem with the whole record.
+def first_problem(error: ValidationError, record_name: str = "the file") -> str:
+    """Return the first problem of a record as "KEY: problem"; `record_name` replaces KEY if the whole record is wrong.
 
     An unknown key comes first, because a misspelled key is also missing.
     """
     first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
-    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
+    return f"{'.'.join(map(str, first['loc'])) or record_name}: {first['msg']}"
 
 
 MAX_TEXT_BYTES = 1 << 30
 """Maximum bytes of a file of samples or texts."""
 
 
-def read_file(path: Path, most_bytes: int) -> bytes:
+def read_file(path: Path, max_bytes: int) -> bytes:
     """Return the content of the user's regular file. Pipes and devices are refused, since reading them might never end.
 
     Raises Unreadable if the file is missing, not a regular file, too large, or not readable.
@@ -86,9 +86,9 @@ def read_file(path: Path, most_bytes: int) -> bytes:
                 raise Unreadable("is a directory; give a file")
             if not stat.S_ISREG(about.st_mode):
                 raise Unreadable("is a pipe, a socket or a device; give a file")
-            if about.st_size > most_bytes:
-                raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {most_bytes:,} at most")
-            content = stream.read(most_bytes + 1)
+            if about.st_size > max_bytes:
+                raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {max_bytes:,} at most")
+            content = stream.read(max_bytes + 1)
     except FileNotFoundError:
         raise Unreadable("no such file; give one that exists") from None
     except OSError as error:
@@ -103,8 +103,8 @@ def refuse_pointer(content: bytes) -> None:
         raise Unreadable("is a pointer of Git LFS, not the file itself; run git lfs pull")
 
 
-def read_given(key: str, path: Path) -> bytes:
-    """Return the content of the file of samples or texts that `key` names. Raises UserError if `read_file` refuses the file."""
+def read_user_file(key: str, path: Path) -> bytes:
+    """Return the content of the user's file that `key` names, for samples or texts. Raises UserError if `read_file` fails."""
     try:
         return read_file(path, MAX_TEXT_BYTES)
     except Unreadable as error:

@@ -141,7 +141,7 @@ class Backend(ABC, Generic[C]):
     def run_parts(self) -> dict[str, object]:
         """Return the values that decide an evaluation's results in addition to engine, code and libraries, as JSON."""
 
-    def audit(self, path: Path) -> Audit:  # noqa: ARG002  (the interface's parameter)
+    def audit(self, path: Path) -> Audit:  # noqa: ARG002
         """Return a checkpoint's scales and the scales that the backend's engine would use. Reads no weights."""
         raise UserError(
             f"backend={self.config.name}: loads no scales of a checkpoint by itself; use one that does, such as vllm"

@@ -62,7 +62,7 @@ class ChunkedEngine(Engine):
         for begin in range(0, len(prompt), self.prefill_chunk):
             yield prompt[begin : begin + self.prefill_chunk]
 
-    def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002  (engines that keep prefixes need it)
+    def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002
         """Start a prompt's sequence; return its handle and the number of tokens that it already holds."""
         return self._start(), 0
 

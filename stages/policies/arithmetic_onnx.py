@@ -1,7 +1,7 @@
-"""Common arithmetic of the formats in ONNX operators. One function writes codes, and another function reads them.
+"""The formats' common arithmetic in ONNX operators: functions that write codes, and functions that read them.
 
 Shapes: B sequences, H KV heads, S new tokens, P pages, T = P * 64 positions, D head_dim, W code elements per token, g scales
-per token, n code streams.
+per token, n codes per element.
 """
 
 from abc import ABC, abstractmethod
@@ -35,10 +35,9 @@ class GraphOptions:
 
 @dataclass(frozen=True)
 class Stream:
-    """One of the n numbers that are packed into a stored element, for all elements: x (B, H, T, D / n) in the compute dtype.
+    """One of the n codes in each stored element, for all elements: code = gain * x + offset, with x (B, H, T, D / n).
 
-    The code is gain * x + offset. The x of a nested stream still includes the higher numbers of the element, which are the x
-    of the next stream. Its code is gain * x + offset, minus 2 ** bits times the next stream's x.
+    If `nested`, x still has the higher codes of its element: code = gain * x + offset - 2 ** bits * (x of the next stream).
     """
 
     x: str
@@ -59,12 +58,12 @@ class Graph(ABC):
 
     @abstractmethod
     def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:
-        """Convert the pages' codes to unscaled numbers. The streams, concatenated, are the channels in order.
+        """Read codes from the pool as unscaled numbers. Concatenated, the streams are the channels in order.
 
         nested: Whether streams may be nested, which saves a pass over the codes.
         """
 
-    def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:  # noqa: ARG002  (a subclass)
+    def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:  # noqa: ARG002
         """Gather the values of the pages' stored scales or zeros."""
         return gather(pool, options.groups)
 
@@ -72,7 +71,7 @@ class Graph(ABC):
 class ExactGraph(Graph):
     """Floating-point numbers without a scale."""
 
-    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:  # noqa: ARG002  (none)
+    def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:  # noqa: ARG002
         return [body.op("Cast", x, to=onnx_type(self.spec.storage))]
 
     def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
@@ -98,7 +97,7 @@ class ScaledGraph(Graph):
             factor = body.op("Div", amax, body.real(self.spec.limit))
         else:
             high = body.op("ReduceMax", x, body.ints([-1]), keepdims=1)
-            zeros = [_zero(body, body.op("ReduceMin", x, body.ints([-1]), keepdims=1))]
+            zeros = [_round_down_to_half(body, body.op("ReduceMin", x, body.ints([-1]), keepdims=1))]
             zero = body.to_compute(zeros[0])
             factor = body.op("Div", body.op("Sub", high, zero), body.real(self.spec.levels))
             x = body.op("Sub", x, zero)
@@ -114,12 +113,12 @@ class ScaledGraph(Graph):
 class FloatGraph(ScaledGraph):
     """8-bit floating-point numbers."""
 
-    def encode(self, body: Body, steps: str, options: GraphOptions) -> str:  # noqa: ARG002  (of ScaledGraph)
+    def encode(self, body: Body, steps: str, options: GraphOptions) -> str:  # noqa: ARG002
         clipped = body.op("Clip", steps, body.real(-self.spec.limit), body.real(self.spec.limit))
         return body.op("QuantizeLinear", clipped, body.real(1.0), output_dtype=onnx_type(self.spec.storage))
 
     def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
-        # Gather does not support float8, so the bound part of the pool is widened first.
+        # Gather does not support float8, so the pool is converted first.
         return [Stream(gather(body.op("DequantizeLinear", pool, body.real(1.0)), options.head_dim))]
 
 
@@ -172,7 +171,7 @@ def onnx_type(element: Element) -> int:
     return kind
 
 
-def _zero(body: Body, low: str) -> str:
+def _round_down_to_half(body: Body, low: str) -> str:
     """Round `low` down to float16, by at most about two units in the last place, so that no code is below 0."""
     nearest = body.to_compute(body.op("Cast", low, to=onnx_type(FLOAT16)))
     unit = body.op("Add", body.op("Mul", body.op("Abs", nearest), body.real(2.0**-10)), body.real(2.0**-24))

@@ -40,12 +40,12 @@ class Stored:
 
 
 def each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) -> Stored:
-    """Apply `function` separately to the codes, the scales and the zeros of `stored`, which must have the same format."""
+    """Apply `function` to the codes, to the scales and to the zeros of all `stored`, which must have the same format."""
     parts = [function(list(tensors)) for tensors in zip(*(part.tensors for part in stored), strict=True)]
     return Stored(*parts, *[None] * (3 - len(parts)))
 
 
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
+def concatenate_tokens(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate codes or scales (H, T, ...) of consecutive tokens; 8-bit floats are handled as bytes."""
     dtype = parts[0].dtype
     raw = [part.view(torch.uint8) for part in parts] if dtype.itemsize == 1 else list(parts)
@@ -81,10 +81,10 @@ class Arithmetic(ABC):
 class Exact(Arithmetic):
     """Floating-point numbers without a scale."""
 
-    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (none)
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
         return Stored(x.to(getattr(torch, self.spec.storage.torch)), None, None)
 
-    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (none)
+    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002
         return stored.codes.float()
 
 
@@ -106,11 +106,11 @@ class Scaled(Arithmetic):
         zero = None
         if options.symmetric:
             # The codes are computed from the rounded scale, because decoding uses the rounded scale.
-            scale = stored_scale(divided(grouped.abs().amax(-1, keepdim=True), self.spec.limit))
+            scale = round_scale(divide(grouped.abs().amax(-1, keepdim=True), self.spec.limit))
         else:
             low, high = grouped.aminmax(dim=-1, keepdim=True)
-            zero = half_below(low)
-            scale = stored_scale(divided(high - zero.float(), self.spec.levels))
+            zero = round_down_to_half(low)
+            scale = round_scale(divide(high - zero.float(), self.spec.levels))
             grouped = grouped - zero.float()
         codes = self.encode((grouped / scale.float()).flatten(-2), options)
         return Stored(codes, scale.squeeze(-1), None if zero is None else zero.squeeze(-1))
@@ -118,10 +118,10 @@ class Scaled(Arithmetic):
     def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:
         codes = self.decode(stored.codes, options)
         if static is not None:
-            return affine(codes, static.scale, static.zero)
+            return dequantize_affine(codes, static.scale, static.zero)
         assert stored.scale is not None
         zero = None if stored.zero is None else stored.zero.float().unsqueeze(-1)
-        return affine(groups_of(codes, stored.scale.shape[-1]), stored.scale.float().unsqueeze(-1), zero).flatten(-2)
+        return dequantize_affine(groups_of(codes, stored.scale.shape[-1]), stored.scale.float().unsqueeze(-1), zero).flatten(-2)
 
 
 class Float(Scaled):
@@ -134,7 +134,7 @@ class Float(Scaled):
             codes = (codes.view(torch.uint8) - (codes.float().abs() > steps.abs()).to(torch.uint8)).view(codes.dtype)
         return codes
 
-    def decode(self, codes: Tensor, options: Options) -> Tensor:  # noqa: ARG002  (of Scaled)
+    def decode(self, codes: Tensor, options: Options) -> Tensor:  # noqa: ARG002
         return codes.float()
 
 
@@ -161,8 +161,8 @@ def groups_of(x: Tensor, groups: int) -> Tensor:
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
-def divided(x: Tensor, number: float) -> Tensor:
-    """Return x / number, rounded once on every device. For a Python number, torch on a GPU multiplies by the reciprocal."""
+def divide(x: Tensor, number: float) -> Tensor:
+    """Return x / number, rounded once. For a Python number, torch on a GPU multiplies by the rounded reciprocal instead."""
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
@@ -172,17 +172,17 @@ def constant(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
-def affine(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+def dequantize_affine(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """Return codes * scale + zero."""
     return codes * scale if zero is None else codes * scale + zero
 
 
-def stored_scale(scale: Tensor) -> Tensor:
+def round_scale(scale: Tensor) -> Tensor:
     """Round scales to float16 with saturation. A rotation sums channels, so a scale may exceed float16's range."""
     return scale.clamp(MIN_SCALE, MAX_FLOAT16).half()
 
 
-def half_below(low: Tensor) -> Tensor:
+def round_down_to_half(low: Tensor) -> Tensor:
     """Round `low` down to float16, by at most about two units in the last place, for use as a zero point."""
     zero = low.half()
     below = zero.float() - zero.float().abs() * 2.0**-10 - 2.0**-24

@@ -1,7 +1,7 @@
-"""Audit of the scales that an engine of another library loads from a checkpoint.
+"""Audit of the scales that another library's engine loads from a checkpoint.
 
-Another library loads scales by itself. It may miss them, use 1.0 instead, or merge several scales into one. An evaluation would
-then judge a cache that is not the requested one.
+The library may miss scales, use 1.0 instead, or merge several scales into one. An evaluation would then judge a cache that the
+policy does not describe.
 """
 
 import math
@@ -17,13 +17,13 @@ Scales = dict[Side, tuple[float, ...]]
 ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"]
 """Kinds of changes to a scale between checkpoint and engine."""
 
-SAME = 2.0**-9
+MAX_DIFFERENCE = 2.0**-9
 """Relative difference up to which scales are equal: vLLM rounds scales in ModelOpt's form to the model's 16-bit type."""
 
 RANGE = 1e-6, 1e3
 """Minimum and maximum of plausible calibrated scales. FP8 represents values up to 448 times its scale."""
 
-WORDS: dict[ScaleChangeKind, str] = {
+MESSAGES: dict[ScaleChangeKind, str] = {
     "missing": "the checkpoint lacks it, and {used} is used",
     "defaulted": "{carried} became the default, 1.0",
     "merged": "{carried} was merged with others to the largest, {used}",
@@ -34,14 +34,14 @@ WORDS: dict[ScaleChangeKind, str] = {
 
 @dataclass(frozen=True)
 class LayerDelivery:
-    """Static scales of one layer: those in the checkpoint, and those in the loaded engine."""
+    """Static scales of one layer, in the checkpoint (`carried`) and in the loaded engine (`used`)."""
 
     carried: Scales
     used: Scales
 
 
 class ScaleChange(Record):
-    """A scale for which the engine uses another value than the checkpoint carries."""
+    """A scale whose value in the engine differs from its value in the checkpoint."""
 
     layer: int
     side: Side
@@ -50,7 +50,7 @@ class ScaleChange(Record):
     used: tuple[float, ...]
 
     def __str__(self) -> str:
-        words = WORDS[self.kind].format(carried=_numbers(self.carried), used=_numbers(self.used))
+        words = MESSAGES[self.kind].format(carried=_numbers(self.carried), used=_numbers(self.used))
         return f"layer {self.layer} {self.side}s: {words}"
 
 
@@ -65,12 +65,12 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
 
 
 def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
-    """Yield one line for each scale that is not used as carried, or that no calibration would produce."""
-    whole = {
+    """Yield one line for each scale that the engine changed, or that no calibration would produce."""
+    finite_sides = {
         number: [side for side in SIDES if all(map(math.isfinite, layer.carried.get(side, ())))]
         for number, layer in enumerate(layers)
     }
-    for change in scale_changes(layers, whole):
+    for change in scale_changes(layers, finite_sides):
         yield f"{change.kind}: {change}"
     for number, layer in enumerate(layers):
         for side, scales in layer.carried.items():
@@ -78,7 +78,7 @@ def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
             if outlier is not None:
                 yield f"out of range: layer {number} {side}s: {outlier:.4g}, not between {RANGE[0]:g} and {RANGE[1]:g}"
             elif set(scales) == {1.0}:
-                yield f"defaulted: layer {number} {side}s: the checkpoint carries 1.0 itself, which no calibration gives"
+                yield f"defaulted: layer {number} {side}s: the checkpoint carries 1.0 itself, which no calibration produces"
 
 
 def describe_changes(changes: Sequence[ScaleChange]) -> str:
@@ -105,7 +105,7 @@ def _kind(scales: LayerDelivery, side: Side) -> ScaleChangeKind | None:
 
 
 def _same(scales: Sequence[float], other: Sequence[float]) -> bool:
-    return len(scales) == len(other) and all(abs(a - b) <= SAME * abs(a) for a, b in zip(scales, other, strict=True))
+    return len(scales) == len(other) and all(abs(a - b) <= MAX_DIFFERENCE * abs(a) for a, b in zip(scales, other, strict=True))
 
 
 def _numbers(scales: Sequence[float]) -> str:

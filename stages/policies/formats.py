@@ -1,6 +1,6 @@
 """Cache formats: the code type, the granularity and source of scales, and the stored bytes.
 
-stages/policies implements the arithmetic.
+The other modules of stages/policies implement the arithmetic.
 
 Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
 """
@@ -63,7 +63,7 @@ class Format(StrictModel):
     """Library whose rounding is reproduced."""
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         dtypes = tuple(dtype for arithmetic, dtype in ARITHMETICS if arithmetic == self.arithmetic) or tuple(CODES)
         if self.dtype not in dtypes:
             raise ValueError(f"dtype must be {either(dtypes)} with arithmetic={self.arithmetic}, got {self.dtype}")
@@ -178,7 +178,7 @@ def _text(value: object) -> str:
 
 
 def either(values: tuple[object, ...]) -> str:
-    """Return a list of values: a, b or c."""
+    """Return the values as a list in words: a, b or c."""
     *first, last = map(_text, values)
     return f"{', '.join(first)} or {last}" if first else last
 

@@ -67,8 +67,8 @@ class KVShape:
     @property
     def reach(self) -> int | None:
         """Longest sliding window of the model in tokens; None if any layer has full attention."""
-        slid = [window for window in self.windows if window is not None]
-        return max(slid) if slid and len(slid) == self.layers else None
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if windows and len(windows) == self.layers else None
 
 
 def page_count(tokens: int) -> int:
@@ -77,7 +77,7 @@ def page_count(tokens: int) -> int:
 
 
 def whole_pages(tokens: int) -> int:
-    """Return `tokens` rounded up to whole pages. Whole pages count as judged, since every offset of a page is visited."""
+    """Return `tokens` rounded up to whole pages. An evaluation covers whole pages, because it visits every offset of a page."""
     return page_count(tokens) * PAGE_TOKENS
 
 
@@ -101,7 +101,7 @@ class Window(StrictModel):
     """Format of the values in the window; null keeps the policy's value format."""
 
     @model_validator(mode="after")
-    def _has_a_format(self) -> Self:
+    def _check_format(self) -> Self:
         if self.key is None and self.value is None:
             raise ValueError("key and value are both null: give the window a format, or set window=null")
         return self
@@ -138,7 +138,7 @@ class LayerOverride(StrictModel):
     value: Format | None = None
 
     @model_validator(mode="after")
-    def _has_a_format(self) -> Self:
+    def _check_format(self) -> Self:
         if self.key is None and self.value is None:
             raise ValueError("key and value are both null: give the layers a format")
         return self
@@ -172,7 +172,7 @@ class KVPolicy(StrictModel):
     """Other formats for single layers, for example in conf/kv/int4_guarded.yaml."""
 
     @model_validator(mode="after")
-    def _one_override_a_layer(self) -> Self:
+    def _check_overrides(self) -> Self:
         for side in SIDES:
             layers = [layer for override in self.overrides if override.form(side) for layer in override.layers]
             twice = sorted({layer for layer in layers if layers.count(layer) > 1})
@@ -181,7 +181,7 @@ class KVPolicy(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _keeps_what_it_reads(self) -> Self:
+    def _check_eviction(self) -> Self:
         if self.eviction is None:
             return self
         sinks, latest = self.eviction.sink_tokens, self.eviction.window_tokens
@@ -290,9 +290,9 @@ class KVPolicy(StrictModel):
     def check_shape(self, shape: KVShape) -> None:
         """Raise UserError if a format does not fit the model's heads, an override its layers, or an eviction its windows."""
         if self.eviction is not None and shape.windows:
-            slides = sum(window is not None for window in shape.windows)
+            sliding = sum(window is not None for window in shape.windows)
             raise UserError(
-                f"kv.eviction.window_tokens={self.eviction.window_tokens}: {slides} of the model's {shape.layers} layers "
+                f"kv.eviction.window_tokens={self.eviction.window_tokens}: {sliding} of the model's {shape.layers} layers "
                 "have a sliding window, and kv.eviction does not support such models; set kv.eviction=null"
             )
         for key, form in self.formats:
@@ -342,7 +342,7 @@ class KVPolicy(StrictModel):
     def sequence_bytes(self, shape: KVShape, tokens: int) -> int:
         """Return the bytes of one sequence of `tokens` tokens: whole pages, the window and the exact buffers.
 
-        The bytes are bounded if the policy evicts tokens or every layer of the model slides: the sinks, the latest tokens and
+        If the policy evicts tokens or all layers have sliding windows, the bytes are bounded: the sinks, the latest tokens and
         one more page.
         """
         window = self.window_pages(tokens) * self.window_page_bytes(shape)

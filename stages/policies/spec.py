@@ -1,4 +1,4 @@
-"""The description of a number format, without its arithmetic. Every command imports this module, so it must stay light.
+"""The description of a number format, without its arithmetic. Every command imports this module, so it must load fast.
 
 A scale is a dequantization factor: x ~ code * scale + zero.
 """
@@ -14,7 +14,7 @@ class Element:
 
     onnx: str
     numpy: str
-    """Name of a NumPy type of the same size; NumPy knows bfloat16 through ml_dtypes."""
+    """Name of a NumPy type of the same size; NumPy supports bfloat16 only through ml_dtypes."""
     torch: str
     bytes: int
 
@@ -61,7 +61,7 @@ class Spec:
     block: int | None = None
     """Channels per block, whose stored scale is in units of the layer's static scale; None for formats without blocks."""
     block_limit: float = 1.0
-    """Scale of the block with the largest magnitude of calibration, in units of the layer's scale."""
+    """Scale of the block with the largest magnitude in the calibration texts, in units of the layer's scale."""
 
     arithmetic: str = "kvgate"
     """Library whose rounding is reproduced."""
@@ -83,8 +83,8 @@ class Spec:
     """Granularity -> vLLM's cache type with identical arithmetic."""
     llamacpp: str | None = None
     """llama.cpp's cache type."""
-    vllm_beside: Mapping[str, str] = field(default_factory=dict)
-    """If this format stores the values: format of the keys -> vLLM's cache type for the pair."""
+    vllm_by_key_format: Mapping[str, str] = field(default_factory=dict)
+    """For formats of values: format of the keys -> vLLM's cache type for the pair."""
     sglang: str | None = None
     """SGLang's cache type with identical arithmetic at scale 1.0."""
 

@@ -82,7 +82,7 @@ VLLM_TURBOQUANT = Spec(
     arithmetic="vllm_turboquant",
     refines=("int4", False, "none"),
     native=(None, 7),
-    vllm_beside={"fp8_e4m3 per_tensor": "turboquant_k8v4"},
+    vllm_by_key_format={"fp8_e4m3 per_tensor": "turboquant_k8v4"},
 )
 """The values of vLLM's turboquant_k8v4: codes 0 to 15 from the unrounded range and minimum, rounded half up. kvgate's own int4
 computes its codes from the stored (rounded) scale and zero."""

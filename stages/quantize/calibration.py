@@ -8,12 +8,12 @@ from typing import Any
 from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Progress
-from stages.core.strict import Unreadable, parse_json, read_given
+from stages.core.strict import Unreadable, parse_json, read_user_file
 from stages.workloads.config import Workload
 from stages.workloads.generated import generate
 from stages.workloads.prompts import render_all, token_ids
 
-TEXTS = "texts.json"
+TEXTS_FILE = "texts.json"
 
 
 def calibration_texts(
@@ -32,7 +32,7 @@ def calibration_texts(
     contribute equal parts from their calibration split, which an evaluation never uses.
     """
     texts = texts_from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, workloads, seed, progress)
-    (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
+    (out / TEXTS_FILE).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
 
 
 def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], seed: int, progress: Progress) -> list[str]:
@@ -49,14 +49,14 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
     return [prompt + sample.reference for prompt, sample in zip(prompts, interleaved, strict=True)]
 
 
-CHARACTERS = 256
+MAX_CHARACTERS_PER_TOKEN = 256
 """Assumed maximum characters per token."""
 
 
 def texts_from_file(path: Path, samples: int) -> list[str]:
     """Return at most `samples` texts of the user's file. Raises UserError for a line without a text."""
     texts: list[str] = []
-    for number, line in enumerate(read_given("calibration.jsonl", path).splitlines(), start=1):
+    for number, line in enumerate(read_user_file("calibration.jsonl", path).splitlines(), start=1):
         if len(texts) == samples:
             break
         try:
@@ -68,7 +68,7 @@ def texts_from_file(path: Path, samples: int) -> list[str]:
             raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
         texts.append(text)
     if not any(text.strip() for text in texts):
-        raise UserError(f"calibration.jsonl={path}: no texts in it; give one a line")
+        raise UserError(f"calibration.jsonl={path}: contains no texts; give one per line")
     return texts
 
 
@@ -78,10 +78,12 @@ def tokenize(tokenizer: Any, texts: list[str], max_length: int, vocab_size: int)
     Raises UserError if no text is left, or a token is outside the model's vocabulary.
     """
     # Cut before encoding: encoding a whole line of megabytes needs gigabytes of memory.
-    encoded = (token_ids(tokenizer, text[: max_length * CHARACTERS], max_length) for text in texts if text.strip())
+    encoded = (
+        token_ids(tokenizer, text[: max_length * MAX_CHARACTERS_PER_TOKEN], max_length) for text in texts if text.strip()
+    )
     samples = [ids for ids in encoded if ids]
     if not samples:
-        raise UserError(f"calibration.samples={len(texts)}: every text is empty; give at least one that is not")
+        raise UserError(f"calibration.samples={len(texts)}: every text is empty; give at least one with content")
     largest = max(max(ids) for ids in samples)
     if largest >= vocab_size:
         raise UserError(

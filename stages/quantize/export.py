@@ -57,7 +57,7 @@ def export(
     copy_checkpoint(judged, out / "checkpoint")
     write_policy(out, policy, static)
     if info.quantized is not None:
-        _write_reasons(out, as_given(quantized / SERVED, out / "unified_hf", policy))
+        _write_reasons(out, export_quantized(quantized / SERVED, out / "unified_hf", policy))
         return
     reasons: Reasons = {
         "tensorrt_llm": export_refusal(policy, TENSORRT_LLM_KV) or tensorrt_llm_refusal(info),
@@ -69,7 +69,9 @@ def export(
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     recorded = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
     if recorded["device"] != "cpu" and calibration_device().type == "cpu":
-        raise MissingRequirement("the weights were quantized on a GPU, and torch finds none here; export them where one is")
+        raise MissingRequirement(
+            "the weights were quantized on a GPU, and torch finds no GPU here; export on a machine with one"
+        )
     model = quantized_model(info, weights, samples, seed, progress, torch.device(recorded["device"]))
     if weights != "none":
         require_same_weights(judged, dequantized_weights(model, info.shape.layers))
@@ -91,17 +93,17 @@ def export(
 
 
 Reasons = dict[str, str | None]
-"""Content of `exports.json`: by export the reason why it was not written; None if it was."""
+"""Content of `exports.json`: export -> why it was not written; None if it was."""
 
 
 def _write_reasons(out: Path, reasons: Reasons) -> None:
     (out / "exports.json").write_text(json.dumps(reasons, indent=1) + "\n", encoding="utf-8")
 
 
-def as_given(served: Path, out: Path, policy: KVPolicy) -> Reasons:
-    """Write a checkpoint that ModelOpt has already quantized as a unified export; only the cache's declaration changes.
+def export_quantized(served: Path, out: Path, policy: KVPolicy) -> Reasons:
+    """Write a checkpoint that ModelOpt has already quantized as a unified export, with the policy's cache format in its files.
 
-    Return the content of `exports.json`. A checkpoint in another format is not written.
+    Returns the content of `exports.json`. A checkpoint that another library quantized is not written.
     """
     info = inspect_checkpoint(served)
     assert info.quantized is not None

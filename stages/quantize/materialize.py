@@ -1,6 +1,6 @@
 """Writes `checkpoint/`: a plain Hugging Face checkpoint with the effective weights of the quantized engine.
 
-Weights that a checkpoint stores quantized are dequantized, and its scales of keys and values are read.
+The quantized weights of a checkpoint are dequantized, and its scales of keys and values are read.
 """
 
 import json
@@ -61,7 +61,7 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
                 total_bytes += tensor.nbytes
         save_file(tensors, out / name, metadata=metadata)
     if missing:
-        raise RuntimeError(f"quantized weights that the checkpoint's files do not hold: {', '.join(sorted(missing)[:4])}")
+        raise RuntimeError(f"quantized weights are missing in the checkpoint's files: {', '.join(sorted(missing)[:4])}")
     if INDEX in info.other_files:
         index = json.loads((info.path / INDEX).read_text(encoding="utf-8"))
         index["metadata"] = {**index.get("metadata", {}), "total_size": total_bytes}
@@ -84,7 +84,7 @@ def require_same_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tenso
             for key in weights.keys() & set(stored.keys()):
                 tensor = stored.get_tensor(key)
                 if not torch.equal(tensor, _cast(key, weights[key], tensor.dtype)):
-                    raise RuntimeError(f"{key}: quantized again, it is another than in {info.path}")
+                    raise RuntimeError(f"{key}: quantizing it again gives other values than {info.path} contains")
 
 
 def source_dtype(info: CheckpointInfo) -> torch.dtype:
@@ -133,7 +133,7 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
             if layout is not None and part == layout.weight:
                 stored = {key: read_tensor(info, places, f"{layer}.{key}") for key in parts if f"{layer}.{key}" in places}
                 try:
-                    tensors[f"{layer}.weight"] = dequantized(layout, stored)
+                    tensors[f"{layer}.weight"] = dequantize_weight(layout, stored)
                 except (RuntimeError, ValueError) as error:
                     reason = f"compressed-tensors cannot decompress {layer} ({short(error)}); download the checkpoint again"
                     raise refusal(info.path, reason) from None
@@ -147,19 +147,19 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
 
 
 def copy_without_scales(info: CheckpointInfo, out: Path) -> None:
-    """Copy the checkpoint to the new directory `out` without scales of the cache; an engine uses its policy's scales."""
+    """Copy the checkpoint to the new directory `out` without its cache scales, because an engine uses its policy's scales."""
     places = tensor_files(info)
     remaining = {name: file for name, file in places.items() if not CACHE_SCALE.fullmatch(name)}
-    anew = {places[name] for name in places.keys() - remaining.keys()}
-    copy_checkpoint(info, out, but=anew | {INDEX} if anew else ())
-    for file in anew:
+    rewritten = {places[name] for name in places.keys() - remaining.keys()}
+    copy_checkpoint(info, out, but=rewritten | {INDEX} if rewritten else ())
+    for file in rewritten:
         tensors = {name: read_tensor(info, places, name) for name, place in remaining.items() if place == file}
         save_file(tensors, out / file, metadata={"format": "pt"})
-    if INDEX in info.other_files and anew:
+    if INDEX in info.other_files and rewritten:
         (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": remaining}, indent=1) + "\n", encoding="utf-8")
 
 
-def own_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales | None:
+def checkpoint_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales | None:
     """Return the checkpoint's own scales for a cache in the policy's format, or None if any scale is missing."""
     layers = []
     for number, carried in enumerate(scales_by_layer(scale_tensors(path), shape.layers)):
@@ -185,7 +185,7 @@ def read_tensor(info: CheckpointInfo, places: Mapping[str, str], name: str) -> t
         return tensor
 
 
-def dequantized(layout: Layout, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def dequantize_weight(layout: Layout, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the float32 weight (out, in) of a layer's quantized tensors, dequantized by the library compressed-tensors."""
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter

@@ -41,7 +41,7 @@ from stages.quantize.scales import Extremes
 
 def quantize_model(model: torch.nn.Module, recipe: QuantizationRecipe, forward_loop: ForwardLoop | None) -> None:
     """Insert and calibrate the recipe's quantizers in place."""
-    with quiet() as stdout:
+    with hide_output() as stdout:
 
         def printing_loop(model: torch.nn.Module) -> None:
             # The loop's progress on stdout must stay visible while ModelOpt's prints are hidden.
@@ -57,7 +57,7 @@ def quantize_model(model: torch.nn.Module, recipe: QuantizationRecipe, forward_l
     check_enabled(recipe.expected, enabled_attributes(model))
 
 
-def measure(
+def measure_extremes(
     model: torch.nn.Module, layers: int, rotation: Rotation, forward_loop: ForwardLoop, checkpoint: Path
 ) -> dict[Place, Extremes]:
     """Measure the extremes per channel of keys and values, and disable the cache's quantizers afterwards.
@@ -136,7 +136,7 @@ def fuse_shared_inputs(model: torch.nn.Module, layers: int) -> None:
     The exporters fuse while they write: AWQ's factors become their mean, and the weights are smoothed and rounded again.
     Weights read from the model before fusing would differ from the shipped weights.
     """
-    with quiet(), torch.no_grad():
+    with hide_output(), torch.no_grad():
         for layer in range(layers):
             for names in SHARED_INPUTS:
                 preprocess_linear_fusion([model.get_submodule(f"model.layers.{layer}.{name}") for name in names])
@@ -162,7 +162,7 @@ def cast_for_export(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
     FP8 weights are replaced by their rounded values. The unified export divides by the scale in `dtype` before it rounds to
     FP8 (to_quantized_weight: a zero-dimensional scale does not promote the quotient to float32). This double rounding changed
-    the codes of 0.4 % of float16 weights and 2 % of bfloat16 weights. A value that is already rounded stays the same.
+    the codes of 0.4 % of float16 weights and 2 % of bfloat16 weights. Values that are already rounded keep their codes.
     """
     maxima = {name: quantizer.amax.float() for name, quantizer in enabled_quantizers(model) if quantizer.amax is not None}
     model.to(dtype)
@@ -178,7 +178,7 @@ def cast_for_export(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def export_unified_hf(model: torch.nn.Module, out: Path) -> None:
     """Write the unified Hugging Face checkpoint. The model must not be used afterwards: its weights are packed in place."""
-    with quiet(), torch.inference_mode():
+    with hide_output(), torch.inference_mode():
         export_hf_checkpoint(model, export_dir=out)
     config = out / "config.json"
     written = rope_at_top_level(json.loads(config.read_text(encoding="utf-8")))
@@ -191,7 +191,7 @@ def export_tensorrt_llm(model: torch.nn.Module, out: Path, dtype: torch.dtype) -
     config = cast(Any, model).config
     config.rope_theta = rope_at_top_level(config.to_dict())["rope_theta"]
     # The default of 0 ("keep the calibration's parallelism") divides by zero without tensorrt_llm installed.
-    with quiet(), torch.inference_mode():
+    with hide_output(), torch.inference_mode():
         export_tensorrt_llm_checkpoint(model, "llama", dtype, out, inference_tensor_parallel=1)
 
 
@@ -211,15 +211,15 @@ def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, Removab
     ModelOpt's own `rotate` needs a CUDA package and does not rotate back in releases before 0.47.
     """
 
-    def rotated(states_BHSD: torch.Tensor) -> torch.Tensor:
+    def rotate(states_BHSD: torch.Tensor) -> torch.Tensor:
         return states_BHSD @ hadamard(states_BHSD.shape[-1]).to(states_BHSD)
 
-    hook = quantizer.register_forward_pre_hook(lambda _, args: rotated(args[0]))
-    return hook, quantizer.register_forward_hook(lambda *call: rotated(call[-1]))
+    hook = quantizer.register_forward_pre_hook(lambda _, args: rotate(args[0]))
+    return hook, quantizer.register_forward_hook(lambda *call: rotate(call[-1]))
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[TextIO]:
+def hide_output() -> Iterator[TextIO]:
     """Hide ModelOpt's prints, warnings and logs about conditions that this stage checks itself.
 
     The prints go to the debug log. Yields the original stdout.

@@ -120,4 +120,4 @@ def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attr
     for name, attributes in expected.items():
         for key in attributes.keys() & enabled[name].keys():
             if attributes[key] != enabled[name][key]:
-                raise RuntimeError(f"{name}: ModelOpt set {key}={enabled[name][key]}, asked for {attributes[key]}")
+                raise RuntimeError(f"{name}: ModelOpt set {key}={enabled[name][key]} instead of {attributes[key]}")

@@ -20,9 +20,9 @@ from stages.policies.policy import KVPolicy
 from stages.policies.scales import write_policy
 from stages.quantize.calibration import tokenize
 from stages.quantize.materialize import (
+    checkpoint_scales,
     copy_checkpoint,
     copy_without_scales,
-    own_scales,
     source_dtype,
     write_dequantized,
     write_plain,
@@ -49,22 +49,22 @@ def quantize_weights(
     `out` receives:
 
     - `checkpoint/`: a plain Hugging Face checkpoint with the engine's effective weights (see materialize.py).
-    - `served/`: only if the checkpoint's weights are already quantized: the checkpoint itself, which engines load.
+    - `served/`: the checkpoint itself, which engines load, if its weights are already quantized.
     - `quantizers.json`: the enabled quantizers, and the device.
     """
     info = inspect_checkpoint(checkpoint)
-    runs_on = calibration_device()
+    device = calibration_device()
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     if info.quantized is not None:
         copy_without_scales(info, out / SERVED)
         write_plain(info, out / CHECKPOINT, progress)
     elif weights != "none":
-        model = quantized_model(info, weights, samples, seed, progress, runs_on)
+        model = quantized_model(info, weights, samples, seed, progress, device)
         write_dequantized(info, out / CHECKPOINT, dequantized_weights(model, info.shape.layers))
     else:
         copy_checkpoint(info, out / CHECKPOINT)
     report = {
-        "device": runs_on.type if weights != "none" else "cpu",  # an export needs the same device to repeat the quantization
+        "device": device.type if weights != "none" else "cpu",  # an export needs the same device to repeat the quantization
         "quantizers": sorted(weight_recipe(weights, info.shape.layers).expected),
     }
     (out / "quantizers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -99,12 +99,14 @@ def measure_cache(
     progress("loading the checkpoint", 1, 1)
     from stages.quantize import modelopt_adapter as adapter
 
-    measured = adapter.measure(model, info.shape.layers, rotation, forward_loop("cache", samples, progress), checkpoint)
+    measured = adapter.measure_extremes(
+        model, info.shape.layers, rotation, forward_loop("cache", samples, progress), checkpoint
+    )
     write_extremes(out / EXTREMES_FILE, measured)
 
 
 def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[Rotation, Path]) -> None:
-    """Write `kv_policy.json` and `kv_scales.json` (static scales), because no official export can express every policy.
+    """Write `kv_policy.json` and `kv_scales.json` (static scales), because ModelOpt's exports cannot express every policy.
 
     Args:
         checkpoint: The user's checkpoint. If it contains scales in the policy's format, these replace measured scales.
@@ -114,7 +116,7 @@ def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Mapp
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
-    carried = None if info.quantized is None else own_scales(checkpoint, policy, info.shape)
+    carried = None if info.quantized is None else checkpoint_scales(checkpoint, policy, info.shape)
     measured = {rotation: read_extremes(path / EXTREMES_FILE) for rotation, path in extremes.items()}
     scales = carried or static_scales(policy, info.shape, measured, checkpoint)
     write_policy(out, policy, scales)

@@ -63,14 +63,14 @@ def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoi
                 if max(extremes.amax) == 0:
                     raise UserError(
                         f"model.path={checkpoint}: the {name.base}s of layer {layer} are all 0 on the calibration texts, "
-                        "which makes no scale; check the checkpoint"
+                        "so no scale can be computed; check the checkpoint"
                     )
-                static[name] = calibrated(form, count, extremes)
+                static[name] = scales_from_extremes(form, count, extremes)
         layers.append(static)
     return KVScales(layers=tuple(layers))
 
 
-def calibrated(form: Format, count: int, extremes: Extremes) -> SideScales:
+def scales_from_extremes(form: Format, count: int, extremes: Extremes) -> SideScales:
     """Return `count` scales for one layer's keys or values, such that no measured number saturates."""
     if form.symmetric:
         return SideScales(scale=_scales(_reduce(extremes.amax, count, max), form.largest))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from stages.core.files import write_whole
+from stages.core.files import write_atomically
 from stages.core.records import Sample
 from stages.report.charts import draw_charts
 from stages.report.exhibit import BASELINE, Exhibit, Occasion, quantity, shown
@@ -71,7 +71,7 @@ def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[dict[
 
 def write_page(path: Path, exhibits: Sequence[Exhibit], occasion: Occasion) -> Path:
     """Write the page atomically; return `path`."""
-    write_whole(path, render(exhibits, occasion))
+    write_atomically(path, render(exhibits, occasion))
     return path
 
 

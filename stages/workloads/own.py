@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from stages.core.errors import UserError
-from stages.core.strict import read_given
+from stages.core.strict import read_user_file
 from stages.workloads.config import WorkloadsConfig
 
 TEXTS = (".txt", ".md")
@@ -31,7 +31,7 @@ def own_files(key: str, path: Path) -> list[Path]:
 
 def own_content(key: str, path: Path) -> bytes:
     """Return the content of the user's files, joined by empty lines. Raises UserError if a file cannot be read."""
-    return b"\n\n".join(read_given(key, file) for file in own_files(key, path))
+    return b"\n\n".join(read_user_file(key, file) for file in own_files(key, path))
 
 
 def document_words(config: WorkloadsConfig) -> list[str] | None:
@@ -45,7 +45,7 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
     texts = []
     for file in own_files("workloads.documents", config.own):
         try:
-            texts.append(read_given("workloads.documents", file).decode("utf-8"))
+            texts.append(read_user_file("workloads.documents", file).decode("utf-8"))
         except UnicodeDecodeError as error:
             raise UserError(f"workloads.documents={file}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     words = WORD.findall("\n\n".join(texts))

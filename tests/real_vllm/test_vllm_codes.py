@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stages.engines.reference.formats import quantize
 from stages.policies.arithmetic_torch import unpack
-from stages.policies.vllm_token_head.arithmetic_torch import signs, token_head
+from stages.policies.vllm_token_head.arithmetic_torch import encode_token_head, random_signs
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "engines" / "vllm_kernels.py"
 DIMS = (64, 96)
@@ -69,7 +69,7 @@ def test_four_bit_caches_are_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) ->
     assert np.array_equal(slot[..., -4:-2], ours.scale.view(torch.uint8).numpy())
     assert np.array_equal(slot[..., -2:], ours.zero.view(torch.uint8).numpy())
     for states, side in ((keys, "key"), (values, "value")):
-        codes, scale = token_head(states)
+        codes, scale = encode_token_head(states)
         assert np.array_equal(nibbles(theirs[side]), codes.numpy())
         assert np.array_equal(theirs[f"{side}_scale"].view(np.int32), scale[..., 0].numpy().view(np.int32))
 
@@ -90,7 +90,7 @@ def test_a_scale_a_token_and_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arr
 def test_the_rotation_has_vllms_signs_and_goes_back(stored: tuple[Tensor, Arrays]) -> None:
     x, theirs = stored
     size = x.shape[-1]
-    assert np.array_equal(np.tile(theirs["signs"], size // len(theirs["signs"])), signs(size).numpy())
+    assert np.array_equal(np.tile(theirs["signs"], size // len(theirs["signs"])), random_signs(size).numpy())
     np.testing.assert_allclose(theirs["rotated_back"], x.numpy(), rtol=0, atol=1e-5 * float(x.abs().max()))
 
 

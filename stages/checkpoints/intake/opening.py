@@ -11,7 +11,7 @@ from typing import Any
 from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.files import refusal
 from stages.core.errors import MACHINE_ERRORS, UserError, short
-from stages.core.streams import nobody_reads
+from stages.core.streams import discard_output
 
 TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
 MAX_ADDED_TOKENS = 1024
@@ -90,7 +90,7 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
 def _silent() -> Iterator[None]:
     """Discard what native code prints on descriptor 2: tokenizers prints a backtrace when it panics."""
     stderr = os.dup(2)
-    nobody_reads(2)
+    discard_output(2)
     try:
         yield
     finally:

@@ -200,7 +200,7 @@ class RequestEngine(Engine, Generic[B, C]):
         memory = self._memory_of([len(prompt) + steps for prompt in prompts], loaded.blocks)
         return LoadTimes(loaded.first_token_ms, loaded.step_ms, memory)
 
-    def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:  # noqa: ARG002  (vLLM counts blocks)
+    def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:  # noqa: ARG002
         """Return the memory of sequences of these lengths; `blocks` is the number of used blocks if the library reports it."""
         pages = sum(map(page_count, lengths))
         return MemoryReport(

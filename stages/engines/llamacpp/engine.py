@@ -59,7 +59,7 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
         pool = claimed.pages * PAGE_TOKENS * self._token_bytes
         return MemoryReport(pool, 0, 0, claimed.pages, claimed.live_tokens)
 
-    def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:  # noqa: ARG002  (vLLM's scales are by layer)
+    def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:  # noqa: ARG002
         """Split the stored bytes (n, H, W) into codes and scales. Each block begins with its scale."""
         part = stored.reshape(-1, self.shape.kv_heads, form.token_bytes(self.shape.head_dim)).swapaxes(0, 1)
         if form.exact:

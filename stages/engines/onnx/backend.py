@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stages.core.artifact import Recipe
-from stages.core.child import in_child
+from stages.core.child import run_in_child
 from stages.engines.backend import ROUNDING, TORCH, Artifacts, Backend, Job, Source
 from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
@@ -44,7 +44,7 @@ class OnnxBackend(Backend[OnnxRuntimeConfig]):
                 from stages.engines.onnx.export import export_decoder
 
                 paths = weights.path / "checkpoint", entry.scratch
-                in_child(export_decoder, *paths, compute_dtype=dtype, progress=entry.progress)
+                run_in_child(export_decoder, *paths, compute_dtype=dtype, progress=entry.progress)
         return Source(entry.made.path, entry.made.digest)
 
     def run_parts(self) -> dict[str, object]:

@@ -162,7 +162,7 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class Joined:
-    """Several sequences concatenated in one row of a batch, without padding."""
+    """Several sequences concatenate_tokens in one row of a batch, without padding."""
 
     views: Sequence[View]
     lengths: Sequence[int]
@@ -237,8 +237,8 @@ def plan(
     device: torch.device = CPU,
 ) -> list[Block]:
     """Cut the rows of consecutive `spans` into blocks. Everything is computed on the CPU; the masks are moved to `device`."""
-    most_rows, most_bytes = (BLOCK_ROWS, BLOCK_BYTES) if device.type == "cpu" else (GPU_BLOCK_ROWS, GPU_BLOCK_BYTES)
-    size = max(1, min(most_rows, most_bytes // max(1, row_bytes)))
+    most_rows, max_bytes = (BLOCK_ROWS, BLOCK_BYTES) if device.type == "cpu" else (GPU_BLOCK_ROWS, GPU_BLOCK_BYTES)
+    size = max(1, min(most_rows, max_bytes // max(1, row_bytes)))
     all_rows = torch.arange(spans[0].begin, spans[-1].end)
     all_starts = torch.cat([span.starts for span in spans])
     return [

@@ -13,7 +13,7 @@ from torch import Tensor
 from stages.core.records import StoredCopy
 from stages.engines.reference.attention import Copies, Sources
 from stages.engines.reference.formats import CPU, dequantize, quantize, static_scales
-from stages.policies.arithmetic_torch import Static, Stored, concatenated, each
+from stages.policies.arithmetic_torch import Static, Stored, concatenate_tokens, each
 from stages.policies.formats import Format
 from stages.policies.policy import PAGE_TOKENS, SIDES, KVPolicy, KVShape, Side, page_count
 from stages.policies.scales import KVScales
@@ -63,7 +63,7 @@ class StoredTokens:
     def append(self, x: Tensor) -> None:
         """Quantize and store x (H, S, D)."""
         new = self.storage.write(x)
-        self.held = new if self.held is None else each(concatenated, [self.held, new])
+        self.held = new if self.held is None else each(concatenate_tokens, [self.held, new])
         self.length += x.shape[1]
 
     def forget(self, first: int) -> None:
@@ -71,7 +71,7 @@ class StoredTokens:
         freed = max(0, first * PAGE_TOKENS - self.sinks)
         if freed > self.freed and self.held is not None:
             end = self.sinks + freed - self.freed
-            self.held = each(lambda x: concatenated([x[0][:, : self.sinks], x[0][:, end:]]), [self.held])
+            self.held = each(lambda x: concatenate_tokens([x[0][:, : self.sinks], x[0][:, end:]]), [self.held])
         self.freed = freed
 
     def read(self) -> Copies | None:

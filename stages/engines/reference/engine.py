@@ -36,7 +36,7 @@ from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.reference.placing import place, within_memory
 from stages.engines.reference.replay import OnePassView, Replay, disturbed
-from stages.policies.ggml.arithmetic_torch import rounded_queries
+from stages.policies.ggml.arithmetic_torch import round_queries
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
@@ -302,7 +302,7 @@ def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Preparation | 
         if not form.code.dynamic_group:
             return query, key
         places = order(str(config.model_type), key.shape[-1], key.device)
-        return rotated(rounded_queries(rotated(query[..., places], form)), form), key[..., places]
+        return rotated(round_queries(rotated(query[..., places], form)), form), key[..., places]
 
     return prepare
 

@@ -22,7 +22,7 @@ from stages.engines.reference.attention import Finite, Span
 from stages.engines.reference.cache import LayerStorage, page_bytes
 from stages.engines.reference.formats import CPU
 from stages.engines.reference.model import LayerAttention
-from stages.policies.arithmetic_torch import Stored, concatenated, each
+from stages.policies.arithmetic_torch import Stored, concatenate_tokens, each
 from stages.policies.policy import SIDES, Eviction, KVPolicy, KVShape, Side, page_count
 
 
@@ -81,7 +81,7 @@ class HeavyCache:
         new = self.storages[side].write(x)
         if not self.stored:
             return new
-        return each(concatenated, [self.stored[side], new])
+        return each(concatenate_tokens, [self.stored[side], new])
 
     def _evict(self) -> "HeavyCache":
         count, heavy = self.positions.shape[1], self.eviction.heavy_tokens

@@ -103,7 +103,7 @@ def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
     """
     key = policy.key
     # vLLM has types for some pairs of key and value formats.
-    pair = policy.value.code.vllm_beside.get(describe_format(key)) if key.scale != "calibrated" else None
+    pair = policy.value.code.vllm_by_key_format.get(describe_format(key)) if key.scale != "calibrated" else None
     plain = key.arithmetic != "kvgate" or (key.symmetric and key.rotation == "none")
     single = "auto" if key.exact else key.code.vllm.get(key.granularity) if plain else None
     dtype = pair or single
@@ -144,7 +144,7 @@ def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
     """Refuse a policy that quantizes layers which vLLM keeps at 16 bits: the first and last two, for some cache types."""
     count = min(2, layers // 2)
     boundary = {*range(count), *range(layers - count, layers)}
-    if policy.value.code.vllm_beside and not boundary <= set(map(int, skipped_layers(policy) or ())):
+    if policy.value.code.vllm_by_key_format and not boundary <= set(map(int, skipped_layers(policy) or ())):
         raise UserError(
             f"kv={policy.name}: vLLM leaves layers {', '.join(map(str, sorted(boundary)))} at 16 bits under {dtype}: set "
             f"'kv.overrides=[{{layers: {sorted(boundary)}, key: {{dtype: fp16}}, value: {{dtype: fp16}}}}]'"

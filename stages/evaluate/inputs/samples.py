@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stages.core.errors import UserError
 from stages.core.records import LineCheck, Sample
-from stages.core.strict import CONTROLS, read_given
+from stages.core.strict import CONTROLS, read_user_file
 from stages.evaluate.inputs.checks import judge, strict_json
 from stages.evaluate.inputs.lengths import long_samples
 from stages.verdict.figures import ALL
@@ -92,7 +92,7 @@ MAX_PROBLEMS = 20
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     """Read samples from a JSONL file without the ids in `taken`. Raises UserError, one line per problem."""
     try:
-        lines = read_given("workloads.jsonl", path).decode("utf-8-sig").split("\n")
+        lines = read_user_file("workloads.jsonl", path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     samples: list[Sample] = []

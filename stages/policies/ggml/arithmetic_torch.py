@@ -7,7 +7,7 @@ tests/real_llamacpp compares the bytes with ggml's own code.
 import torch
 from torch import Tensor
 
-from stages.policies.arithmetic_torch import Arithmetic, Options, Static, Stored, divided, groups_of
+from stages.policies.arithmetic_torch import Arithmetic, Options, Static, Stored, divide, groups_of
 from stages.policies.table import GGML_BLOCK, GGML_TYPES
 
 MIDDLE = 8
@@ -17,20 +17,20 @@ MIDDLE = 8
 class GgmlBlocks(Arithmetic):
     """Codes in blocks with a scale per block."""
 
-    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
         blocks = groups_of(x, options.groups)
         half = 0.0 if options.towards_zero else 0.5
         if self.spec.bits == 8:
-            codes, scale = eight_bits(blocks, half)
+            codes, scale = quantize_8_bits(blocks, half)
             return Stored(codes.to(torch.int8).flatten(-2), scale.half().squeeze(-1), None)
-        scale = divided(blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)), -MIDDLE)
+        scale = divide(blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)), -MIDDLE)
         inverse = torch.where(scale != 0, 1 / scale, 0.0)
         # The product is not rounded before the addition, because compilers emit a fused multiply-add.
         steps = (blocks.double() * inverse.double() + (MIDDLE + half)).float()
         low, high = steps.trunc().clamp(max=self.spec.levels).to(torch.uint8).chunk(2, dim=-1)
         return Stored((low | high << 4).view(torch.int8).flatten(-2), scale.half().squeeze(-1), None)
 
-    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (of Arithmetic)
+    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002
         assert stored.scale is not None
         codes = groups_of(stored.codes, stored.scale.shape[-1])
         if self.spec.bits == 4:
@@ -39,16 +39,16 @@ class GgmlBlocks(Arithmetic):
         return (codes.float() * stored.scale.float().unsqueeze(-1)).flatten(-2)
 
 
-def eight_bits(x: Tensor, half: float = 0.5) -> tuple[Tensor, Tensor]:
+def quantize_8_bits(x: Tensor, half: float = 0.5) -> tuple[Tensor, Tensor]:
     """Return codes -127 to 127 of blocks x (..., 32), and their scales (..., 1), not yet rounded to float16."""
     largest = x.abs().amax(-1, keepdim=True)
     steps = x * torch.where(largest > 0, 127 / largest, 0.0)
-    return (steps.round() if half else steps.trunc()), divided(largest, 127)
+    return (steps.round() if half else steps.trunc()), divide(largest, 127)
 
 
-def rounded_queries(x: Tensor) -> Tensor:
+def round_queries(x: Tensor) -> Tensor:
     """Return queries x (..., D) after rounding to 8-bit blocks, as llama.cpp rounds them to multiply with q8_0 or q4_0 keys."""
-    codes, scale = eight_bits(groups_of(x, x.shape[-1] // GGML_BLOCK))
+    codes, scale = quantize_8_bits(groups_of(x, x.shape[-1] // GGML_BLOCK))
     return (codes * scale.half().float()).flatten(-2)
 
 

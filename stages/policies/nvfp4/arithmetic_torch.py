@@ -11,16 +11,16 @@ class Nvfp4Blocks(Arithmetic):
     """E2M1 codes in blocks of channels. The E4M3 block scale is in units of the layer scale; a block's maximum becomes 6."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
-        assert static is not None, "NVFP4 has a scale of the layer"
+        assert static is not None, "NVFP4 has a layer scale"
         layer_scale, blocks = static.scale, groups_of(x, options.groups)
         scale = (blocks.abs().amax(-1) / (6.0 * layer_scale)).clamp(*NVFP4_SCALES).to(torch.float8_e4m3fn)
         codes = _encode(blocks / (scale.float() * layer_scale).unsqueeze(-1), towards_zero=options.towards_zero)
         low, high = codes.flatten(-2).chunk(2, dim=-1)
         return Stored((low + 16 * high).to(torch.uint8).view(torch.int8), scale, None)
 
-    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (of Arithmetic)
-        assert static is not None, "NVFP4 has a scale of the layer"
-        assert stored.scale is not None, "and one of each block"
+    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002
+        assert static is not None, "NVFP4 has a layer scale"
+        assert stored.scale is not None, "NVFP4 has a scale per block"
         scale, byte = stored.scale.float() * static.scale, stored.codes.view(torch.uint8)
         codes = _decode(torch.cat([byte & 15, byte >> 4], dim=-1))
         return (groups_of(codes, scale.shape[-1]) * scale.unsqueeze(-1)).flatten(-2)

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from stages.policies.arithmetic_torch import Arithmetic, Float, Integer, Options, Scaled, Static, Stored, divided, pack, unpack
+from stages.policies.arithmetic_torch import Arithmetic, Float, Integer, Options, Scaled, Static, Stored, divide, pack, unpack
 from stages.policies.table import TOKEN_HEAD_SMALLEST_SCALE, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_FP8, VLLM_TOKEN_HEAD_INT8
 
 CPU = torch.device("cpu")
@@ -22,23 +22,23 @@ SEED = 0x9E3779B9
 class TokenHead(Arithmetic):
     """INT4 codes between the minimum and the maximum of a token and head, including the rotation."""
 
-    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
-        codes, scale = token_head(x, towards_zero=options.towards_zero)
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
+        codes, scale = encode_token_head(x, towards_zero=options.towards_zero)
         return Stored(pack(codes - 8, 4), scale, None)
 
-    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (of Arithmetic)
+    def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002
         assert stored.scale is not None
-        return token_head_values(unpack(stored.codes, 4) + 8, stored.scale)
+        return decode_token_head(unpack(stored.codes, 4) + 8, stored.scale)
 
 
 class Absmax(Scaled):
     """Codes with a float32 scale per token and head. Integer codes are rounded half away from zero."""
 
-    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
-        scale = divided(x.abs().amax(-1, keepdim=True), self.spec.limit).clamp(min=TOKEN_HEAD_SMALLEST_SCALE)
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
+        scale = divide(x.abs().amax(-1, keepdim=True), self.spec.limit).clamp(min=TOKEN_HEAD_SMALLEST_SCALE)
         steps = x * (1.0 / scale)
         if self.spec.kind == "integer" and not options.towards_zero:
-            steps = _half_away(steps)
+            steps = _round_half_away(steps)
         return Stored(self.encode(steps, options), scale, None)
 
 
@@ -47,34 +47,34 @@ class AbsmaxInteger(Absmax, Integer):
 
 
 class AbsmaxFloat(Absmax, Float):
-    """E4M3, to the nearest code."""
+    """E4M3."""
 
 
-def token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor]:
+def encode_token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate x (..., D); return codes 0 to 15 (..., D) float32 and scales (..., 1) float32, which include the zero points.
 
     A zero point is a whole number of codes from 0 to 15. If all numbers have the same sign, only part of the codes is used.
     """
     levels = VLLM_TOKEN_HEAD.levels
-    x = _sums(x * signs(x.shape[-1], x.device))
+    x = _hadamard(x * random_signs(x.shape[-1], x.device))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    scale = divided(high - low, levels).clamp(min=TOKEN_HEAD_SMALLEST_SCALE)
-    zero = _half_away(-low / scale).clamp(0, levels)
+    scale = divide(high - low, levels).clamp(min=TOKEN_HEAD_SMALLEST_SCALE)
+    zero = _round_half_away(-low / scale).clamp(0, levels)
     steps = x * (1.0 / scale) + zero
-    codes = (steps.trunc() if towards_zero else _half_away(steps)).clamp(0, levels)
+    codes = (steps.trunc() if towards_zero else _round_half_away(steps)).clamp(0, levels)
     bits = (scale.view(torch.int32) & -16) | zero.int()
     return codes, bits.view(torch.float32)
 
 
-def token_head_values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Undo `token_head`: return the numbers (..., D) of codes 0 to 15 (..., D) and scales (..., 1), rotated back."""
+def decode_token_head(codes: Tensor, scale: Tensor) -> Tensor:
+    """Undo `encode_token_head`: return the numbers (..., D) of codes 0 to 15 (..., D) and scales (..., 1), rotated back."""
     bits = scale.view(torch.int32)
     x = (codes - (bits & 15).float()) * (bits & -16).view(torch.float32)
-    return _sums(x) * signs(x.shape[-1], x.device) / _block(x.shape[-1])
+    return _hadamard(x) * random_signs(x.shape[-1], x.device) / _block(x.shape[-1])
 
 
 @cache
-def signs(size: int, device: torch.device = CPU) -> Tensor:
+def random_signs(size: int, device: torch.device = CPU) -> Tensor:
     """Return vLLM's random signs (size,), -1 or 1, which all layers, heads and tokens share.
 
     If head_dim is not a power of two, the signs of one block repeat for every block of the head.
@@ -89,7 +89,7 @@ def _block(size: int) -> int:
     return size & -size
 
 
-def _sums(x: Tensor) -> Tensor:
+def _hadamard(x: Tensor) -> Tensor:
     """Multiply x (..., D) by the Hadamard matrix of -1 and 1, in vLLM's order of additions on a CPU: adjacent numbers first."""
     half = 1
     while half < _block(x.shape[-1]):
@@ -99,7 +99,7 @@ def _sums(x: Tensor) -> Tensor:
     return x
 
 
-def _half_away(x: Tensor) -> Tensor:
+def _round_half_away(x: Tensor) -> Tensor:
     """Round to the nearest integer, halves away from zero."""
     return torch.where(x >= 0, x + 0.5, x - 0.5).trunc()
 

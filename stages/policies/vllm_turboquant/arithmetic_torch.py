@@ -6,16 +6,16 @@ deviate by a unit or two in the last place. tests/real_vllm compares this module
 
 from torch import Tensor
 
-from stages.policies.arithmetic_torch import Integer, Options, Static, Stored, divided
+from stages.policies.arithmetic_torch import Integer, Options, Static, Stored, divide
 from stages.policies.table import TURBOQUANT_SMALLEST_SCALE, VLLM_TURBOQUANT
 
 
 class Turboquant(Integer):
     """INT4 codes from the unrounded scale and minimum of a token and head, rounded half up."""
 
-    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
         low, high = x.aminmax(dim=-1, keepdim=True)
-        scale = divided(high - low, self.spec.levels).clamp(min=TURBOQUANT_SMALLEST_SCALE)
+        scale = divide(high - low, self.spec.levels).clamp(min=TURBOQUANT_SMALLEST_SCALE)
         steps = (x - low) / scale + (0.0 if options.towards_zero else 0.5)
         return Stored(self.encode(steps.trunc(), options), scale.half(), low.half())
 

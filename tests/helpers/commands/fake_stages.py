@@ -162,7 +162,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake("quantize.calibration", calibration_texts=calibration_texts)
     fake("quantize.run", quantize_weights=quantize_weights, measure_cache=measure_cache, scale_cache=scale_cache)
     fake("quantize.export", export=lambda out: (out / "export.json").write_text("{}"))
-    monkeypatch.setattr(engine_steps, "in_child", lambda function, *paths, **options: function(*paths, **options))
+    monkeypatch.setattr(engine_steps, "run_in_child", lambda function, *paths, **options: function(*paths, **options))
     # The fakes leave no models to collect, and each collection scans every imported module.
     monkeypatch.setattr(engine_steps, "collect_memory", lambda: None)
     monkeypatch.setattr(verdict_steps, "collect_memory", lambda: None)

@@ -56,7 +56,7 @@ def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] 
     case = Case("", tuple(arguments), (), begins=True, environment=environment or {})
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
-            patch.setattr(f"{module}.in_child", _in_this_process)
+            patch.setattr(f"{module}.run_in_child", _in_this_process)
         done = run_in_fork(case, cwd, seconds=MAX_SECONDS, limited=False)
     assert done.code is not None, "it takes too long"
     return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)

@@ -103,7 +103,7 @@ class FakeEngine(Engine):
         self,
         continuations: Sequence[Continuation],
         stop_tokens: Collection[int],
-        max_sequences: int,  # noqa: ARG002  (it answers one prompt after the other, and prefills none)
+        max_sequences: int,  # noqa: ARG002
         on_end: Callable[[int], None],
     ) -> None:
         for ended, continuation in enumerate(continuations, start=1):

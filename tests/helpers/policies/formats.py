@@ -20,7 +20,7 @@ from stages.policies.formats import Format, Granularity, Rotation, ScaleSource
 from stages.policies.scales import SideScales
 from stages.policies.spec import GROUP_SIZES
 from stages.policies.table import CODES
-from stages.quantize.scales import Extremes, calibrated
+from stages.quantize.scales import Extremes, scales_from_extremes
 
 LARGEST = 65504 / 128**0.5
 """Largest magnitude that every format can store.
@@ -89,7 +89,7 @@ def fixed(x_HTD: Tensor, form: Format) -> Static | None:
     extremes = (turned_HTD.amin(1), turned_HTD.amax(1))
     if form.scale == "uncalibrated":
         return static_scales(SideScales(scale=(1.0,) * count), form, heads, dim)
-    scale = calibrated(form, count, Extremes(*(tuple(extreme.flatten().tolist()) for extreme in extremes)))
+    scale = scales_from_extremes(form, count, Extremes(*(tuple(extreme.flatten().tolist()) for extreme in extremes)))
     return static_scales(scale, form, heads, dim)
 
 

@@ -25,7 +25,7 @@ from stages.core.errors import UserError
 from stages.engines.reference.model import round_inputs
 from stages.engines.trtllm.backend import refuse
 from stages.policies.policy import KVShape, Side
-from stages.quantize.materialize import copy_without_scales, own_scales, write_plain
+from stages.quantize.materialize import checkpoint_scales, copy_without_scales, write_plain
 
 
 def test_head_dim_and_kv_heads_have_defaults(tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_cache_scales_are_read_and_not_served(tiny_checkpoint: Path, tmp_path: P
     info = inspect_checkpoint(tmp_path / "given")
     check_weights(info, expected_tensors)
     fp8 = SHIPPED["fp8"]
-    scales = own_scales(info.path, fp8, info.shape)
+    scales = checkpoint_scales(info.path, fp8, info.shape)
     assert scales is not None
     assert [scales.layers[1][side].scale for side in (Side.KEY, Side.VALUE)] == [(0.125,), (0.0625,)]
-    assert own_scales(info.path, SHIPPED["fp8_head"], info.shape) is None
+    assert checkpoint_scales(info.path, SHIPPED["fp8_head"], info.shape) is None
     copy_without_scales(info, tmp_path / "served")
     given, served = (load_file(folder / "model.safetensors") for folder in (info.path, tmp_path / "served"))
     assert given.keys() - served.keys() == {name for name in given if name.endswith(("k_scale", "v_scale"))}
@@ -212,13 +212,13 @@ def test_the_reference_rounds_inputs_in_the_same_layers(tiny_checkpoint: Path, t
 
 @pytest.mark.parametrize("form", ["ModelOpt FP8", "W8A8 INT8"])
 def test_tensorrt_llm_accepts_only_weights_of_modelopt(form: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    from stages.quantize.export import as_given
+    from stages.quantize.export import export_quantized
 
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
     info = inspect_checkpoint(tmp_path / "given")
     policy = SHIPPED["fp8"]
     copy_without_scales(info, tmp_path / "made" / SERVED)
-    report = as_given(tmp_path / "made" / SERVED, tmp_path / "unified_hf", policy)
+    report = export_quantized(tmp_path / "made" / SERVED, tmp_path / "unified_hf", policy)
     engine, pytorch = (refuse(target, policy, "none", info, 1) for target in ("engine", "pytorch"))
     assert "backend.target=engine: weights that are quantized already; use backend=vllm" in str(engine)
     assert report["tensorrt_llm"] is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.core.child import in_child
+from stages.core.child import run_in_child
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import Progress
 
@@ -48,7 +48,7 @@ def test_an_error_of_the_child_is_raised_in_the_caller(
     function: Callable[..., None], error: type[Exception], said: str, note: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=said) as caught:
-        in_child(function, tmp_path, progress=lambda *_: None)
+        run_in_child(function, tmp_path, progress=lambda *_: None)
     assert note in "".join(getattr(caught.value, "__notes__", []))
 
 
@@ -66,17 +66,17 @@ def test_an_interrupted_caller_ends_it_and_it_tidies_up(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        in_child(wait, tmp_path / "out", progress=interrupt)
+        run_in_child(wait, tmp_path / "out", progress=interrupt)
     assert (tmp_path / "out").read_text() == "tidied up"
 
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from stages.core.child import in_child
+from stages.core.child import run_in_child
 print("once")
 from test_child import work
-in_child(work, Path(sys.argv[1]), text="script", progress=lambda *_: None)
+run_in_child(work, Path(sys.argv[1]), text="script", progress=lambda *_: None)
 """
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from stages.core import files
 from stages.core.digest import file_digest, tree_entries
-from stages.core.files import POOL, STORE_FILE, link_or_copy, sweep_pool, write_whole
+from stages.core.files import POOL, STORE_FILE, link_or_copy, sweep_pool, write_atomically
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_copies_that_no_artifact_has_go_after_a_day(store: Path, owned: Path, mo
     target = store / "quantize" / "one" / "w"
     link_or_copy(owned, target)
     now = time.time()
-    monkeypatch.setattr("time.time", lambda: now + 2 * files.UNUSED_S)
+    monkeypatch.setattr("time.time", lambda: now + 2 * files.UNLINKED_S)
     sweep_pool(store)
     assert len(list((store / POOL).iterdir())) == 1
     target.unlink()
@@ -82,10 +82,10 @@ def test_a_file_replaces_another_users_file(tmp_path: Path) -> None:
     page, theirs = tmp_path / "report.html", tmp_path / "theirs.html"
     theirs.touch(0o444)
     page.hardlink_to(theirs)
-    write_whole(page, "PASS")
+    write_atomically(page, "PASS")
     assert (page.read_text(), theirs.read_text()) == ("PASS", "")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(page, "\ud800")
+        write_atomically(page, "\ud800")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "theirs.html"]
 
 
@@ -94,7 +94,7 @@ def test_two_writers_with_one_process_id_do_not_interfere(store: Path, owned: Pa
     page, artifacts = store / "page.html", store / "quantize" / "one"
 
     def write_page() -> None:
-        write_whole(page, "PASS")
+        write_atomically(page, "PASS")
 
     def link() -> None:
         link_or_copy(owned, artifacts / secrets.token_hex(4))
@@ -118,4 +118,4 @@ def test_two_writers_with_one_process_id_do_not_interfere(store: Path, owned: Pa
 
 def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        tree_entries(tmp_path / "missing", but="manifest.json")
+        tree_entries(tmp_path / "missing", excluded="manifest.json")

@@ -19,8 +19,8 @@ from stages.core.errors import UserError
 from stages.engines.reference.formats import dequantize, quantize
 from stages.policies.arithmetic_torch import Stored
 from stages.policies.formats import Format
-from stages.policies.ggml.arithmetic_torch import rounded_queries
-from stages.policies.vllm_token_head.arithmetic_torch import signs
+from stages.policies.ggml.arithmetic_torch import round_queries
+from stages.policies.vllm_token_head.arithmetic_torch import random_signs
 
 K8V4, INT4 = SHIPPED["vllm_k8v4"], SHIPPED["vllm_int4"]
 V4, Q4_0 = K8V4.value, form_of("q4_0")
@@ -70,7 +70,7 @@ def test_token_head_keeps_its_zero_in_the_scales_low_bits() -> None:
     matrix = np.ones((1, 1))
     while len(matrix) < 64:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    rotated = (x * signs(64)).double().numpy() @ matrix
+    rotated = (x * random_signs(64)).double().numpy() @ matrix
     scale = np.maximum((rotated.max(-1) - rotated.min(-1)) / 15, 1e-6)
     zero = np.clip(np.floor(-rotated.min(-1) / scale + 0.5), 0, 15)
     bits = stored.scale[..., 0].numpy().view(np.int32)
@@ -81,7 +81,7 @@ def test_token_head_keeps_its_zero_in_the_scales_low_bits() -> None:
     off = np.abs(unpacked(stored).numpy() - np.clip(steps, 0, 15))
     assert off[whole].max() <= 0.5 + 1e-3
     back = dequantize(stored, INT4.value, None).double().numpy()
-    expected = ((unpacked(stored).numpy() - zero[..., None]) * scale[..., None]) @ matrix / 64 * signs(64).numpy()
+    expected = ((unpacked(stored).numpy() - zero[..., None]) * scale[..., None]) @ matrix / 64 * random_signs(64).numpy()
     np.testing.assert_allclose(back[whole], expected[whole], atol=1e-4 * np.abs(x.numpy()).max())
 
 
@@ -106,8 +106,8 @@ def test_hadamard_64_rotates_each_64_channels_and_goes_back() -> None:
 def test_queries_are_rounded_to_blocks_of_8_bits() -> None:
     x = ggml.vectors()
     expected = quants.dequantize(quants.quantize(x.numpy(), GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
-    assert np.abs(rounded_queries(x).numpy() - expected).max() <= np.abs(x.numpy()).max() / 127
-    assert (rounded_queries(x).numpy() != expected).mean() < 2e-3
+    assert np.abs(round_queries(x).numpy() - expected).max() <= np.abs(x.numpy()).max() / 127
+    assert (round_queries(x).numpy() != expected).mean() < 2e-3
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def policy(key: Format, value: Format, window: Window | None = None, *overrides:
 def test_a_missing_an_unexpected_and_another_quantizer_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"enabled 2 quantizers instead of 2: b is missing"):
         check_enabled({"a": {}, "b": {}}, {"a": {}, "lm_head.w": {}})
-    with pytest.raises(RuntimeError, match=r"a: ModelOpt set num_bits=8, asked for 4"):
+    with pytest.raises(RuntimeError, match=r"a: ModelOpt set num_bits=8 instead of 4"):
         check_enabled({"a": {"num_bits": 4, "block_sizes": {}}}, {"a": {"num_bits": 8, "axis": None}})
     check_enabled({"a": {"num_bits": 4}}, {"a": {"num_bits": 4, "axis": None}})
 

@@ -151,7 +151,7 @@ def test_a_sweep_exits_with_the_worst_code_of_its_jobs(tmp_path: Path) -> None:
 
 def test_a_summary_that_cannot_be_written_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr("pipeline.registry.summary.write_whole", full)
+    monkeypatch.setattr("pipeline.registry.summary.write_atomically", full)
     with refused(
         UserError, f"workdir={tmp_path}: summary.json cannot be written (No space left on device); give a folder that can"
     ):
